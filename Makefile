@@ -1,0 +1,35 @@
+# Two commands are all a newcomer needs: `make generate` and `make test`.
+PYTHON ?= python3
+PROMPT ?= Tell me a short story about a fox who learns to share.
+BIN := .venv/bin
+MODEL := weights/smollm2-135m-instruct/manifest.json
+
+.PHONY: generate test prove lint clean
+
+generate: .venv/ready $(MODEL)
+	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)
+
+test: lint $(MODEL)
+	$(BIN)/python -m pytest
+
+lint: .venv/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv weights/smollm2-135m-instruct
+
+# The shell receives the prompt through the environment, so that quotes in it stay quotes.
+export PROMPT
+
+.venv/ready: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(MODEL): | .venv/ready
+	$(BIN)/python -m weights.fetch smollm2-135m-instruct

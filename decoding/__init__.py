@@ -1,0 +1,1 @@
+"""The speculative loop and everything it is made of."""

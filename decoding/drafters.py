@@ -1,0 +1,162 @@
+"""Drafters: small objects that propose tokens for the target to verify.
+
+Two verbs. ``propose`` gives up to ``limit`` tokens together with the distributions they were really drawn
+from (one-hot for a drafter that does not draw). ``rollback`` says that the text is now ``length`` tokens
+long: whatever the drafter knows of later positions is void. It need not be told what was accepted; the
+next ``propose`` carries the text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoding.policies import FixedLength
+from decoding.randomness import Randomness
+from decoding.sampling import Sampler
+from model.plan import LayerPlan
+
+CATCH_UP = 16  # tokens a draft model may lag behind and still catch up within its first draft step
+
+
+class Model(Protocol):
+    """What the loop needs of a model. ``model.Decoder`` has it, and so do the tests' table models."""
+
+    vocab_size: int
+    max_positions: int
+    device: torch.device
+
+    def __call__(self, tokens: Tensor, cache: Any, start: int, plan: LayerPlan | None = None) -> Tensor: ...
+
+    def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None: ...
+
+    def new_cache(self, capacity: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens ``[k]`` int64, the distributions they were drawn from ``[k, vocab]``, and, if the policy
+    reads it, the raw softmax probability of each."""
+
+    tokens: Tensor
+    probs: Tensor
+    confidence: list[float] | None = None
+
+
+class Drafter(Protocol):
+    """See the module's docstring. ``propose`` may draw only through ``randomness``."""
+
+    def propose(
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+    ) -> Draft: ...
+
+    def rollback(self, length: int) -> None: ...
+
+
+class ModelDrafter:
+    """Draft with a model: the target itself under a layer plan, or a smaller model of the same vocabulary.
+
+    Self-speculation shares the target's cache: a draft step reads the target's entries and writes its own
+    at new positions, which verification overwrites. A model of its own has a cache of its own, which
+    catches up with the text at the first step of a draft, so an all-accepted round leaves no hole in it.
+    """
+
+    def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
+        self.model, self.cache, self.plan = model, cache, plan
+
+    def propose(
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+    ) -> Draft:
+        """Sample up to ``limit`` tokens one by one, each from ``sampler``'s distribution of the model's logits."""
+        context = torch.tensor(tokens, device=self.model.device)
+        start = self.cache.length
+        if limit and start < len(tokens) - CATCH_UP:
+            self.model.prefill(context[None, start:-1], self.cache, start)
+            start = len(tokens) - 1
+        rows: list[Tensor] = []
+        confidence: list[float] = []
+        while len(rows) < limit:
+            logits = self.model(context[None, start:], self.cache, start, self.plan)[0, -1:]
+            probs = sampler.distribution(logits, context)
+            if sampler.constraints and not probs.any():
+                break  # the constraint allows nothing here; if the text gets so far, the loop says so
+            token = randomness.draw(probs[0])
+            start, context = len(context), torch.cat((context, token[None]))
+            rows.append(probs)
+            if policy.reads_draft_confidence:
+                confidence.append(raw_probability(logits[0], token))
+                if not policy.keep_drafting(confidence[-1]):
+                    break
+        probs = torch.cat(rows) if rows else torch.zeros(0, self.model.vocab_size, device=self.model.device)
+        return Draft(context[len(tokens) :], probs, confidence if policy.reads_draft_confidence else None)
+
+    def rollback(self, length: int) -> None:
+        # All but the last token: the next step feeds that one again, in draft and target alike.
+        self.cache.truncate(length - 1)
+
+
+class PromptLookup:
+    """Draft what followed the last time the text ended like this (prompt lookup decoding).
+
+    The longest n-gram at the text's end that occurred before decides, ``longest`` tokens down to one; of
+    its occurrences the most recent. No model runs, so a draft costs nothing but its verification.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3) -> None:
+        self.vocab_size, self.device, self.longest = vocab_size, device, longest
+
+    def propose(
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+    ) -> Draft:
+        """Up to ``limit`` tokens, surely chosen: their distributions are one-hot and their confidence is 1."""
+        found = self._continuation(tokens, limit)
+        drafted: list[int] = []
+        for token in found:
+            allowed = sampler.allowed([*tokens, *drafted])
+            if allowed is not None and not allowed[token]:
+                break  # a constraint is asked about reachable texts only
+            drafted.append(token)
+        ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
+        return Draft(ids, F.one_hot(ids, self.vocab_size).float(), [1.0] * len(drafted))
+
+    def rollback(self, length: int) -> None:
+        """Nothing to forget: each search reads the text itself."""
+
+    def _continuation(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
+        text = array("i", tokens)
+        data, width = text.tobytes(), text.itemsize
+        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
+            tail = data[-size * width :]
+            end = len(data) - width  # an occurrence needs at least one token after it
+            while (at := data.rfind(tail, 0, end)) >= 0:
+                if at % width == 0:
+                    after = at // width + size
+                    return text[after : after + limit].tolist()
+                end = at + len(tail) - 1
+        return []
+
+
+class NoDraft:
+    """Plain decoding: an empty draft every round."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.empty = Draft(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, vocab_size, device=device))
+
+    def propose(
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+    ) -> Draft:
+        return self.empty
+
+    def rollback(self, length: int) -> None:
+        """There is nothing to forget."""
+
+
+def raw_probability(logits: Tensor, token: Tensor) -> float:
+    """Confidence: the softmax probability of ``token`` under unprocessed logits ``[vocab]``. Reads the host."""
+    return torch.softmax(logits.float(), dim=-1)[token].item()

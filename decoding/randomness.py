@@ -1,0 +1,50 @@
+"""The port through which the loop draws: two verbs, so that chance can be replaced.
+
+In production a ``torch.Generator`` serves them; in a proof, ``decoding.enumeration`` walks every outcome.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Randomness(Protocol):
+    """Where all chance comes from. Both verbs take and return tensors and never read the host."""
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """One token: ``[vocab]`` probabilities, or weights that need not sum to 1 -> ``[]`` int64."""
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        """Independent coin tosses: ``[k]`` probabilities (1 and above: surely) -> ``[k]`` bool."""
+
+
+class SeededRandomness:
+    """Draws from a seeded ``torch.Generator``. The same seed gives the same tokens.
+
+    Uniform numbers are float64 in [0, 1): u < p is strict, so that u = 0 accepts nothing that is
+    impossible, and a float32 uniform, which is 0 once in 2²⁴ draws, is not fine enough.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def uniform(self, count: int) -> Tensor:
+        """``[count]`` float64 in [0, 1)."""
+        return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """The first token whose cumulative probability exceeds u: never one of probability 0.
+
+        All zeros have no such token; then the last id comes back, which no caller may use.
+        """
+        cumulative = probs.double().cumsum(0)
+        total = cumulative[-1:]
+        # u · total can round up to total, beyond every token; the number just below total cannot.
+        point = torch.minimum(self.uniform(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(cumulative, point, right=True).clamp(max=len(probs) - 1)[0]
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        return self.uniform(len(probabilities)) < probabilities

@@ -1,0 +1,60 @@
+"""What happened in one round of the loop, and the readers that need nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft, its verification, and what became of the text.
+
+    ``position``  tokens in the text (prompt included) before the round
+    ``drafted``   the draft's tokens
+    ``accepted``  how many of them the target accepted
+    ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token after
+                  them, up to the first that ended the text or completed a banned word
+    ``retracted`` tokens then taken back from the end of the text, because of a banned word
+    ``finish``    why the text ended with this round: "eos", "stop", "length"; None while it goes on
+    ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered) that
+    the draft gave each of its tokens, the target the token it drew itself; None unless the policy reads it.
+    """
+
+    position: int
+    drafted: list[int]
+    accepted: int
+    emitted: list[int]
+    retracted: int = 0
+    finish: str | None = None
+    draft_confidence: list[float] | None = None
+    target_confidence: float | None = None
+
+
+@dataclass
+class Statistics:
+    """Sums over rounds. Retracted tokens do not count as output, nor do accepted ones after the end of the text."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    histogram: list[int] = field(default_factory=list)  # [n]: rounds with a draft of which n were accepted
+
+    def add(self, round: Round) -> None:
+        self.rounds += 1
+        self.tokens += len(round.emitted) - round.retracted
+        self.drafted += len(round.drafted)
+        accepted = min(round.accepted, len(round.emitted))
+        self.accepted += accepted
+        if round.drafted:
+            self.histogram += [0] * (accepted + 1 - len(self.histogram))
+            self.histogram[accepted] += 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the drafted tokens; None when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0

@@ -1,0 +1,123 @@
+"""Logits -> the distribution that tokens are drawn from.
+
+There is one such function, used for draft, target, residual and bonus token alike: speculation is exact
+only if all four mean the same thing by "temperature 0.7, top-p 0.9".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.errors import InputError
+
+# The tokens so far (prompt included) -> bool [vocab] of tokens that may come next, or None for all.
+# It must depend on nothing else: then rolling back tokens rolls the constraint back with them.
+Constraint = Callable[[Sequence[int]], Tensor | None]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to turn logits into a distribution; meanings and order are those of transformers.
+
+    Temperature 0 is greedy decoding. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1
+    are off. Raises InputError for a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        # Written so that NaN fails every test.
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature must be at least 0, found {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top-k must be at least 0 (0: off), found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p must be above 0 and at most 1, found {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min-p must be from 0 to 1, found {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InputError(f"repetition penalty must be above 0, found {self.repetition_penalty}")
+
+
+def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
+    """``[rows, vocab]`` logits -> ``[rows, vocab]`` probabilities, in at least float32.
+
+    ``context`` ``[n]`` holds the tokens up to the last row: row t follows ``context[: n - rows + 1 + t]``,
+    so that each drafted position is penalised for its own prefix and no other. ``allowed`` (bool
+    ``[rows, vocab]``) forbids tokens before temperature and filters. A row where nothing is allowed is all
+    zeros. At temperature 0 a row is exactly one-hot at the first of the largest logits.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if params.repetition_penalty != 1:
+        penalised = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
+        scores = torch.where(_seen(context, *scores.shape), penalised, scores)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if params.temperature == 0:
+        probs = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype)
+    else:
+        # Subtracting the largest score changes no probability and keeps a tiny temperature from overflowing.
+        scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
+        probs = torch.softmax(_filter(scores, params), dim=-1)
+    return probs if allowed is None else torch.where(allowed.any(-1, keepdim=True), probs, 0.0)
+
+
+def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p, then min-p: whatever a filter removes gets score -inf."""
+    if params.top_k:
+        kth = scores.topk(min(params.top_k, scores.shape[-1])).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
+    if params.top_p < 1:
+        ascending, order = scores.sort(dim=-1, stable=True)
+        outside = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        outside[..., -1] = False  # the likeliest token always stays
+        scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
+    if params.min_p:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -math.inf)
+    return scores
+
+
+def _seen(context: Tensor, rows: int, vocab: int) -> Tensor:
+    """bool ``[rows, vocab]``: which tokens occur in each row's prefix of the context."""
+    first = len(context) - rows + 1
+    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=context.device)
+    seen[:, context[:first]] = True
+    later = F.one_hot(context[first:], vocab).cumsum(0) > 0
+    seen[1:] |= later
+    return seen
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Sampling parameters together with the constraints in force: all that makes a distribution."""
+
+    params: SamplingParams = SamplingParams()
+    constraints: tuple[Constraint, ...] = ()
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
+        """bool ``[vocab]``: what every constraint allows after these tokens; None when nothing is forbidden."""
+        masks = [mask for constraint in self.constraints if (mask := constraint(tokens)) is not None]
+        return torch.stack(masks).all(0) if masks else None
+
+    def distribution(self, logits: Tensor, context: Tensor) -> Tensor:
+        """``distribution`` of these logits, each row under the constraints of its own prefix."""
+        if not self.constraints:
+            return distribution(logits, context, self.params)
+        tokens, first = context.tolist(), len(context) - len(logits) + 1
+        rows = [self.allowed(tokens[: first + row]) for row in range(len(logits))]
+        if all(mask is None for mask in rows):
+            return distribution(logits, context, self.params)
+        everything = torch.ones(logits.shape[-1], dtype=torch.bool)
+        masks = torch.stack([everything if mask is None else mask.cpu() for mask in rows])
+        return distribution(logits, context, self.params, masks.to(logits.device))

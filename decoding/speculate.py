@@ -1,0 +1,75 @@
+"""The loop: draft, verify, emit, roll back. Everything else in this room serves these lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from decoding.banned import BannedWords
+from decoding.drafters import Drafter, Model, raw_probability
+from decoding.policies import FixedLength
+from decoding.randomness import Randomness
+from decoding.rounds import Round
+from decoding.sampling import Sampler
+from decoding.stopping import StopRules
+from decoding.text import TokenBytes, Transcript
+from decoding.verify import verify
+from model.errors import InputError
+
+
+@torch.inference_mode()
+def speculate(
+    target: Model,
+    cache: Any,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    policy: FixedLength,
+    sampler: Sampler,
+    stop: StopRules,
+    randomness: Randomness,
+    *,
+    token_bytes: TokenBytes = lambda token: b"",
+    banned: BannedWords | None = None,
+) -> Iterator[Round]:
+    """Write a text token by token with exactly the target's distribution; yields a record of each round.
+
+    Plain decoding is the same loop with an empty draft. ``cache`` must hold the prompt but its last token
+    (``target.prefill``) and is left holding it, so calling again draws another sample from one prefill.
+    Raises InputError when the constraints allow no token at a position that the text has reached.
+    """
+    text = Transcript(prompt, token_bytes)
+    cache.truncate(len(prompt) - 1)
+    drafter.rollback(len(prompt))
+    while True:
+        # Invariant: the cache holds every token but the last.
+        position = len(text.tokens)
+        limit = min(policy.draft_length(), stop.room(text, target.max_positions) - 1)
+        draft = drafter.propose(text.tokens, limit, sampler, policy, randomness)
+
+        context = torch.cat((torch.tensor(text.tokens, device=target.device), draft.tokens))
+        logits = target(context[None, position - 1 :], cache, position - 1)[0]
+        target_probs = sampler.distribution(logits, context)
+        kept, own = verify(target_probs, draft.probs.to(target_probs.dtype), draft.tokens, randomness)
+        # The one read of the host in a round.
+        *drafted, accepted, own_token = torch.cat((draft.tokens, torch.stack((kept, own)))).tolist()
+
+        finish, retracted, emitted = None, 0, []
+        for token in [*drafted[:accepted], own_token]:
+            if len(emitted) == accepted and sampler.constraints and not target_probs[accepted].any():
+                raise InputError(f"the constraints allow no token at position {len(text.tokens)} of the text")
+            text.append(token)
+            emitted.append(token)
+            retracted = banned.retract(text) if banned else 0
+            finish = None if retracted else stop.check(text, target.max_positions)
+            if retracted or finish:
+                break
+        cache.truncate(len(text.tokens) - 1)
+        drafter.rollback(len(text.tokens))
+        confidence = raw_probability(logits[accepted], own) if policy.reads_target_confidence else None
+        round = Round(position, drafted, accepted, emitted, retracted, finish, draft.confidence, confidence)
+        policy.observe(round)
+        yield round
+        if finish:
+            return

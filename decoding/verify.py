@@ -1,0 +1,29 @@
+"""The acceptance rule: what makes speculation exact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoding.randomness import Randomness
+
+
+def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness) -> tuple[Tensor, Tensor]:
+    """Accept a prefix of the draft and draw the token after it (arXiv 2211.17192, algorithm 1; 2302.01318).
+
+    ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids drawn
+    from the rows of q. Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64,
+    and the token that follows them, ``[]`` int64.
+
+    Drafted token x is kept with probability min(1, p(x) / q(x)); at the first one that is not, the next
+    token comes from the residual norm(max(0, p - q)). Either way its law is p:
+    q·min(1, p/q) + (1 - Σ min(p, q)) · norm(max(0, p - q)) = min(p, q) + max(0, p - q) = p.
+    After the last drafted token q is nothing, so the residual there is p itself: the bonus token.
+    """
+    kept = target_probs[:-1].gather(1, drafted[:, None]) / draft_probs.gather(1, drafted[:, None])
+    accepted = randomness.accept(kept[:, 0]).long().cumprod(0).sum()
+    p = target_probs[accepted]
+    q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:])))[accepted]
+    residual = (p - q).clamp(min=0)
+    # p = q up to rounding leaves nothing over; such a rejection has probability ~0, and p is its limit.
+    return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p))

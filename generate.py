@@ -1,0 +1,392 @@
+"""Write text with a Llama or Gemma-2 checkpoint, speculatively or not: ``python generate.py "PROMPT"``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.banned import BannedWords
+from decoding.costs import CostTable, measure_costs
+from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.rounds import Statistics
+from decoding.sampling import Sampler, SamplingParams
+from decoding.speculate import speculate
+from decoding.stopping import StopRules
+from decoding.streaming import TextStream
+from model import Decoder, InputError, LayerPlan
+from weights.cost_file import kept_costs
+from weights.load import DTYPES, load_model
+from weights.names import model_folder
+from weights.plan_file import DraftPlan, read_plan
+from weights.tokenizer import Tokenizer
+
+DEFAULT_GAMMA = 4
+WARM_UP_TOKENS = 4  # written and thrown away before --compare times anything
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="generate.py", description=__doc__)
+    parser.add_argument("prompt", nargs="?", help="the prompt, or give --prompt-file")
+    parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file (-: standard input)")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="default: if the model has a template")
+    parser.add_argument("--system", metavar="S", help="system message of the chat")
+    draft = parser.add_argument_group("drafting")
+    draft.add_argument("--draft", choices=["none", "skip", "exit", "model", "lookup", "auto"], default="auto")
+    draft.add_argument("--plan", metavar="FILE", help="which sublayers --draft skip leaves out")
+    draft.add_argument("--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)")
+    draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
+    draft.add_argument("--gamma", type=int, metavar="N", help="tokens drafted a round, at most")
+    draft.add_argument("--adaptive", action=argparse.BooleanOptionalAction, help="Draft & Verify's adaptive exit")
+    draft.add_argument("--min-target-confidence", type=float, metavar="X", help="draft only while the target is sure")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    sampling.add_argument("--seed", type=int, help="the same seed writes the same text")
+    sampling.add_argument("--num-samples", type=int, default=1, metavar="N")
+    sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
+    sampling.add_argument("--ban", action="append", default=[], metavar="WORD", help="never write WORD")
+    machine = parser.add_argument_group("machine and output")
+    machine.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+    machine.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
+    machine.add_argument("--compare", action="store_true", help="also decode plainly; print speed-up and equality")
+    machine.add_argument("--json", action="store_true", help="one JSON object a sample on standard output")
+    return parser.parse_args(arguments)
+
+
+@dataclass
+class Sample:
+    """One text: what was written, how, and in what time (decoding only; the prompt's prefill is not in it)."""
+
+    stream: TextStream
+    statistics: Statistics
+    finish: str
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.statistics.tokens / self.seconds if self.seconds else 0.0
+
+
+class Generator:
+    """A loaded model, a prompt in its cache, and a way to draft: draws samples."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Everything that can be refused is refused here, before a token is written."""
+        self.options = options
+        self.params = SamplingParams(
+            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty
+        )
+        if options.num_samples < 1:
+            raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
+        StopRules(options.max_new_tokens, stop_strings=options.stop)
+        BannedWords(options.ban, 0)
+        text = read_prompt(options)
+        device = pick_device(options.device)
+        self.folder = model_folder(options.model)
+        self.tokenizer = Tokenizer(self.folder)
+        self.prompt = encode_prompt(self.tokenizer, text, options)
+        self.model = load_model(self.folder, DTYPES.get(options.dtype), device)
+        self.stop = StopRules(options.max_new_tokens, self.tokenizer.eos_ids, options.stop)
+        room = self.model.max_positions - len(self.prompt)
+        if room < 1:
+            raise InputError(
+                f"the prompt has {len(self.prompt)} tokens, the model's context {self.model.max_positions}: shorten it"
+            )
+        if max(self.prompt) >= self.model.vocab_size:
+            raise InputError(f"{self.folder}: the tokenizer has ids beyond the model's vocabulary")
+        self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed % 2**64
+        self.capacity = len(self.prompt) + min(room, options.max_new_tokens)
+        self.cache = self.model.new_cache(self.capacity)
+        self.drafter, self.new_policy, self.how = build_drafting(self)
+        with torch.inference_mode():
+            self.model.prefill(torch.tensor([self.prompt[:-1]], device=device), self.cache)
+
+    def samples(self) -> Iterator[Callable[[Callable[[str], None]], Sample]]:
+        """``num_samples`` samplers, to be called in order with what shall receive the text as it comes."""
+        randomness = SeededRandomness(self.seed, self.model.device)
+        for _ in range(self.options.num_samples):
+            yield lambda show: self.write(self.drafter, self.new_policy(), self.stop, randomness, show)
+
+    def write(
+        self,
+        drafter: Drafter,
+        policy: FixedLength,
+        stop: StopRules,
+        randomness: SeededRandomness,
+        show: Callable[[str], None],
+    ) -> Sample:
+        """Write one text, handing pieces to ``show``. Ctrl-C ends it early, with finish "interrupted"."""
+        banned = BannedWords(self.options.ban, self.model.vocab_size) if self.options.ban else None
+        sampler = Sampler(self.params, (banned.allowed,) if banned else ())
+        stream = TextStream(self.prompt, self.tokenizer.token_bytes, stop, banned)
+        sample = Sample(stream, Statistics(), "interrupted", 0.0)
+        rounds = speculate(
+            self.model,
+            self.cache,
+            self.prompt,
+            drafter,
+            policy,
+            sampler,
+            stop,
+            randomness,
+            token_bytes=self.tokenizer.token_bytes,
+            banned=banned,
+        )
+        began = time.perf_counter()
+        try:
+            with closing(rounds):
+                for round in rounds:
+                    sample.statistics.add(round)
+                    sample.finish = round.finish or sample.finish
+                    show(stream.push(round))
+        except KeyboardInterrupt:
+            show(stream.flush())
+        sample.seconds = time.perf_counter() - began
+        return sample
+
+    def write_plainly(self, stop: StopRules) -> Sample:
+        """The same request without a draft, silently: what --compare measures against."""
+        plain = NoDraft(self.model.vocab_size, self.model.device)
+        return self.write(plain, FixedLength(0), stop, SeededRandomness(self.seed, self.model.device), lambda _: None)
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The prompt's text. Raises InputError when it is missing, given twice, empty or not readable as UTF-8."""
+    if (options.prompt is None) == (options.prompt_file is None):
+        raise InputError("give one prompt: as an argument, or with --prompt-file")
+    text = options.prompt
+    if text is None:
+        try:
+            text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{options.prompt_file} cannot be read as UTF-8 text: {error}") from None
+    for name, value in (("prompt", text), *(("--stop", s) for s in options.stop), *(("--ban", w) for w in options.ban)):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"the {name} holds bytes that are not UTF-8: {value!a:.80}") from None
+    if not text.strip():
+        raise InputError("the prompt is empty: give it at least one character")
+    return text
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> list[int]:
+    chat = options.chat if options.chat is not None else tokenizer.chat_template is not None
+    if not chat:
+        if options.system is not None:
+            raise InputError("--system needs a chat: leave out --no-chat, or use a model with a chat template")
+        return tokenizer.encode(text)
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return tokenizer.encode_chat([*system, {"role": "user", "content": text}])
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or ["unknown"])[0]
+        raise InputError(f"device {name!r} is not there: {reason}") from None
+    if device.type == "meta":
+        raise InputError("device 'meta' holds no numbers: give cpu or cuda")
+    return device
+
+
+def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], FixedLength], str]:
+    """The drafter, a maker of fresh policies, and a few words that say what was chosen."""
+    options, model = generator.options, generator.model
+    kind, chosen = options.draft, None
+    own_plan = generator.folder / "plan.json"
+    if kind == "auto":
+        kind = "skip" if options.plan or own_plan.exists() else "lookup"
+    if kind == "none":
+        return NoDraft(model.vocab_size, model.device), lambda: FixedLength(0), "plain"
+    if kind == "lookup":
+        drafter: Drafter = PromptLookup(model.vocab_size, model.device)
+        return drafter, policy_maker(generator, None, None, chosen), "prompt lookup"
+    if kind == "model":
+        draft_model, name = load_draft_model(generator)
+        drafter = ModelDrafter(draft_model, draft_model.new_cache(generator.capacity))
+        return drafter, policy_maker(generator, draft_model, None, chosen), f"draft model {name}"
+    if kind == "skip":
+        if options.plan is None and not own_plan.exists():
+            raise InputError(f"--draft skip needs --plan FILE: {generator.folder} has no plan.json of its own")
+        chosen = read_plan(Path(options.plan) if options.plan else own_plan, model.num_layers)
+        plan = chosen.plan
+        how = f"skipping {len(plan.skipped_attention)} attention and {len(plan.skipped_mlp)} MLP sublayers"
+    else:
+        exit_layer = max(1, model.num_layers // 2) if options.exit_layer is None else options.exit_layer
+        plan = LayerPlan.early_exit(model.num_layers, exit_layer)
+        how = f"exit at layer {exit_layer} of {model.num_layers}"
+    drafter = ModelDrafter(model, generator.cache, plan)
+    return drafter, policy_maker(generator, model, plan, chosen), how
+
+
+def load_draft_model(generator: Generator) -> tuple[Decoder, str]:
+    """The model of --draft-model. Raises InputError unless it shares the target's vocabulary."""
+    if generator.options.draft_model is None:
+        raise InputError("--draft model needs --draft-model DIR")
+    folder, target = model_folder(generator.options.draft_model), generator.model
+    ours, theirs = generator.tokenizer.vocabulary, Tokenizer(folder).vocabulary
+    draft_model = load_model(folder, target.dtype, target.device)
+    if draft_model.vocab_size != target.vocab_size or ours.pieces != theirs.pieces or ours.special != theirs.special:
+        raise InputError(
+            f"{folder} has another vocabulary ({draft_model.vocab_size} entries) than the target "
+            f"({target.vocab_size}): a draft model must share the target's tokenizer"
+        )
+    if draft_model.max_positions < generator.capacity:
+        raise InputError(
+            f"{folder} has a context of {draft_model.max_positions} tokens, this text may take {generator.capacity}: "
+            "lower --max-new-tokens"
+        )
+    return draft_model, folder.name
+
+
+def policy_maker(
+    generator: Generator, draft_model: Decoder | None, plan: LayerPlan | None, chosen: DraftPlan | None
+) -> Callable[[], FixedLength]:
+    """How long to draft, from the options: --adaptive, else --gamma, else break-even (auto), else the plan's."""
+    options = generator.options
+    gamma = options.gamma if options.gamma is not None else chosen.gamma if chosen else None
+    threshold = chosen.threshold if chosen else None
+    costs: CostTable | None = None
+    if options.draft == "auto" and not options.adaptive and options.gamma is None:
+        costs = kept_costs(
+            generator.folder,
+            generator.model,
+            plan,
+            options.draft_model,
+            lambda: measure_costs(generator.model, draft_model, plan),
+        )
+
+    def make() -> FixedLength:
+        if costs is not None:
+            policy: FixedLength = BreakEven(costs)
+        elif options.adaptive or (threshold is not None and options.adaptive is None and options.gamma is None):
+            start = threshold if threshold is not None else 0.5 if options.temperature else 0.8
+            policy = AdaptiveExit(start, longest=8 if gamma is None else gamma)
+        else:
+            policy = FixedLength(DEFAULT_GAMMA if gamma is None else gamma)
+        gate = options.min_target_confidence
+        return policy if gate is None else ConfidenceGate(policy, gate)
+
+    make()  # refuse wrong values now
+    return make
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        return run(options)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
+    generator = Generator(options)
+    out = sys.stderr if options.json else sys.stdout
+    if options.compare:
+        generator.write_plainly(StopRules(WARM_UP_TOKENS))
+
+    def show(piece: str) -> None:
+        print(piece, end="", file=out, flush=True)
+
+    results = []
+    for number, write in enumerate(generator.samples()):
+        if number:
+            print("\n" + "-" * 20, file=out)
+        sample = write(show)
+        print(file=out)
+        print(describe(sample, generator), file=sys.stderr)
+        results.append(as_json(sample))
+        if sample.finish == "interrupted":
+            break
+        if options.compare and number == 0:
+            print(compare(sample, generator), file=sys.stderr)
+    if options.json:
+        for result in results:
+            print(json.dumps(result, ensure_ascii=False))
+    return 130 if results[-1]["finish_reason"] == "interrupted" else 0
+
+
+def describe(sample: Sample, generator: Generator) -> str:
+    """The line of statistics."""
+    s = sample.statistics
+    line = f"[{s.tokens} tokens in {sample.seconds:.2f} s: {sample.tokens_per_second:.1f} tokens/s; {generator.how}"
+    if s.acceptance_rate is not None:
+        line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
+    line += f", {s.tokens_per_round:.2f} tokens a round"
+    return line + (f"; seed {generator.seed}]" if generator.params.temperature else "]")
+
+
+def as_json(sample: Sample) -> dict[str, Any]:
+    """The object that --json prints."""
+    s = sample.statistics
+    return {
+        "text": sample.stream.text,
+        "tokens": sample.stream.tokens,
+        "prompt_tokens": sample.stream.transcript.prompt_length,
+        "finish_reason": sample.finish,
+        "seconds": sample.seconds,
+        "tokens_per_second": sample.tokens_per_second,
+        "rounds": s.rounds,
+        "drafted": s.drafted,
+        "accepted": s.accepted,
+        "acceptance_rate": s.acceptance_rate,
+        "tokens_per_round": s.tokens_per_round,
+        "accepted_histogram": s.histogram,
+    }
+
+
+def compare(sample: Sample, generator: Generator) -> str:
+    """Decode the same request plainly and say how much faster speculation was and, when greedy, if texts agree."""
+    plain = generator.write_plainly(generator.stop)
+    line = (
+        f"[plain decoding: {plain.statistics.tokens} tokens, {plain.tokens_per_second:.1f} tokens/s; "
+        f"speed-up {sample.tokens_per_second / plain.tokens_per_second:.2f}x"
+    )
+    if generator.params.temperature:
+        return line + "]"
+    ours, theirs = sample.stream.tokens, plain.stream.tokens
+    if ours == theirs:
+        return line + "; greedy texts are equal]"
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    gap = logit_gap(generator, theirs[:at], ours[at : at + 1] + theirs[at : at + 1])
+    return line + f"; greedy texts differ from token {at} on, where the two logits are {gap:.3g} apart]"
+
+
+def logit_gap(generator: Generator, common: list[int], two: list[int]) -> float:
+    """How far apart plain decoding's logits of two candidate tokens lie after the common text."""
+    model, tokens = generator.model, [*generator.prompt, *common]
+    with torch.inference_mode():
+        cache = model.new_cache(len(tokens))
+        ids = torch.tensor([tokens], device=model.device)
+        model.prefill(ids[:, :-1], cache)
+        logits = model(ids[:, -1:], cache, len(tokens) - 1)[0, -1, two].float()
+    return (logits.max() - logits.min()).item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

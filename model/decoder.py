@@ -1,0 +1,107 @@
+"""What every decoder here shares: the pass over its blocks, with positions, cache and plan explicit."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.cache import KVCache
+from model.config import ModelConfig
+from model.layers import rotary_angles
+from model.plan import LayerPlan
+
+PREFILL_CHUNK = 512  # tokens per forward of a prompt: bounds the memory of masks and activations
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
+
+    A family file supplies ``norm`` and ``layers``, modules called as
+    ``block(x, cos, sin, cache, start, attention=..., mlp=...)``. Parameter names are those of the
+    checkpoint without their ``model.`` prefix.
+    """
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        # Left uninitialised: drawing numbers that a checkpoint replaces would cost a second of start-up.
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Fresh weights to train from: matrices and embedding normal with ``std``, biases 0, norms neutral."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=std, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """An empty cache for ``capacity`` positions, in the model's dtype and on its device."""
+        c = self.config
+        return KVCache(
+            c.num_layers, c.num_kv_heads, c.head_dim, capacity, batch=batch, dtype=self.dtype, device=self.device
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[batch, T]`` token ids -> ``[batch, T, hidden]``."""
+        return self.embed_tokens(tokens)
+
+    def hidden(
+        self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
+    ) -> Tensor:
+        """Run the blocks that ``plan`` keeps (all by default): ``[batch, T]`` ids -> ``[batch, T, hidden]``.
+
+        The T tokens stand at positions ``[start, start + T)`` and their keys and values are written there.
+        Without a cache the tokens see each other only, so start must be 0.
+        """
+        if cache is None and start:
+            raise ValueError("without a cache there is nothing before the tokens: start must be 0")
+        x = self.embed(tokens)
+        plan = plan or LayerPlan.full(self.num_layers)
+        cos, sin = rotary_angles(self.config, start, tokens.shape[1], x)
+        for block, attention, mlp in zip(self.layers, plan.attention, plan.mlp, strict=True):
+            x = block(x, cos, sin, cache, start, attention=attention, mlp=mlp)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(self.norm(hidden), head.weight)
+
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
+    ) -> Tensor:
+        """Next-token logits after each token: ``[batch, T]`` ids -> ``[batch, T, vocab]``. See ``hidden``."""
+        return self.logits(self.hidden(tokens, cache, start, plan))
+
+    def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
+        """Write the cache entries of ``[batch, T]`` prompt tokens, a chunk at a time; the head never runs."""
+        for offset in range(0, tokens.shape[1], PREFILL_CHUNK):
+            self.hidden(tokens[:, offset : offset + PREFILL_CHUNK], cache, start + offset)

@@ -1,0 +1,9 @@
+"""The one exception that means: the user can mend this."""
+
+
+class InputError(ValueError):
+    """Wrong input from outside: a file, an option, a prompt, a model that does not fit.
+
+    The message is one sentence that names the thing and the mend. Command lines print it on
+    standard error and exit with status 2; it never comes with a traceback.
+    """

@@ -1,0 +1,77 @@
+"""Gemma-2 (arXiv 2408.00118) by hand: four norms a block, GeGLU, soft caps, alternate sliding windows.
+
+The soft cap of attention scores and the sliding windows are options of ``model.layers.attend``; what is
+Gemma's own is here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.cache import KVCache
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.layers import Attention, GatedMLP, normalise
+
+
+class UnitOffsetRMSNorm(nn.Module):
+    """RMSNorm that scales by (1 + weight), all in the wide dtype, and rounds once at the end."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = normalise(x, self.eps)
+        return (normed * (1 + self.weight.to(normed.dtype))).to(x.dtype)
+
+
+class Gemma2Block(nn.Module):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+
+    The norm after a sublayer belongs to it: skipping the sublayer skips the norm, so that nothing is added.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        norm = partial(UnitOffsetRMSNorm, config.hidden_size, config.norm_eps)
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+        self.mlp = GatedMLP(config, partial(F.gelu, approximate="tanh"))
+        self.post_feedforward_layernorm = norm()
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, start: int, *, attention: bool, mlp: bool
+    ) -> Tensor:
+        if attention:
+            out = self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
+            x = x + self.post_attention_layernorm(out)
+        if mlp:
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x
+
+
+class Gemma2(Decoder):
+    """The whole model: see ``Decoder``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(Gemma2Block(config, layer) for layer in range(config.num_layers))
+        self.norm = UnitOffsetRMSNorm(config.hidden_size, config.norm_eps)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        # The factor is rounded to the model's dtype, as in training: √3584 is 59.75 in bf16.
+        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+        return self.embed_tokens(tokens) * scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)

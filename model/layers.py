@@ -1,0 +1,159 @@
+"""The pieces both families are built of: norm, rotary embedding, attention, gated MLP.
+
+Shapes: ``batch`` B, new tokens T, positions so far S = start + T, heads H, key/value heads K, head
+size D. Norms, rotary angles and softmax compute in at least float32 (``wide_dtype``), whatever the
+model's dtype; everything else stays in that dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.cache import KVCache
+from model.config import ModelConfig, Rope
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sensitive sums are taken in: float32 for bf16 models, float64 for float64 ones."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def normalise(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) over the last dimension, in the wide dtype (RMSNorm, arXiv 1910.07467)."""
+    wide = x.to(wide_dtype(x.dtype))
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class RMSNorm(nn.Module):
+    """Llama's RMSNorm: round to the model's dtype, then scale by the weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * normalise(x, self.eps).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq. 15).
+
+    ``llama3`` leaves short wavelengths alone, divides those longer than the trained context by
+    ``factor``, and blends linearly in between, as published with Llama 3.1.
+    """
+    pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
+    frequencies = 1.0 / rope.theta ** (pairs / head_dim)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_max_positions * frequencies / (2 * math.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return keep * frequencies + (1 - keep) * frequencies / rope.factor
+    return frequencies
+
+
+def rotary_angles(config: ModelConfig, start: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for positions ``[start, start + count)``: two ``[count, head_dim]`` in like's dtype."""
+    dtype = wide_dtype(like.dtype)
+    frequencies = inverse_frequencies(config.rope, config.head_dim, dtype, like.device)
+    positions = torch.arange(start, start + count, dtype=dtype, device=like.device)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pair (x[i], x[i + D/2]) of ``[B, heads, T, D]`` by its angle: Hugging Face's half-rotation layout."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each new token sees: ``[count, start + count]`` bool.
+
+    The query at position i sees key j when j <= i and, under a sliding window, i - window < j.
+    """
+    query = torch.arange(start, start + count, device=device)[:, None]
+    key = torch.arange(start + count, device=device)[None, :]
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, start: int, *, scale: float, window: int | None, soft_cap: float | None
+) -> Tensor:
+    """Causal grouped-query attention of T new tokens at ``start`` over all S positions.
+
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with S = start + T and K dividing H -> ``[B, H, T, D]``.
+    Right for any start and T. With a soft cap, scores become cap·tanh(score / cap) before the mask
+    (Gemma 2, arXiv 2408.00118, section 2), which no fused kernel of torch computes: then the explicit
+    formula runs.
+    """
+    count = q.shape[2]
+    one_sees_all = count == 1 and (window is None or start < window)
+    mask = None if one_sees_all else visible(start, count, window, q.device)
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype)
+    return weights @ v
+
+
+class Attention(nn.Module):
+    """Projections, rotary embedding, cache and attention of one layer. Parameter names are Hugging Face's."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, start: int) -> Tensor:
+        """``[B, T, hidden]`` -> the same shape; writes the cache at ``[start, start + T)`` if there is one."""
+        batch, count, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, count, -1, self.config.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.write(self.layer, start, k, v)
+        out = attend(
+            q,
+            k,
+            v,
+            start,
+            scale=self.config.attention_scale,
+            window=self.config.windows[self.layer],
+            soft_cap=self.config.attention_soft_cap,
+        )
+        return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) · up(x)) (arXiv 2002.05202); SiLU in Llama, tanh GELU in Gemma-2."""
+
+    def __init__(self, config: ModelConfig, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

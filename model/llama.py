@@ -1,0 +1,43 @@
+"""Llama (arXiv 2302.13971, 2407.21783) by hand: pre-norm blocks, rotary embedding, grouped queries, SwiGLU.
+
+Serves every checkpoint that declares ``LlamaForCausalLM``: Llama 1 to 3.2, CodeLlama, TinyLlama, SmolLM.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.cache import KVCache
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.layers import Attention, GatedMLP, RMSNorm
+
+
+class LlamaBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); a skipped sublayer leaves x alone."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config, F.silu)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, start: int, *, attention: bool, mlp: bool
+    ) -> Tensor:
+        if attention:
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
+        if mlp:
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+class Llama(Decoder):
+    """The whole model: see ``Decoder``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(LlamaBlock(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
