@@ -54,8 +54,8 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
 
     ``context`` ``[n]`` holds the tokens up to the last row: row t follows ``context[: n - rows + 1 + t]``,
     so that each drafted position is penalised for its own prefix and no other. ``allowed`` (bool
-    ``[rows, vocab]``) forbids tokens before temperature and filters. A row where nothing is allowed is all
-    zeros. At temperature 0 a row is exactly one-hot at the first of the largest logits.
+    ``[rows, vocab]``) forbids tokens before temperature and filters. A row where no token of finite score is
+    allowed is all zeros. At temperature 0 a row is exactly one-hot at the first of the largest logits.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.repetition_penalty != 1:
@@ -63,13 +63,13 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
         scores = torch.where(_seen(context, *scores.shape), penalised, scores)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)
+    largest = scores.amax(-1, keepdim=True)
     if params.temperature == 0:
         probs = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype)
     else:
         # Subtracting the largest score changes no probability and keeps a tiny temperature from overflowing.
-        scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
-        probs = torch.softmax(_filter(scores, params), dim=-1)
-    return probs if allowed is None else torch.where(allowed.any(-1, keepdim=True), probs, 0.0)
+        probs = torch.softmax(_filter((scores - largest) / params.temperature, params), dim=-1)
+    return torch.where(largest > -math.inf, probs, 0.0)
 
 
 def _filter(scores: Tensor, params: SamplingParams) -> Tensor:

@@ -74,6 +74,6 @@ class Patterns:
         """Where the longest end of the text begins that may yet grow into a pattern; len(data) if none may."""
         for begin in range(max(floor, len(data) - self.longest + 1), len(data)):
             tail = bytes(data[begin:])
-            if any(string.startswith(tail) for string in self.strings):
+            if any(string.startswith(tail) and string != tail for string in self.strings):
                 return begin
         return len(data)

@@ -1,0 +1,350 @@
+"""The defects of public speculative-decoding code, each as a mutant of ours and the test that kills it.
+
+A mutant is a textual change to one production function. ``python -m tests.mutants`` prints the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+import decoding.sampling
+import decoding.speculate
+from decoding.drafters import ModelDrafter
+from decoding.enumeration import output_law
+from decoding.policies import AdaptiveExit
+from decoding.randomness import SeededRandomness
+from decoding.rounds import Statistics
+from decoding.sampling import Sampler, SamplingParams
+from decoding.stopping import StopRules
+from decoding.streaming import TextStream
+from model import KVCache
+from tests import test_drafters, test_randomness, test_speculate, test_text
+from tests.laws import Drafting, Request, TableModel, deviation, plain_law, run_loop
+
+EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``row`` of the defect catalogue; ``old`` -> ``new`` in the source of ``function`` of ``owner``."""
+
+    row: int
+    defect: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+    killer: Callable[[], None]
+
+
+@contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """The mutant in force. Its ``old`` must occur exactly once, so that no mutant silently changes nothing."""
+    original = getattr(mutant.owner, mutant.function)
+    plain = inspect.unwrap(original.fget if isinstance(original, property) else original)
+    source = textwrap.dedent(inspect.getsource(plain))
+    assert source.count(mutant.old) == 1, f"{mutant.function} no longer holds {mutant.old!r}"
+    scope = dict(vars(sys.modules[plain.__module__]))
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(mutant.old, mutant.new), f"<mutant {mutant.row}>", "exec"), scope, made)
+    with mock.patch.object(mutant.owner, mutant.function, made[plain.__name__]):
+        yield
+
+
+def table(*, ties: bool = False) -> TableModel:
+    """Target and draft tables over three tokens: generic, or with the two best tokens of each row tied."""
+    rows = torch.rand(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) + 0.05
+    if ties:
+        rows = torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3)
+    return TableModel(*(rows / rows.sum(-1, keepdim=True)))
+
+
+def law(request: Request, drafting: Drafting | None = None, *, ties: bool = False) -> Callable[[], None]:
+    """A killer: the production loop's enumerated law equals plain sampling's."""
+
+    model = table(ties=ties)
+
+    def test_every_pair_of_axes_keeps_the_law() -> None:
+        enumerated = output_law(lambda randomness: run_loop(model, request, drafting or Drafting(), randomness))
+        assert deviation(enumerated, plain_law(model, request)) < EXACT
+
+    return test_every_pair_of_axes_keeps_the_law
+
+
+def for_family(test: Callable[[str], None], family: str) -> Callable[[], None]:
+    """A killer: a test that takes a model family."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        test(family)
+
+    return run
+
+
+def kills(mutant: Mutant) -> bool:
+    """Whether the mutant's killer passes without it and fails with it."""
+    mutant.killer()
+    with applied(mutant):
+        try:
+            mutant.killer()
+        except (AssertionError, ValueError, RuntimeError, ZeroDivisionError):
+            return True
+    return False
+
+
+SAMPLED = Request()
+GREEDY = Request(params=SamplingParams(0.0))
+FILTERED = Request(params=SamplingParams(0.7, top_k=2))
+PENALISED = Request(params=SamplingParams(1.0, repetition_penalty=1.5))
+ENDING = Request(max_new_tokens=3, eos_ids=frozenset({1}))
+LONG = Request(max_new_tokens=3)
+ADAPTIVE = Drafting(policy=lambda: AdaptiveExit(0.45, 2))
+S = decoding.speculate
+SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
+NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
+
+MUTANTS = [
+    Mutant(1, "a rejection samples p instead of the residual", S, "verify", "(p - q).clamp(min=0)", "p", law(SAMPLED)),
+    Mutant(
+        2,
+        "a greedy draft is verified as if it were sampled",
+        ModelDrafter,
+        "propose",
+        "token = randomness.draw(probs[0])",
+        "token = probs[0].argmax()",
+        law(SAMPLED),
+    ),
+    Mutant(
+        3,
+        "the bonus token comes from unprocessed logits",
+        Sampler,
+        "distribution",
+        "if not self.constraints:\n        return distribution(logits, context, self.params)",
+        "probs = distribution(logits, context, self.params)\n"
+        "    if len(logits) > 1:\n"
+        "        probs[-1:] = distribution(logits[-1:], context, SamplingParams(1.0))\n"
+        "    return probs",
+        law(FILTERED),
+    ),
+    Mutant(
+        4,
+        "slots of a short draft are padded and verified as token 0",
+        ModelDrafter,
+        "propose",
+        "return Draft(context[len(tokens) :], probs,",
+        "pad = limit - len(rows)\n"
+        "    context, probs = torch.nn.functional.pad(context, (0, pad)), torch.cat((probs, *[probs[-1:]] * pad))\n"
+        "    return Draft(context[len(tokens) :], probs,",
+        law(LONG, ADAPTIVE),
+    ),
+    Mutant(
+        5,
+        "acceptance lets u = 0 accept probability 0",
+        SeededRandomness,
+        "accept",
+        "< probabilities",
+        "<= probabilities",
+        test_randomness.test_u_zero_accepts_nothing_impossible,
+    ),
+    Mutant(6, "an epsilon in the residual", S, "verify", ".clamp(min=0)", ".clamp(min=0) + 1e-6", law(FILTERED)),
+    Mutant(
+        7,
+        "temperature 0 is a division by 1e-10",
+        decoding.sampling,
+        "distribution",
+        "probs = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype)",
+        "probs = torch.softmax(scores / 1e-10, dim=-1)",
+        law(GREEDY, ties=True),
+    ),
+    Mutant(
+        8,
+        "one random number serves every acceptance",
+        SeededRandomness,
+        "accept",
+        "self.uniform(len(probabilities))",
+        "self.uniform(1)",
+        test_randomness.test_tosses_are_independent_within_a_call_and_between_calls,
+    ),
+    Mutant(
+        9,
+        "a sampled acceptance with a greedy bonus token",
+        S,
+        "verify",
+        "p = target_probs[accepted]",
+        "p = target_probs[accepted]\n    p = (p == p.max()).to(p.dtype) if accepted == len(drafted) else p",
+        law(SAMPLED),
+    ),
+    Mutant(
+        10,
+        "the repetition penalty sees the same prefix at every drafted position",
+        decoding.sampling,
+        "_seen",
+        "seen[1:] |= later",
+        "pass",
+        law(PENALISED),
+    ),
+    Mutant(
+        11,
+        "an end-of-text token inside an accepted draft is ignored",
+        S,
+        "speculate",
+        "finish = None if retracted else",
+        "finish = None if retracted or len(emitted) <= accepted else",
+        law(ENDING),
+    ),
+    Mutant(
+        12,
+        "tokens after the end of the text are returned and counted",
+        S,
+        "speculate",
+        "if retracted or finish:\n",
+        "if retracted:\n",
+        law(ENDING),
+    ),
+    Mutant(
+        13,
+        "of several end-of-text ids only the first in the list ends the text",
+        StopRules,
+        "check",
+        "in self.eos_ids",
+        "in sorted(self.eos_ids)[:1]",
+        law(Request(eos_ids=frozenset({0, 2}))),
+    ),
+    Mutant(
+        14,
+        "a stop string is looked for in one token",
+        StopRules,
+        "cut",
+        "floor=text.prompt_bytes",
+        "floor=text.begin(len(text.tokens) - 1)",
+        law(Request(stop_strings=("ba",))),
+    ),
+    Mutant(
+        14,
+        "the text is not cut before the stop string",
+        TextStream,
+        "push",
+        'self.stop.cut(self.transcript) if round.finish == "stop" else None',
+        "None",
+        test_text.test_streamed_text_is_the_text_cut_before_the_stop_whatever_the_rounds,
+    ),
+    Mutant(
+        15,
+        "the token budget is overshot",
+        StopRules,
+        "check",
+        "> 0 else",
+        "> -1 else",
+        law(SAMPLED),
+    ),
+    Mutant(
+        16,
+        "the whole prefix is passed together with a cache",
+        S,
+        "speculate",
+        "context[None, position - 1 :]",
+        "context[None]",
+        law(Request(prompt=(0, 1))),
+    ),
+    Mutant(
+        17,
+        "the position is read off the first layer's cache",
+        ModelDrafter,
+        "propose",
+        "self.cache, start, self.plan",
+        "self.cache, self.cache.lengths[0], self.plan",
+        for_family(SELF_DRAFT, "llama"),
+    ),
+    Mutant(
+        18,
+        "a sliding-window cache drops what has left the window",
+        KVCache,
+        "write",
+        "self.lengths[layer] = end",
+        "self.lengths[layer] = end\n    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",
+        for_family(SELF_DRAFT, "gemma2"),
+    ),
+    Mutant(
+        20,
+        "an all-zero residual gives NaN",
+        S,
+        "verify",
+        "torch.where(residual.sum() > 0, residual, p)",
+        "residual / residual.sum()",
+        test_speculate.test_an_all_zero_residual_draws_from_the_target,
+    ),
+    Mutant(
+        21,
+        "statistics divide by zero without a draft",
+        Statistics,
+        "acceptance_rate",
+        " if self.drafted else None",
+        "",
+        test_text.test_statistics_count_output_only,
+    ),
+    Mutant(
+        22,
+        "an all-accepted round leaves a hole in the draft model's cache",
+        ModelDrafter,
+        "propose",
+        "start = self.cache.length\n",
+        "start = self.cache.length\n    start = start and len(tokens) - 1\n",
+        for_family(NO_HOLE, "llama"),
+    ),
+    Mutant(
+        23,
+        "an unsure token is drawn, looked at and dropped",
+        ModelDrafter,
+        "propose",
+        "if not policy.keep_drafting(confidence[-1]):\n",
+        "if not policy.keep_drafting(confidence[-1]):\n                rows.pop(), (context := context[:-1])\n",
+        law(LONG, ADAPTIVE),
+    ),
+    Mutant(
+        24,
+        "the prompt is counted as output",
+        Statistics,
+        "add",
+        "self.tokens += len(round.emitted)",
+        "self.tokens += round.position + len(round.emitted)",
+        test_text.test_statistics_count_output_only,
+    ),
+    Mutant(
+        26,
+        "probabilities are rounded to bf16 before the ratio",
+        S,
+        "verify",
+        "kept = target_probs[:-1]",
+        "kept = target_probs[:-1].bfloat16().to(target_probs.dtype)",
+        law(SAMPLED),
+    ),
+]
+
+NOT_OURS = {
+    19: "there is no padded batch: each text decodes by itself",
+    25: "a property of a benchmark: see benchmark.py",
+}
+
+
+def main() -> None:
+    """Print the table of defects, each with the test that fails when it is put into our code."""
+    print("| # | defect | put into | caught by |\n|---|---|---|---|")
+    for mutant in MUTANTS:
+        verdict = f"`{mutant.killer.__name__}`" if kills(mutant) else "**nothing**"
+        print(f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} |")
+    for row, reason in NOT_OURS.items():
+        print(f"| {row} | does not arise | | {reason} |")
+
+
+if __name__ == "__main__":
+    main()

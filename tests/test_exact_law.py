@@ -1,0 +1,188 @@
+"""The law of every drafter, policy and rule equals plain sampling's, by enumeration of the production loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoding.costs import CostTable
+from decoding.enumeration import output_law
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.randomness import Randomness
+from decoding.sampling import Sampler, SamplingParams
+from decoding.speculate import speculate
+from decoding.stopping import StopRules
+from tests.laws import (
+    Drafting,
+    Outcome,
+    Request,
+    TableModel,
+    deviation,
+    plain_law,
+    real_drafter,
+    real_law,
+    run_loop,
+    tiny_model,
+)
+
+EXACT = 1e-9
+
+
+def no_letter_twice(tokens: Sequence[int]) -> Tensor:
+    """A constraint with dead ends: no token may follow itself, and after token 1 came twice nothing may follow."""
+    allowed = torch.ones(3, dtype=torch.bool)
+    allowed[tokens[-1]] = False
+    if list(tokens).count(1) > 1:
+        allowed[:] = False
+    return allowed
+
+
+# The axes. The first value of each is its plainest.
+AXES: dict[str, dict[str, object]] = {
+    "drafter": {name: name for name in ("plan", "model", "lookup", "none")},
+    "params": {
+        "temperature 1": SamplingParams(1.0),
+        "greedy": SamplingParams(0.0),
+        "temperature .6": SamplingParams(0.6),
+        "top-k 2": SamplingParams(1.0, top_k=2),
+        "top-p .7": SamplingParams(0.8, top_p=0.7),
+        "min-p .3": SamplingParams(1.3, min_p=0.3),
+        "penalty 1.5": SamplingParams(1.0, repetition_penalty=1.5),
+        "everything": SamplingParams(0.9, 2, 0.9, 0.1, 0.8),
+    },
+    "policy": {
+        "fixed 2": lambda: FixedLength(2),
+        "fixed 1": lambda: FixedLength(1),
+        "fixed 0": lambda: FixedLength(0),
+        "adaptive": lambda: AdaptiveExit(0.45, 2, step=0.3, threshold_memory=0.5),
+        "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, first_pause=1),
+        "gate": lambda: ConfidenceGate(FixedLength(2), 0.4),
+        "gate on adaptive": lambda: ConfidenceGate(AdaptiveExit(0.5, 2), 0.3),
+    },
+    "stop": {
+        "budget": {},
+        "eos": {"eos_ids": frozenset({1})},
+        "two eos": {"eos_ids": frozenset({2, 0})},
+        "stop string": {"stop_strings": ("ba",)},
+        "eos and stop strings": {"eos_ids": frozenset({2}), "stop_strings": ("bb", "aa")},
+    },
+    "rule": {
+        "free": {},
+        "constraint": {"constraint": no_letter_twice},
+        "banned": {"banned": ("bb",)},
+        # Two tokens: taking back again and again multiplies the paths of a third beyond reason.
+        "banned from the prompt": {"banned": ("aa", "ba"), "prompt": (1, 0), "max_new_tokens": 2},
+        "banned and constraint": {"banned": ("ab",), "constraint": no_letter_twice},
+    },
+}
+
+
+def every_pair(axes: dict[str, dict[str, object]]) -> list[dict[str, str]]:
+    """Cases such that any two values of any two axes meet in at least one of them (greedy covering array)."""
+    names = list(axes)
+    missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in axes[a] for y in axes[b]}
+    cases = []
+    every_case = [dict(zip(names, values, strict=True)) for values in product(*axes.values())]
+    while missing:
+        pairs_of = {id(case): set(combinations(case.items(), 2)) for case in every_case}
+        best = max(every_case, key=lambda case: len(missing & pairs_of[id(case)]))
+        missing -= pairs_of[id(best)]
+        cases.append(best)
+    return cases
+
+
+def random_row(random: Random, vocab: int) -> list[float]:
+    """One distribution: mostly generic, sometimes with a zero, with ties, or one-hot."""
+    weights = [random.uniform(0.1, 1.0) for _ in range(vocab)]
+    kind = random.choice(["generic", "generic", "generic", "zero", "tie", "one-hot"])
+    if kind == "zero":
+        weights[random.randrange(vocab)] = 0.0
+    elif kind == "tie":
+        weights = [random.choice([1.0, 2.0]) for _ in range(vocab)]
+    elif kind == "one-hot":
+        weights = [0.0] * vocab
+        weights[random.randrange(vocab)] = 1.0
+    return [weight / sum(weights) for weight in weights]
+
+
+@st.composite
+def table_models(draw: st.DrawFn, vocab: int = 3, states: int = 4) -> TableModel:
+    """Target and draft tables: unrelated, equal, or the draft's supports shifted (disjoint from one-hots)."""
+    random = Random(draw(st.integers(0, 2**32)))
+    target = [random_row(random, vocab) for _ in range(states)]
+    draft = {
+        "unrelated": [random_row(random, vocab) for _ in range(states)],
+        "shifted": [row[1:] + row[:1] for row in target],
+        "equal": target,
+    }[draw(st.sampled_from(["unrelated", "shifted", "equal"]))]
+    return TableModel(torch.tensor(target, dtype=torch.float64), torch.tensor(draft, dtype=torch.float64))
+
+
+def law_deviation(model: TableModel, case: dict[str, str], max_new_tokens: int) -> float:
+    """How far the production loop's law is from plain sampling's in one case of the axes."""
+    chosen = {axis: AXES[axis][value] for axis, value in case.items()}
+    rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["rule"]}
+    request = Request(params=chosen["params"], **rules)
+    drafting = Drafting(chosen["drafter"], chosen["policy"])
+    law = output_law(lambda randomness: run_loop(model, request, drafting, randomness))
+    return deviation(law, plain_law(model, request))
+
+
+@pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
+@settings(max_examples=10, derandomize=True, deadline=None)
+@given(model=table_models(), max_new_tokens=st.sampled_from([1, 2, 3]))
+def test_every_pair_of_axes_keeps_the_law(case: dict[str, str], model: TableModel, max_new_tokens: int) -> None:
+    assert law_deviation(model, case, max_new_tokens) < EXACT
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", list(product(*AXES.values())), ids=", ".join)
+@settings(max_examples=2, derandomize=True, deadline=None)
+@given(model=table_models(), max_new_tokens=st.sampled_from([2, 3]))
+def test_the_full_product_of_axes_keeps_the_law(case: tuple[str, ...], model: TableModel, max_new_tokens: int) -> None:
+    assert law_deviation(model, dict(zip(AXES, case, strict=True)), max_new_tokens) < EXACT
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("vocab", [4, 5])
+@pytest.mark.parametrize("drafter", list(AXES["drafter"]))
+@pytest.mark.parametrize("params", list(AXES["params"]))
+@settings(max_examples=5, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_larger_vocabularies_keep_the_law(vocab: int, drafter: str, params: str, data: st.DataObject) -> None:
+    model = data.draw(table_models(vocab=vocab, states=7))
+    case = {"drafter": drafter, "params": params, "policy": "fixed 2", "stop": "budget", "rule": "free"}
+    assert law_deviation(model, case, 2) < EXACT
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("drafter", ["none", "skip", "exit", "model", "lookup"])
+@pytest.mark.parametrize("policy", ["fixed 2", "adaptive"])
+def test_real_modules_with_their_real_caches_keep_the_law(family: str, drafter: str, policy: str) -> None:
+    """Joint law of two tokens and the one that a third round starts from, over the Gemma-2 window's edge."""
+    model = tiny_model(family)
+    prompt, params = [0, 2, 1, 0], SamplingParams(1.5)
+
+    def run(randomness: Randomness) -> Outcome:
+        cache = model.new_cache(model.max_positions)
+        model.prefill(torch.tensor([prompt[:-1]]), cache)
+        rounds = speculate(
+            model,
+            cache,
+            prompt,
+            real_drafter(drafter, model, cache),
+            AXES["policy"][policy](),
+            Sampler(params),
+            StopRules(max_new_tokens=3),
+            randomness,
+        )
+        return tuple(token for round in rounds for token in round.emitted), "length"
+
+    assert deviation(output_law(run), real_law(model, prompt, params, 3)) < EXACT

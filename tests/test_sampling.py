@@ -1,0 +1,174 @@
+"""``distribution`` means what transformers' processors mean, row by row, at every edge."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decoding.sampling import Sampler, SamplingParams, distribution
+from model import InputError
+
+VOCAB = 8
+scores = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0, 2.0, 7.5, 30.0])
+rows = st.lists(scores, min_size=VOCAB, max_size=VOCAB).filter(lambda row: max(row) > -math.inf)
+contexts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.05, 0.5, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 2, 5, VOCAB, 100]),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+)
+
+
+def transformers_distribution(row: list[float], context: list[int], params: SamplingParams) -> Tensor:
+    """The same through transformers' processors, in the order its ``generate`` applies them, in float64."""
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    logits = processors(torch.tensor([context]), torch.tensor([row], dtype=torch.float64))
+    return logits.softmax(-1)[0]
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(row=rows, context=contexts, params=params)
+def test_a_distribution_is_that_of_transformers_processors(
+    row: list[float], context: list[int], params: SamplingParams
+) -> None:
+    ours = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor(context), params)[0]
+    theirs = transformers_distribution(row, context, params)
+    # Where equal scores straddle the top-p edge either may stay: then only the sorted probabilities agree.
+    torch.testing.assert_close(ours.sort().values, theirs.sort().values, rtol=0, atol=1e-12)
+    if len(set(row)) == VOCAB and params.repetition_penalty == 1:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(table=st.lists(rows, min_size=1, max_size=4), context=contexts, params=params, data=st.data())
+def test_each_row_is_conditioned_on_its_own_prefix(
+    table: list[list[float]], context: list[int], params: SamplingParams, data: st.DataObject
+) -> None:
+    drafted = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(table) - 1, max_size=len(table) - 1))
+    allowed = torch.tensor(data.draw(st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB)))
+    logits, text = torch.tensor(table, dtype=torch.float64), torch.tensor(context + drafted)
+    together = distribution(logits, text, params, allowed.expand(len(table), VOCAB))
+    for row in range(len(table)):
+        prefix = text[: len(context) + row]
+        alone = distribution(logits[row : row + 1], prefix, params, allowed[None])
+        torch.testing.assert_close(together[row], alone[0], rtol=0, atol=0)
+
+
+@given(row=rows, context=contexts)
+@settings(derandomize=True, deadline=None)
+def test_temperature_zero_is_exactly_one_hot_at_the_first_largest_logit(row: list[float], context: list[int]) -> None:
+    probs = distribution(torch.tensor([row]), torch.tensor(context), SamplingParams(0.0))[0]
+    assert probs.tolist() == [float(token == row.index(max(row))) for token in range(VOCAB)]
+
+
+@given(row=rows, temperature=st.sampled_from([1e-3, 1e-10, 1e-30, 5e-324]))
+@settings(derandomize=True, deadline=None)
+def test_a_temperature_towards_zero_tends_to_greedy_and_never_to_nan(row: list[float], temperature: float) -> None:
+    """Ties share the probability evenly in the limit; without ties it is greedy decoding's one-hot."""
+    probs = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor([0]), SamplingParams(temperature))[0]
+    best = [score == max(row) for score in row]
+    torch.testing.assert_close(probs, torch.tensor(best).double() / sum(best), rtol=0, atol=1e-12)
+
+
+@given(row=rows, params=params, forbidden=st.sets(st.integers(0, VOCAB - 1), min_size=1))
+@settings(derandomize=True, deadline=None)
+def test_a_forbidden_token_has_probability_zero_and_the_others_are_filtered_without_it(
+    row: list[float], params: SamplingParams, forbidden: set[int]
+) -> None:
+    """Forbidding acts before the filters: top-k 2 keeps the two likeliest of the allowed tokens."""
+    allowed = torch.tensor([token not in forbidden for token in range(VOCAB)])
+    left = [score if token not in forbidden else -math.inf for token, score in enumerate(row)]
+    assume(max(left) > -math.inf)
+    ours = distribution(torch.tensor([row]), torch.tensor([0]), params, allowed[None])
+    theirs = distribution(torch.tensor([left]), torch.tensor([0]), params)
+    assert ours[0, sorted(forbidden)].tolist() == [0.0] * len(forbidden)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_any_possible_token_is_all_zeros(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 2.0], [-math.inf, 0.5]])
+    allowed = torch.tensor([[False, False], [True, False]])
+    assert not distribution(logits, torch.tensor([0, 0]), SamplingParams(temperature), allowed).any()
+
+
+def test_half_precision_logits_give_float32_probabilities_and_float64_stays() -> None:
+    for dtype, wide in [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ]:
+        probs = distribution(torch.tensor([[1.0, 2.0]], dtype=dtype), torch.tensor([0]), SamplingParams(1.0))
+        assert probs.dtype == wide
+
+
+def test_several_constraints_allow_what_all_of_them_allow() -> None:
+    first, second = torch.tensor([True, True, False]), torch.tensor([False, True, True])
+    sampler = Sampler(SamplingParams(1.0), (lambda _: first, lambda _: None, lambda _: second))
+    assert sampler.allowed([0]).tolist() == [False, True, False]
+    assert sampler.distribution(torch.zeros(1, 3), torch.tensor([0])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_constraints_that_forbid_nothing_change_nothing() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    free, unconstrained = Sampler(SamplingParams(1.0), (lambda _: None,)), Sampler(SamplingParams(1.0))
+    assert free.allowed([0]) is None
+    assert torch.equal(
+        free.distribution(logits, torch.tensor([0])), unconstrained.distribution(logits, torch.tensor([0]))
+    )
+
+
+def test_each_row_is_constrained_by_its_own_prefix() -> None:
+    """A constraint that never lets a token follow itself, over two rows of a draft."""
+    sampler = Sampler(SamplingParams(1.0), (lambda tokens: torch.arange(3) != tokens[-1],))
+    probs = sampler.distribution(torch.zeros(2, 3), torch.tensor([0, 2]))
+    assert probs.tolist() == [[0.0, 0.5, 0.5], [0.5, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": math.nan},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.nan},
+    ],
+    ids=str,
+)
+def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float]) -> None:
+    name = next(iter(wrong)).replace("_", "[- ]")
+    with pytest.raises(InputError, match=name):
+        SamplingParams(**wrong)

@@ -1,0 +1,123 @@
+"""Chi-square over many samples: with full vocabularies the first tokens follow the target's exact law.
+
+Each test may fail by chance once in a million seeds; the seeds are fixed, so it either always passes or
+never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.sampling import Sampler, SamplingParams, distribution
+from decoding.speculate import speculate
+from decoding.stopping import StopRules
+from model import Decoder, KVCache, LayerPlan
+from tests.laws import tiny_model
+from weights.load import load_model
+from weights.tokenizer import Tokenizer
+
+FALSE_ALARM = 1e-6
+PARAMS = SamplingParams(temperature=0.7, top_p=0.9)
+
+
+class Recall:
+    """A model whose answers to one fixed prompt are remembered, so that thousands of first rounds are cheap.
+
+    Only a first round may run through it: it leaves the cache at the prompt.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.device = model, model.device
+        self.vocab_size, self.max_positions = model.vocab_size, model.max_positions
+        self.answers: dict[tuple[object, ...], Tensor] = {}
+
+    def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None) -> Tensor:
+        key = (tuple(tokens.flatten().tolist()), start, plan)
+        if key not in self.answers:
+            length = cache.length
+            self.answers[key] = self.model(tokens, cache, start, plan)
+            cache.truncate(length)
+        return self.answers[key]
+
+    def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
+        self.model.prefill(tokens, cache, start)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return self.model.new_cache(capacity)
+
+
+def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
+    """Chance of a worse fit; tokens expected fewer than five times count as one."""
+    expected = probs.double() * counts.sum()
+    assert counts[expected == 0].sum() == 0, "a token of probability zero was written"
+    rare = expected < 5
+    groups = [(counts[~rare].double(), expected[~rare])]
+    if expected[rare].sum() > 0:
+        groups.append((counts[rare].sum()[None].double(), expected[rare].sum()[None]))
+    statistic = sum(((seen - wanted) ** 2 / wanted).sum() for seen, wanted in groups)
+    freedom = sum(len(seen) for seen, _ in groups) - 1
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(half[0], half[1]).item() if freedom else 1.0
+
+
+def first_tokens(
+    model: Decoder, prompt: list[int], make: Callable[[Recall, KVCache], Drafter], samples: int
+) -> tuple[Tensor, Tensor, int]:
+    """Counts of the first token over many samples, its exact law, and how many first drafts were rejected."""
+    target = Recall(model)
+    cache = target.new_cache(len(prompt) + 4)
+    with torch.inference_mode():
+        target.prefill(torch.tensor([prompt[:-1]]), cache)
+        logits = model(torch.tensor([prompt[-1:]]), cache, len(prompt) - 1)[0]
+        exact = distribution(logits, torch.tensor(prompt), PARAMS)[0]
+    drafter, randomness = make(target, cache), SeededRandomness(0)
+    counts, rejected = torch.zeros(model.vocab_size, dtype=torch.int64), 0
+    for _ in range(samples):
+        rounds = speculate(
+            target, cache, prompt, drafter, FixedLength(1), Sampler(PARAMS), StopRules(2), randomness
+        )
+        first = next(rounds)
+        rounds.close()
+        counts[first.emitted[0]] += 1
+        rejected += first.accepted < len(first.drafted)
+    return counts, exact, rejected
+
+
+DRAFTERS: dict[str, Callable[[Recall, KVCache], Drafter]] = {
+    "none": lambda target, cache: NoDraft(target.vocab_size),
+    "skip": lambda target, cache: ModelDrafter(
+        target, cache, LayerPlan.skipping(target.model.num_layers, attention=[1, 2], mlp=[1])
+    ),
+    "exit": lambda target, cache: ModelDrafter(
+        target, cache, LayerPlan.early_exit(target.model.num_layers, target.model.num_layers - 1)
+    ),
+    "lookup": lambda target, cache: PromptLookup(target.vocab_size),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "model"])
+def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(family: str, drafter: str) -> None:
+    model, prompt = tiny_model(family, vocab=64, layers=4), [5, 9, 2, 7, 5, 9]
+    small = tiny_model("llama", vocab=64, layers=1, seed=4)
+    make = DRAFTERS.get(drafter) or (lambda target, cache: ModelDrafter(Recall(small), small.new_cache(16)))
+    counts, exact, rejected = first_tokens(model, prompt, make, samples=3000)
+    assert chi_square_p_value(counts, exact) > FALSE_ALARM
+    assert rejected > 0 or drafter == "none", "the test says nothing unless some drafts are rejected"
+
+
+@pytest.mark.parametrize("drafter", list(DRAFTERS))
+def test_smollm2_writes_first_tokens_by_its_law(drafter: str, smollm2: Path) -> None:
+    model, tokenizer = load_model(smollm2), Tokenizer(smollm2)
+    prompt = tokenizer.encode("The old man looked at the dog. The dog looked at the cat. The old man looked at the")
+    counts, exact, rejected = first_tokens(model, prompt, DRAFTERS[drafter], samples=400)
+    assert chi_square_p_value(counts, exact) > FALSE_ALARM
+    assert rejected > 0 or drafter == "none"
