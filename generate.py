@@ -18,7 +18,7 @@ import torch
 from decoding.banned import BannedWords
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import Sampler, SamplingParams
@@ -127,7 +127,7 @@ class Generator:
     def write(
         self,
         drafter: Drafter,
-        policy: FixedLength,
+        policy: Policy,
         stop: StopRules,
         randomness: SeededRandomness,
         show: Callable[[str], None],
@@ -211,7 +211,7 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], FixedLength], str]:
+def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy], str]:
     """The drafter, a maker of fresh policies, and a few words that say what was chosen."""
     options, model = generator.options, generator.model
     kind, chosen = options.draft, None
@@ -263,7 +263,7 @@ def load_draft_model(generator: Generator) -> tuple[Decoder, str]:
 
 def policy_maker(
     generator: Generator, draft_model: Decoder | None, plan: LayerPlan | None, chosen: DraftPlan | None
-) -> Callable[[], FixedLength]:
+) -> Callable[[], Policy]:
     """How long to draft, from the options: --adaptive, else --gamma, else break-even (auto), else the plan's."""
     options = generator.options
     gamma = options.gamma if options.gamma is not None else chosen.gamma if chosen else None
@@ -278,9 +278,9 @@ def policy_maker(
             lambda: measure_costs(generator.model, draft_model, plan),
         )
 
-    def make() -> FixedLength:
+    def make() -> Policy:
         if costs is not None:
-            policy: FixedLength = BreakEven(costs)
+            policy: Policy = BreakEven(costs)
         elif options.adaptive or (threshold is not None and options.adaptive is None and options.gamma is None):
             start = threshold if threshold is not None else 0.5 if options.temperature else 0.8
             policy = AdaptiveExit(start, longest=8 if gamma is None else gamma)

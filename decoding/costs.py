@@ -68,7 +68,7 @@ def measure_costs(
 
         def step() -> None:
             probs = sampler.distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens)
-            torch.stack(verify(probs, draft_probs.to(probs.dtype), tokens[CONTEXT + 1 :], randomness)).tolist()
+            torch.stack(verify(probs, draft_probs, tokens[CONTEXT + 1 :], randomness)).tolist()
 
         return step
 

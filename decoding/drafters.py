@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.policies import FixedLength
+from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.sampling import Sampler
 from model.plan import LayerPlan
@@ -53,7 +53,7 @@ class Drafter(Protocol):
     """See the module's docstring. ``propose`` may draw only through ``randomness``."""
 
     def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
     ) -> Draft: ...
 
     def rollback(self, length: int) -> None: ...
@@ -71,7 +71,7 @@ class ModelDrafter:
         self.model, self.cache, self.plan = model, cache, plan
 
     def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Sample up to ``limit`` tokens one by one, each from ``sampler``'s distribution of the model's logits."""
         context = torch.tensor(tokens, device=self.model.device)
@@ -112,7 +112,7 @@ class PromptLookup:
         self.vocab_size, self.device, self.longest = vocab_size, device, longest
 
     def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Up to ``limit`` tokens, surely chosen: their distributions are one-hot and their confidence is 1."""
         found = self._continuation(tokens, limit)
@@ -149,7 +149,7 @@ class NoDraft:
         self.empty = Draft(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, vocab_size, device=device))
 
     def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: FixedLength, randomness: Randomness
+        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
     ) -> Draft:
         return self.empty
 

@@ -12,8 +12,8 @@ from decoding.rounds import Round
 from model.errors import InputError
 
 
-class FixedLength:
-    """Draft ``gamma`` tokens every round; 0 is plain decoding. The base of the other policies.
+class Policy:
+    """What the loop and the drafters ask of a policy; ``gamma`` is the longest draft.
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` say which of a round's confidences the loop
     must compute; each costs a softmax over the vocabulary.
@@ -40,7 +40,11 @@ class FixedLength:
         """Learn from a finished round."""
 
 
-class AdaptiveExit(FixedLength):
+class FixedLength(Policy):
+    """Draft ``gamma`` tokens every round; 0 is plain decoding."""
+
+
+class AdaptiveExit(Policy):
     """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after an unsure token.
 
     Drafting ends after the first token whose confidence is below ``threshold``; that token is verified
@@ -84,7 +88,7 @@ class AdaptiveExit(FixedLength):
         self.threshold = self.threshold_memory * self.threshold + (1 - self.threshold_memory) * moved
 
 
-class BreakEven(FixedLength):
+class BreakEven(Policy):
     """Draft as much as measured costs and past acceptance say will pay, and not at all when nothing would.
 
     The acceptance rate α is estimated from recent rounds (older ones fade by ``memory``), and the length
@@ -141,7 +145,7 @@ class BreakEven(FixedLength):
             self.pause = min(2 * self.pause, self.longest_pause)
 
 
-class ConfidenceGate(FixedLength):
+class ConfidenceGate(Policy):
     """Draft only while the target is sure of itself; otherwise decode plainly.
 
     After a round, if the target's own confidence in the token it just drew is below ``least``, the next
@@ -150,7 +154,7 @@ class ConfidenceGate(FixedLength):
 
     reads_target_confidence = True
 
-    def __init__(self, inner: FixedLength, least: float) -> None:
+    def __init__(self, inner: Policy, least: float) -> None:
         """Raises InputError for a confidence outside [0, 1]."""
         super().__init__(inner.gamma)
         if not 0 <= least <= 1:

@@ -9,7 +9,7 @@ import torch
 
 from decoding.banned import BannedWords
 from decoding.drafters import Drafter, Model, raw_probability
-from decoding.policies import FixedLength
+from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import Sampler
@@ -25,7 +25,7 @@ def speculate(
     cache: Any,
     prompt: Sequence[int],
     drafter: Drafter,
-    policy: FixedLength,
+    policy: Policy,
     sampler: Sampler,
     stop: StopRules,
     randomness: Randomness,
@@ -51,7 +51,7 @@ def speculate(
         context = torch.cat((torch.tensor(text.tokens, device=target.device), draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
         target_probs = sampler.distribution(logits, context)
-        kept, own = verify(target_probs, draft.probs.to(target_probs.dtype), draft.tokens, randomness)
+        kept, own = verify(target_probs, draft.probs, draft.tokens, randomness)
         # The one read of the host in a round.
         *drafted, accepted, own_token = torch.cat((draft.tokens, torch.stack((kept, own)))).tolist()
 

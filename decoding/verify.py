@@ -12,7 +12,7 @@ def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomnes
     """Accept a prefix of the draft and draw the token after it (arXiv 2211.17192, algorithm 1; 2302.01318).
 
     ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids drawn
-    from the rows of q. Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64,
+    from the rows of q. p and q are compared in the wider of their dtypes, so that neither is rounded. Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64,
     and the token that follows them, ``[]`` int64.
 
     Drafted token x is kept with probability min(1, p(x) / q(x)); at the first one that is not, the next
@@ -20,6 +20,8 @@ def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomnes
     q·min(1, p/q) + (1 - Σ min(p, q)) · norm(max(0, p - q)) = min(p, q) + max(0, p - q) = p.
     After the last drafted token q is nothing, so the residual there is p itself: the bonus token.
     """
+    wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
+    target_probs, draft_probs = target_probs.to(wide), draft_probs.to(wide)
     kept = target_probs[:-1].gather(1, drafted[:, None]) / draft_probs.gather(1, drafted[:, None])
     accepted = randomness.accept(kept[:, 0]).long().cumprod(0).sum()
     p = target_probs[accepted]

@@ -6,10 +6,9 @@ function ``distribution``. It knows no rounds, drafts, caches or rollbacks.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from decoding import speculate as loop
 from decoding.banned import BannedWords
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import FixedLength
+from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import Constraint, Sampler, SamplingParams, distribution
@@ -90,22 +89,31 @@ class Request:
     constraint: Constraint | None = None
 
 
+def self_draft(model: TableModel, cache: KVCache) -> Drafter:
+    """The target under DRAFT_PLAN, sharing its cache."""
+    return ModelDrafter(model, cache, DRAFT_PLAN)
+
+
+def draft_model(model: TableModel, cache: KVCache) -> Drafter:
+    """Another model, with the draft's table and a cache of its own."""
+    draft = TableModel(model.tables[DRAFT_PLAN].exp())
+    return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
+
+
+def prompt_lookup(model: TableModel, cache: KVCache) -> Drafter:
+    return PromptLookup(model.vocab_size)
+
+
+def no_draft(model: TableModel, cache: KVCache) -> Drafter:
+    return NoDraft(model.vocab_size)
+
+
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft: a drafter by name and a maker of fresh policies."""
+    """How to draft: makers of a fresh drafter for a model and its cache, and of a fresh policy."""
 
-    drafter: str = "plan"
-    policy: Callable[[], FixedLength] = field(default=lambda: FixedLength(2))
-
-
-def make_drafter(name: str, model: TableModel, cache: KVCache) -> Drafter:
-    """A fresh drafter for a table model: "none", "plan" (shared cache), "model" (its own), "lookup"."""
-    if name == "plan":
-        return ModelDrafter(model, cache, DRAFT_PLAN)
-    if name == "model":
-        draft = TableModel(model.tables[DRAFT_PLAN].exp())
-        return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
-    return PromptLookup(model.vocab_size) if name == "lookup" else NoDraft(model.vocab_size)
+    drafter: Callable[[TableModel, KVCache], Drafter] = self_draft
+    policy: Callable[[], Policy] = lambda: FixedLength(2)
 
 
 def run_loop(
@@ -125,7 +133,7 @@ def run_loop(
             model,
             cache,
             request.prompt,
-            make_drafter(drafting.drafter, model, cache),
+            drafting.drafter(model, cache),
             drafting.policy(),
             Sampler(request.params, tuple(constraints)),
             StopRules(request.max_new_tokens, request.eos_ids, request.stop_strings),
@@ -198,11 +206,6 @@ def _holder(tokens: Sequence[int], offset: int) -> int:
     """The position of the token that spells the byte at ``offset``."""
     spelled = [position for position, token in enumerate(tokens) for _ in TEXTS[token]]
     return spelled[offset]
-
-
-def deviation(law: dict[Outcome, float], other: dict[Outcome, float]) -> float:
-    """The largest difference in probability of any outcome."""
-    return max((abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()), default=math.inf)
 
 
 def tiny_model(family: str, *, vocab: int = 3, layers: int = 3, seed: int = 0, hidden: int = 8) -> Decoder:

@@ -11,7 +11,7 @@ from decoding import speculate as loop
 from decoding.banned import BannedWords
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import Sampler, SamplingParams
@@ -36,7 +36,7 @@ def write(
     model: Decoder,
     cache: KVCache,
     drafter: object,
-    policy: FixedLength,
+    policy: Policy,
     *,
     prompt: list[int] = PROMPT,
     params: SamplingParams = SamplingParams(),
@@ -198,6 +198,14 @@ def test_an_all_zero_residual_draws_from_the_target() -> None:
     assert (accepted.item(), token.item()) == (0, 1)
 
 
+def test_a_draft_in_float64_is_not_rounded_to_a_float32_target() -> None:
+    """Rounded to float32 this q would be .1 itself, and u = 1 - 1e-10 would accept."""
+    p = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
+    q = torch.tensor([[p[0, 0].item() + 1e-10, 0.9]], dtype=torch.float64)
+    accepted, _ = loop.verify(p, q, torch.tensor([0]), Scripted(1 - 1e-10, 0.0))
+    assert accepted.item() == 0
+
+
 def test_an_impossible_token_is_never_accepted_not_even_at_u_zero() -> None:
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
     accepted, token = loop.verify(p, q, torch.tensor([0]), Scripted(0.0, 0.0))
@@ -212,3 +220,12 @@ def test_costs_are_in_units_of_a_plain_step() -> None:
     assert costs.longest_draft == 2
     assert costs.draft > 0
     assert measure_costs(model, None, None, longest=1).draft == 0.0
+
+
+def test_measuring_costs_of_a_slow_model_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.costs.PATIENCE", 0.0)
+    model = tiny_model("llama", vocab=VOCAB)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    measure_costs(model, None, None, longest=1)
+    assert len(calls) == 2 * 2, "one warm-up and one counted repeat of two steps"

@@ -81,9 +81,7 @@ def first_tokens(
     drafter, randomness = make(target, cache), SeededRandomness(0)
     counts, rejected = torch.zeros(model.vocab_size, dtype=torch.int64), 0
     for _ in range(samples):
-        rounds = speculate(
-            target, cache, prompt, drafter, FixedLength(1), Sampler(PARAMS), StopRules(2), randomness
-        )
+        rounds = speculate(target, cache, prompt, drafter, FixedLength(1), Sampler(PARAMS), StopRules(2), randomness)
         first = next(rounds)
         rounds.close()
         counts[first.emitted[0]] += 1
