@@ -12,6 +12,10 @@ generate: .venv/ready $(MODEL)
 test: lint $(MODEL)
 	$(BIN)/python -m pytest
 
+# The full product of drafters, parameters, policies, stops and rules, and larger vocabularies.
+prove: .venv/ready-dev
+	$(BIN)/python -m pytest -m prove tests/test_exact_law.py
+
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

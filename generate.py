@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,12 @@ from decoding.sampling import Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from decoding.streaming import TextStream
-from model import Decoder, InputError, LayerPlan
+from model import Decoder, InputError, LayerPlan, parse_config
+from model.fast import accelerate
 from weights.cost_file import kept_costs
-from weights.load import DTYPES, load_model
+from weights.files import read_json
+from weights.load import DTYPES, load_model, stored_dtype
+from weights.memory import Memory, check_fits, estimate
 from weights.names import model_folder
 from weights.plan_file import DraftPlan, read_plan
 from weights.tokenizer import Tokenizer
@@ -65,6 +70,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     machine = parser.add_argument_group("machine and output")
     machine.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     machine.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
+    machine.add_argument("--dry-run", action="store_true", help="say what memory it would take, and load nothing")
     machine.add_argument("--compare", action="store_true", help="also decode plainly; print speed-up and equality")
     machine.add_argument("--json", action="store_true", help="one JSON object a sample on standard output")
     return parser.parse_args(arguments)
@@ -85,7 +91,7 @@ class Sample:
 
 
 class Generator:
-    """A loaded model, a prompt in its cache, and a way to draft: draws samples."""
+    """A loaded model, a prompt in its cache, and a way to draft: writes texts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Everything that can be refused is refused here, before a token is written."""
@@ -95,34 +101,22 @@ class Generator:
         )
         if options.num_samples < 1:
             raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
-        StopRules(options.max_new_tokens, stop_strings=options.stop)
-        BannedWords(options.ban, 0)
-        text = read_prompt(options)
-        device = pick_device(options.device)
+        BannedWords(options.ban, vocab_size=0)
+        check_drafting_options(options)
+        text, device = read_prompt(options), pick_device(options.device)
         self.folder = model_folder(options.model)
         self.tokenizer = Tokenizer(self.folder)
-        self.prompt = encode_prompt(self.tokenizer, text, options)
-        self.model = load_model(self.folder, DTYPES.get(options.dtype), device)
         self.stop = StopRules(options.max_new_tokens, self.tokenizer.eos_ids, options.stop)
-        room = self.model.max_positions - len(self.prompt)
-        if room < 1:
-            raise InputError(
-                f"the prompt has {len(self.prompt)} tokens, the model's context {self.model.max_positions}: shorten it"
-            )
-        if max(self.prompt) >= self.model.vocab_size:
-            raise InputError(f"{self.folder}: the tokenizer has ids beyond the model's vocabulary")
+        self.prompt = encode_prompt(self.tokenizer, text, options)
+        self.capacity = reach(self.folder, self.prompt, options.max_new_tokens)
+        if device.type == "cuda":
+            check_fits(needed_memory(self.folder, options, self.capacity, len(self.prompt)), device)
+        self.model = accelerate(load_model(self.folder, DTYPES.get(options.dtype), device))
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed % 2**64
-        self.capacity = len(self.prompt) + min(room, options.max_new_tokens)
         self.cache = self.model.new_cache(self.capacity)
         self.drafter, self.new_policy, self.how = build_drafting(self)
         with torch.inference_mode():
-            self.model.prefill(torch.tensor([self.prompt[:-1]], device=device), self.cache)
-
-    def samples(self) -> Iterator[Callable[[Callable[[str], None]], Sample]]:
-        """``num_samples`` samplers, to be called in order with what shall receive the text as it comes."""
-        randomness = SeededRandomness(self.seed, self.model.device)
-        for _ in range(self.options.num_samples):
-            yield lambda show: self.write(self.drafter, self.new_policy(), self.stop, randomness, show)
+            self.model.prefill(torch.tensor([self.prompt[:-1]], dtype=torch.int64, device=device), self.cache)
 
     def write(
         self,
@@ -163,8 +157,56 @@ class Generator:
 
     def write_plainly(self, stop: StopRules) -> Sample:
         """The same request without a draft, silently: what --compare measures against."""
-        plain = NoDraft(self.model.vocab_size, self.model.device)
-        return self.write(plain, FixedLength(0), stop, SeededRandomness(self.seed, self.model.device), lambda _: None)
+        plain, randomness = (
+            NoDraft(self.model.vocab_size, self.model.device),
+            SeededRandomness(self.seed, self.model.device),
+        )
+        sample = self.write(plain, FixedLength(0), stop, randomness, lambda _: None)
+        if sample.finish == "interrupted":
+            raise KeyboardInterrupt
+        return sample
+
+
+def check_drafting_options(options: argparse.Namespace) -> None:
+    """Raises InputError for an option that the chosen way of drafting would ignore."""
+    for name, kinds in {"plan": ["skip", "auto"], "exit_layer": ["exit"], "draft_model": ["model"]}.items():
+        if getattr(options, name) is not None and options.draft not in kinds:
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} has no effect with --draft {options.draft}: give --draft {kinds[0]}")
+
+
+def reach(folder: Path, prompt: list[int], max_new_tokens: int) -> int:
+    """Prompt and output in tokens, at most. Raises InputError when the prompt does not fit the model."""
+    config = parse_config(read_json(folder / "config.json"))
+    if len(prompt) >= config.max_positions:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens, the model's context {config.max_positions}: shorten the prompt"
+        )
+    if not prompt or max(prompt) >= config.vocab_size:
+        raise InputError(f"{folder}: the tokenizer does not belong to this model: it gives ids that the model lacks")
+    return min(len(prompt) + max_new_tokens, config.max_positions)
+
+
+def needed_memory(folder: Path, options: argparse.Namespace, positions: int | None, prompt: int) -> Memory:
+    """The estimate for ``positions`` tokens (None: the model's whole context) of which ``prompt`` are given."""
+    config = parse_config(read_json(folder / "config.json"))
+    draft = None
+    if options.draft == "model" and options.draft_model is not None:
+        draft = parse_config(read_json(model_folder(options.draft_model) / "config.json"))
+    positions = config.max_positions if positions is None else positions
+    dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
+    return estimate(config, dtype, positions, prompt=prompt, draft=draft)
+
+
+def dry_run(options: argparse.Namespace) -> int:
+    """Print what memory the request would take; with no prompt, at the model's whole context."""
+    device, folder = pick_device(options.device), model_folder(options.model)
+    positions, prompt = None, 1
+    if options.prompt is not None or options.prompt_file is not None:
+        ids = encode_prompt(Tokenizer(folder), read_prompt(options), options)
+        positions, prompt = reach(folder, ids, options.max_new_tokens), len(ids)
+    print(check_fits(needed_memory(folder, options, positions, prompt), device))
+    return 0
 
 
 def read_prompt(options: argparse.Namespace) -> str:
@@ -188,6 +230,7 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> list[int]:
+    """Token ids of the prompt, as a chat turn or as plain text. Raises InputError for --system without a chat."""
     chat = options.chat if options.chat is not None else tokenizer.chat_template is not None
     if not chat:
         if options.system is not None:
@@ -198,6 +241,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, options: argparse.Namespace) 
 
 
 def pick_device(name: str | None) -> torch.device:
+    """The named device, or the best there is. Raises InputError when it is not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -246,19 +290,19 @@ def load_draft_model(generator: Generator) -> tuple[Decoder, str]:
     if generator.options.draft_model is None:
         raise InputError("--draft model needs --draft-model DIR")
     folder, target = model_folder(generator.options.draft_model), generator.model
+    config = parse_config(read_json(folder / "config.json"))
     ours, theirs = generator.tokenizer.vocabulary, Tokenizer(folder).vocabulary
-    draft_model = load_model(folder, target.dtype, target.device)
-    if draft_model.vocab_size != target.vocab_size or ours.pieces != theirs.pieces or ours.special != theirs.special:
+    if config.vocab_size != target.vocab_size or ours.pieces != theirs.pieces or ours.special != theirs.special:
         raise InputError(
-            f"{folder} has another vocabulary ({draft_model.vocab_size} entries) than the target "
+            f"{folder} has another vocabulary ({config.vocab_size} entries) than the target "
             f"({target.vocab_size}): a draft model must share the target's tokenizer"
         )
-    if draft_model.max_positions < generator.capacity:
+    if config.max_positions < generator.capacity:
         raise InputError(
-            f"{folder} has a context of {draft_model.max_positions} tokens, this text may take {generator.capacity}: "
+            f"{folder} has a context of {config.max_positions} tokens, this text may take {generator.capacity}: "
             "lower --max-new-tokens"
         )
-    return draft_model, folder.name
+    return accelerate(load_model(folder, target.dtype, target.device)), folder.name
 
 
 def policy_maker(
@@ -295,6 +339,9 @@ def policy_maker(
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
     try:
         return run(options)
     except InputError as error:
@@ -302,22 +349,28 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return dry_run(options)
     generator = Generator(options)
     out = sys.stderr if options.json else sys.stdout
     if options.compare:
         generator.write_plainly(StopRules(WARM_UP_TOKENS))
+    randomness = SeededRandomness(generator.seed, generator.model.device)
 
     def show(piece: str) -> None:
         print(piece, end="", file=out, flush=True)
 
     results = []
-    for number, write in enumerate(generator.samples()):
+    for number in range(options.num_samples):
         if number:
-            print("\n" + "-" * 20, file=out)
-        sample = write(show)
+            print("-" * 20, file=out)
+        sample = generator.write(generator.drafter, generator.new_policy(), generator.stop, randomness, show)
         print(file=out)
         print(describe(sample, generator), file=sys.stderr)
         results.append(as_json(sample))

@@ -65,6 +65,12 @@ class ModelDrafter:
     Self-speculation shares the target's cache: a draft step reads the target's entries and writes its own
     at new positions, which verification overwrites. A model of its own has a cache of its own, which
     catches up with the text at the first step of a draft, so an all-accepted round leaves no hole in it.
+
+    LayerSkip (arXiv 2404.16710, section 4.3.2) also spares verification the first E of L layers for tokens
+    that an early exit has drafted. Not so here: the last drafted token must pass those layers anyway, and
+    reading their weights is what they cost. What is left to spare is (v - 1)·E/L of a plain step, v being
+    the verification of γ + 1 tokens: with v = 1.07, γ = 4, E/L = 1/2 (measured on SmolLM2, two CPU cores)
+    one hundredth of a round.
     """
 
     def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:

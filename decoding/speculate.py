@@ -16,6 +16,7 @@ from decoding.sampling import Sampler
 from decoding.stopping import StopRules
 from decoding.text import TokenBytes, Transcript
 from decoding.verify import verify
+from model.diagnose import explain_nonfinite
 from model.errors import InputError
 
 
@@ -37,7 +38,8 @@ def speculate(
 
     Plain decoding is the same loop with an empty draft. ``cache`` must hold the prompt but its last token
     (``target.prefill``) and is left holding it, so calling again draws another sample from one prefill.
-    Raises InputError when the constraints allow no token at a position that the text has reached.
+    Raises InputError when the constraints allow no token at a position that the text has reached, and when
+    the target's logits are not numbers.
     """
     text = Transcript(prompt, token_bytes)
     cache.truncate(len(prompt) - 1)
@@ -53,7 +55,10 @@ def speculate(
         target_probs = sampler.distribution(logits, context)
         kept, own = verify(target_probs, draft.probs, draft.tokens, randomness)
         # The one read of the host in a round.
-        *drafted, accepted, own_token = torch.cat((draft.tokens, torch.stack((kept, own)))).tolist()
+        report = torch.stack((kept, own, logits.isnan().any()))
+        *drafted, accepted, own_token, broken = torch.cat((draft.tokens, report)).tolist()
+        if broken:
+            raise explain_nonfinite(target, cache, context)
 
         finish, retracted, emitted = None, 0, []
         for token in [*drafted[:accepted], own_token]:

@@ -12,8 +12,9 @@ def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomnes
     """Accept a prefix of the draft and draw the token after it (arXiv 2211.17192, algorithm 1; 2302.01318).
 
     ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids drawn
-    from the rows of q. p and q are compared in the wider of their dtypes, so that neither is rounded. Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64,
-    and the token that follows them, ``[]`` int64.
+    from the rows of q; p and q are compared in the wider of their dtypes, so that neither is rounded.
+    Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64, and the token that
+    follows them, ``[]`` int64.
 
     Drafted token x is kept with probability min(1, p(x) / q(x)); at the first one that is not, the next
     token comes from the residual norm(max(0, p - q)). Either way its law is p:

@@ -5,6 +5,7 @@ Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,11 @@ from model.errors import InputError
 
 FAMILIES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 LARGEST_SIZE = 2**24
+MOST_POSITIONS = 2**31
+REFUSED_ROPES = {
+    "yarn": "it also rescales the attention scores, which is not computed here",
+    "longrope": "its angles change once a text outgrows the trained context, so cached keys would turn wrong",
+}
 MOST_LAYERS = 1000  # deeper than any published model; keeps a damaged file from asking for a billion
 
 
@@ -70,9 +76,33 @@ def parse_config(raw: Any) -> ModelConfig:
         method = raw["quantization_config"]
         method = method.get("quant_method", "unnamed") if isinstance(method, dict) else "unnamed"
         raise InputError(
-            f"config.json: the checkpoint is quantised ({method}); only plain float weights load: "
+            f"config.json: the checkpoint is quantised ({method!s:.80}); only plain float weights load: "
             "use the original checkpoint"
         )
+    common = _common(raw, family)
+    if family == "llama":
+        _require_activation(raw, "hidden_act", "silu")
+        return ModelConfig(
+            **common,
+            mlp_bias=_flag(raw, "mlp_bias", default=False),
+            attention_scale=common["head_dim"] ** -0.5,
+            windows=(None,) * common["num_layers"],
+        )
+    if raw.get("use_bidirectional_attention"):
+        raise InputError("config.json: use_bidirectional_attention makes an encoder, which cannot decode text")
+    name = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
+    _require_activation(raw, name, "gelu_pytorch_tanh")
+    return ModelConfig(
+        **common,
+        attention_scale=_positive(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
+        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", default=50.0),
+        final_soft_cap=_soft_cap(raw, "final_logit_softcapping", default=30.0),
+        windows=_windows(raw, common["num_layers"]),
+    )
+
+
+def _common(raw: dict[str, Any], family: str) -> dict[str, Any]:
+    """The fields of ModelConfig that both families read alike."""
     num_heads = _integer(raw, "num_attention_heads")
     num_kv_heads = _integer(raw, "num_key_value_heads", default=num_heads)
     hidden_size = _integer(raw, "hidden_size")
@@ -81,7 +111,7 @@ def parse_config(raw: Any) -> ModelConfig:
         raise InputError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
-    if raw.get("head_dim") is None and hidden_size % num_heads:
+    if family == "llama" and raw.get("head_dim") is None and hidden_size % num_heads:
         raise InputError(
             f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
             "and head_dim is not given"
@@ -91,8 +121,9 @@ def parse_config(raw: Any) -> ModelConfig:
         raise InputError(f"config.json: {num_heads} heads of head_dim {head_dim} are not a real model's")
     if head_dim % 2:
         raise InputError(f"config.json: head_dim {head_dim} is odd; rotary embeddings turn pairs")
-    rope, max_positions = _rope(raw, _integer(raw, "max_position_embeddings", default=2048, largest=2**31))
-    common = {
+    context = 8192 if family == "gemma2" else 2048
+    rope, max_positions = _rope(raw, _integer(raw, "max_position_embeddings", default=context, largest=MOST_POSITIONS))
+    return {
         "family": family,
         "vocab_size": _integer(raw, "vocab_size"),
         "hidden_size": hidden_size,
@@ -107,25 +138,46 @@ def parse_config(raw: Any) -> ModelConfig:
         "tie_embeddings": _flag(raw, "tie_word_embeddings", default=family == "gemma2"),
         "attention_bias": _flag(raw, "attention_bias", default=False),
     }
-    if family == "llama":
-        _require_activation(raw, "hidden_act", "silu")
-        return ModelConfig(
-            **common,
-            mlp_bias=_flag(raw, "mlp_bias", default=False),
-            attention_scale=head_dim**-0.5,
-            windows=(None,) * num_layers,
-        )
-    if raw.get("use_bidirectional_attention"):
-        raise InputError("config.json: use_bidirectional_attention makes an encoder, which cannot decode text")
-    name = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
-    _require_activation(raw, name, "gelu_pytorch_tanh")
-    return ModelConfig(
-        **common,
-        attention_scale=_positive(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
-        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", default=50.0),
-        final_soft_cap=_soft_cap(raw, "final_logit_softcapping", default=30.0),
-        windows=_windows(raw, num_layers),
-    )
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` that ``parse_config`` reads as this config; transformers 4 and 5 read it too."""
+    rope = config.rope
+    scaling: dict[str, Any] | None = None if rope.kind == "default" else {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "llama3":
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
+    raw = {
+        "architectures": [FAMILIES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.attention_bias,
+    }
+    if config.family == "llama":
+        return raw | {"hidden_act": "silu", "mlp_bias": config.mlp_bias}
+    window = next((window for window in config.windows if window), config.max_positions)
+    return raw | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _whole(config.attention_scale**-2),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
+    }
 
 
 def _family(raw: dict[str, Any]) -> str:
@@ -136,7 +188,7 @@ def _family(raw: dict[str, Any]) -> str:
         if declared == family or (declared is None and named):
             return family
     supported = " and ".join(repr(family) for family in FAMILIES)
-    raise InputError(f"config.json: model_type {declared!r} is not supported; this project runs {supported}")
+    raise InputError(f"config.json: model_type {declared!r:.80} is not supported; this project runs {supported}")
 
 
 def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
@@ -164,22 +216,20 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
     ``dynamic`` rescales its angles once a text outgrows the trained context, so a token's key would
     depend on the call that computed it and no cached decoding could be lossless: the context ends there.
     """
-    parameters = raw.get("rope_parameters")
-    if parameters is None:
-        parameters = raw.get("rope_scaling")
-    if parameters is None:
-        parameters = {}
-    if not isinstance(parameters, dict):
-        raise InputError("config.json: rope_scaling must be an object or null")
-    theta_holder = parameters if "rope_theta" in parameters else raw
-    theta = _positive(theta_holder, "rope_theta", default=10000.0)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind is None:
-        kind = "default"
+    own = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(own, dict):
+        raise InputError(f"config.json: rope_scaling must be an object or null, found {own!r:.80}")
+    if any(isinstance(value, dict) for value in own.values()):
+        raise InputError("config.json: rope_parameters for each layer type are not supported; one for all layers is")
+    kind = own.get("rope_type") or own.get("type") or "default"
+    parameters = {**raw, **own}  # some fields may stand in either
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        raise InputError("config.json: partial_rotary_factor is not supported: whole heads are rotated here")
+    theta = _positive(parameters, "rope_theta", default=10000.0)
     if kind == "default":
         return Rope(theta), max_positions
+    trained = _integer(parameters, "original_max_position_embeddings", default=max_positions, largest=MOST_POSITIONS)
     if kind == "dynamic":
-        trained = _integer(parameters, "original_max_position_embeddings", default=max_positions)
         return Rope(theta), min(max_positions, trained)
     if kind == "linear":
         return Rope(theta, "linear", factor=_positive(parameters, "factor")), max_positions
@@ -190,21 +240,22 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
             factor=_positive(parameters, "factor"),
             low_freq_factor=_positive(parameters, "low_freq_factor"),
             high_freq_factor=_positive(parameters, "high_freq_factor"),
-            original_max_positions=_integer(parameters, "original_max_position_embeddings"),
+            original_max_positions=trained,
         )
         if rope.high_freq_factor <= rope.low_freq_factor:
             raise InputError("config.json: rope high_freq_factor must be larger than low_freq_factor")
         return rope, max_positions
+    reason = REFUSED_ROPES.get(kind, "it is unknown here") if isinstance(kind, str) else "it is not a name"
     raise InputError(
-        f"config.json: rope type {kind!r} is not supported; default, linear, llama3 and dynamic (up to its "
-        "trained context) are"
+        f"config.json: rope type {kind!r:.80} is not supported: {reason}; default, linear, llama3 and dynamic "
+        "(up to its trained context) are"
     )
 
 
 def _require_activation(raw: dict[str, Any], key: str, only: str) -> None:
     found = raw.get(key, only)
     if found != only:
-        raise InputError(f"config.json: {key} {found!r} is not supported for this family; {only!r} is")
+        raise InputError(f"config.json: {key} {found!r:.80} is not supported for this family; {only!r} is")
 
 
 def _integer(raw: dict[str, Any], key: str, *, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
@@ -241,3 +292,8 @@ def _flag(raw: dict[str, Any], key: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"config.json: {key} must be true or false, found {value!r:.80}")
     return value
+
+
+def _whole(value: float) -> float:
+    """The whole number that rounding has moved this value away from, if there is one."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value

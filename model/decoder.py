@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import rotary_angles
+from model.layers import RMSNorm, place
 from model.plan import LayerPlan
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: bounds the memory of masks and activations
@@ -18,7 +18,7 @@ class Decoder(nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
     A family file supplies ``norm`` and ``layers``, modules called as
-    ``block(x, cos, sin, cache, start, attention=..., mlp=...)``. Parameter names are those of the
+    ``block(x, positions, cache, attention=..., mlp=...)``. Parameter names are those of the
     checkpoint without their ``model.`` prefix.
     """
 
@@ -41,6 +41,8 @@ class Decoder(nn.Module):
                 nn.init.normal_(module.weight, std=std, generator=generator)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+            if isinstance(module, RMSNorm):
+                nn.init.constant_(module.weight, module.neutral)
 
     @property
     def vocab_size(self) -> int:
@@ -85,15 +87,15 @@ class Decoder(nn.Module):
             raise ValueError("without a cache there is nothing before the tokens: start must be 0")
         x = self.embed(tokens)
         plan = plan or LayerPlan.full(self.num_layers)
-        cos, sin = rotary_angles(self.config, start, tokens.shape[1], x)
+        positions = place(self.config, start, tokens.shape[1], x)
         for block, attention, mlp in zip(self.layers, plan.attention, plan.mlp, strict=True):
-            x = block(x, cos, sin, cache, start, attention=attention, mlp=mlp)
+            x = block(x, positions, cache, attention=attention, mlp=mlp)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(hidden), head.weight)
+        hidden = self.norm(hidden)
+        return F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.layers import Attention, GatedMLP, normalise
+from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
 
 
-class UnitOffsetRMSNorm(nn.Module):
+class UnitOffsetRMSNorm(RMSNorm):
     """RMSNorm that scales by (1 + weight), all in the wide dtype, and rounds once at the end."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
+    neutral = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         normed = normalise(x, self.eps)
@@ -47,12 +44,9 @@ class Gemma2Block(nn.Module):
         self.mlp = GatedMLP(config, partial(F.gelu, approximate="tanh"))
         self.post_feedforward_layernorm = norm()
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, start: int, *, attention: bool, mlp: bool
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
         if attention:
-            out = self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
-            x = x + self.post_attention_layernorm(out)
+            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), positions, cache))
         if mlp:
             x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return x

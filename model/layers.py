@@ -1,14 +1,15 @@
 """The pieces both families are built of: norm, rotary embedding, attention, gated MLP.
 
-Shapes: ``batch`` B, new tokens T, positions so far S = start + T, heads H, key/value heads K, head
-size D. Norms, rotary angles and softmax compute in at least float32 (``wide_dtype``), whatever the
-model's dtype; everything else stays in that dtype.
+Shapes: batch B, new tokens T, positions so far S = start + T, query heads H, key/value heads K,
+G = H / K query heads to each of them, head size D. Norms, rotary angles and softmax compute in at least
+float32 (``wide_dtype``), whatever the model's dtype; everything else stays in that dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -33,9 +34,11 @@ def normalise(x: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """Llama's RMSNorm: round to the model's dtype, then scale by the weight."""
 
+    neutral = 1.0  # the weight that scales by one
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), self.neutral))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,39 +79,70 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def visible(start: int, count: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each new token sees: ``[count, start + count]`` bool.
+@dataclass(frozen=True)
+class Sight:
+    """Which keys T new tokens see: none before position ``first``, and of the others those marked in ``mask``.
 
-    The query at position i sees key j when j <= i and, under a sliding window, i - window < j.
+    ``mask`` is bool ``[G · T, S - first]``, one row per new token for each of the G query heads that share a
+    key head; None when all are seen.
     """
+
+    first: int
+    mask: Tensor | None
+
+
+def sight(start: int, count: int, window: int | None, groups: int, device: torch.device) -> Sight:
+    """What ``count`` new tokens at ``start`` see: position j <= i from i and, under a window, i - window < j."""
+    first = 0 if window is None else max(0, start - window + 1)
+    if count == 1:
+        return Sight(first, None)
     query = torch.arange(start, start + count, device=device)[:, None]
-    key = torch.arange(start + count, device=device)[None, :]
+    key = torch.arange(first, start + count, device=device)[None, :]
     mask = key <= query
-    return mask if window is None else mask & (key > query - window)
+    if window is not None:
+        mask &= key > query - window
+    return Sight(first, mask.repeat(groups, 1))
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, start: int, *, scale: float, window: int | None, soft_cap: float | None
-) -> Tensor:
-    """Causal grouped-query attention of T new tokens at ``start`` over all S positions.
+@dataclass(frozen=True)
+class Positions:
+    """Where the T new tokens of one forward pass stand, and what every layer needs to know of it.
 
-    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with S = start + T and K dividing H -> ``[B, H, T, D]``.
-    Right for any start and T. With a soft cap, scores become cap·tanh(score / cap) before the mask
-    (Gemma 2, arXiv 2408.00118, section 2), which no fused kernel of torch computes: then the explicit
-    formula runs.
+    ``cos`` and ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
     """
-    count = q.shape[2]
-    one_sees_all = count == 1 and (window is None or start < window)
-    mask = None if one_sees_all else visible(start, count, window, q.device)
+
+    start: int
+    cos: Tensor
+    sin: Tensor
+    sights: dict[int | None, Sight]
+
+
+def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
+    """The Positions of ``count`` new tokens at ``start``, on the device and in the dtype of ``like``."""
+    groups = config.num_heads // config.num_kv_heads
+    sights = {window: sight(start, count, window, groups, like.device) for window in set(config.windows)}
+    return Positions(start, *rotary_angles(config, start, count, like), sights)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_cap: float | None) -> Tensor:
+    """Causal grouped-query attention (arXiv 2305.13245) of T new tokens over all S positions.
+
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H, ``sees`` of the same T and S ->
+    ``[B, H, T, D]``. With a soft cap, scores become cap·tanh(score / cap) before the mask (Gemma 2, arXiv
+    2408.00118, section 2), which no fused kernel of torch computes: then the explicit formula runs.
+    """
+    batch, heads, count, size = q.shape
+    k, v = k[:, :, sees.first :], v[:, :, sees.first :]
+    # Query heads that share a key head are laid end to end, as if they were more tokens: no key is copied.
+    q = q.reshape(batch, k.shape[1], -1, size)
     if soft_cap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype)
-    return weights @ v
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees.mask, scale=scale)
+    else:
+        scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
+        if sees.mask is not None:
+            scores = scores.masked_fill(~sees.mask, float("-inf"))
+        out = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype) @ v
+    return out.reshape(batch, heads, count, size)
 
 
 class Attention(nn.Module):
@@ -123,26 +157,23 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, start: int) -> Tensor:
-        """``[B, T, hidden]`` -> the same shape; writes the cache at ``[start, start + T)`` if there is one."""
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
+        """``[B, T, hidden]`` -> the same shape; writes keys and values at its positions if there is a cache."""
         batch, count, _ = x.shape
+        q, k, v = self.project(x, positions)
+        if cache is not None:
+            k, v = cache.write(self.layer, positions.start, k, v)
+        sees = positions.sights[self.config.windows[self.layer]]
+        out = attend(q, k, v, sees, scale=self.config.attention_scale, soft_cap=self.config.attention_soft_cap)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
+
+    def project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, rotated, and values ``[B, K, T, D]``."""
         q, k, v = (
-            projection(x).view(batch, count, -1, self.config.head_dim).transpose(1, 2)
+            projection(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.write(self.layer, start, k, v)
-        out = attend(
-            q,
-            k,
-            v,
-            start,
-            scale=self.config.attention_scale,
-            window=self.config.windows[self.layer],
-            soft_cap=self.config.attention_soft_cap,
-        )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
+        return rotate(q, positions.cos, positions.sin), rotate(k, positions.cos, positions.sin), v
 
 
 class GatedMLP(nn.Module):

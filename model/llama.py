@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.decoder import Decoder
-from model.layers import Attention, GatedMLP, RMSNorm
+from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
 
 class LlamaBlock(nn.Module):
@@ -24,11 +24,9 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config, F.silu)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, start: int, *, attention: bool, mlp: bool
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
         if attention:
-            x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
+            x = x + self.self_attn(self.input_layernorm(x), positions, cache)
         if mlp:
             x = x + self.mlp(self.post_attention_layernorm(x))
         return x

@@ -17,6 +17,7 @@ from torch import Tensor
 from decoding import speculate as loop
 from decoding.banned import BannedWords
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.enumeration import output_law, total_variation
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
@@ -206,6 +207,31 @@ def _holder(tokens: Sequence[int], offset: int) -> int:
     """The position of the token that spells the byte at ``offset``."""
     spelled = [position for position, token in enumerate(tokens) for _ in TEXTS[token]]
     return spelled[offset]
+
+
+@dataclass
+class Tally:
+    """How much has been proven so far: laws enumerated, paths walked, the largest deviation seen."""
+
+    laws: int = 0
+    paths: int = 0
+    largest: float = 0.0
+
+
+PROVEN = Tally()
+
+
+def deviation(run: Callable[[Randomness], Outcome], expected: dict[Outcome, float]) -> float:
+    """Total variation between the enumerated law of ``run`` and the expected one; noted in PROVEN."""
+
+    def counted(randomness: Randomness) -> Outcome:
+        PROVEN.paths += 1
+        return run(randomness)
+
+    distance = total_variation(output_law(counted), expected)
+    PROVEN.laws += 1
+    PROVEN.largest = max(PROVEN.largest, distance)
+    return distance
 
 
 def tiny_model(family: str, *, vocab: int = 3, layers: int = 3, seed: int = 0, hidden: int = 8) -> Decoder:

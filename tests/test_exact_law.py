@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding.costs import CostTable
-from decoding.enumeration import output_law, total_variation
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
 from decoding.randomness import Randomness
 from decoding.sampling import Sampler, SamplingParams
@@ -24,6 +23,7 @@ from tests.laws import (
     Outcome,
     Request,
     TableModel,
+    deviation,
     draft_model,
     no_draft,
     plain_law,
@@ -134,8 +134,7 @@ def case_deviation(model: TableModel, case: dict[str, str], max_new_tokens: int)
     rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["rule"]}
     request = Request(params=chosen["params"], **rules)
     drafting = Drafting(chosen["drafter"], chosen["policy"])
-    law = output_law(lambda randomness: run_loop(model, request, drafting, randomness))
-    return total_variation(law, plain_law(model, request))
+    return deviation(lambda randomness: run_loop(model, request, drafting, randomness), plain_law(model, request))
 
 
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
@@ -188,4 +187,4 @@ def test_real_modules_with_their_real_caches_keep_the_law(family: str, drafter: 
         )
         return tuple(token for round in rounds for token in round.emitted), "length"
 
-    assert total_variation(output_law(run), real_law(model, prompt, params, 3)) < EXACT
+    assert deviation(run, real_law(model, prompt, params, 3)) < EXACT

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from model import Decoder, InputError, LayerPlan
 from weights.files import read_optional_json, write_json
 
 FILE = "costs.json"
+LARGEST_COST = 1e6  # plain steps; also keeps out infinity and NaN
 
 
 def kept_costs(
@@ -28,17 +31,24 @@ def kept_costs(
     key = f"{_machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {drafts}"
     try:
         kept = read_optional_json(folder / FILE)
-        entry = kept.get(key)
-        if isinstance(entry, dict):
-            return CostTable(float(entry["draft"]), tuple(map(float, entry["verify"])))
-    except (InputError, KeyError, TypeError, ValueError):
+    except InputError:
         kept = {}
-    costs = measure()
-    try:
-        write_json(folder / FILE, {**kept, key: asdict(costs)})
-    except OSError:
-        return costs
+    costs = _parse(kept.get(key))
+    if costs is None:
+        costs = measure()
+        with suppress(OSError, ValueError):  # no place to keep it, or a damaged file that cannot be written again
+            write_json(folder / FILE, {**kept, key: asdict(costs)})
     return costs
+
+
+def _parse(entry: Any) -> CostTable | None:
+    """The table of an entry; None if it is not one that was measured."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("verify"), list) or not entry["verify"]:
+        return None
+    costs = [entry.get("draft"), *entry["verify"]]
+    if not all(type(cost) in (int, float) and 0 <= cost < LARGEST_COST for cost in costs) or 0 in entry["verify"]:
+        return None
+    return CostTable(float(costs[0]), tuple(map(float, costs[1:])))
 
 
 def _machine(device: torch.device) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,27 +36,39 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. A name that no file can have, too long or with a zero byte, is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def one_line(error: object) -> str:
+    """A library's error as a part of one line: what a file's contents brought into it cannot break the line."""
+    return "".join(character if character.isprintable() else " " for character in str(error)[:300])
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, moved onto it when the block ends well and deleted when it does not."""
+    """A temporary path beside ``path``, moved onto it when the block ends well and deleted when it does not.
+
+    The file gets the permissions of any new file (those the umask leaves), also where a library replaces the
+    temporary file by one of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    os.chmod(name, 0o666 & ~_umask())
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        yield Path(name)
-        os.replace(name, path)
+        temporary.open("xb").close()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        yield temporary
+        temporary.chmod(mode)
+        os.replace(temporary, path)
     finally:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

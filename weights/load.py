@@ -6,15 +6,17 @@ copied in slices, so that memory peaks at the weights themselves plus one slice.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from model import Decoder, InputError, build, parse_config
-from weights.files import read_json
+from weights.files import is_file, one_line, read_json
 
 SLICE_BYTES = 16 << 20
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -24,6 +26,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
 
 
@@ -51,10 +54,20 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
         model = build(config)
     wanted = dict(model.named_parameters())
     _check(folder, wanted, stored, tied=model.lm_head is None)
-    dtype = dtype or stored["embed_tokens.weight"].dtype
+    dtype = dtype or stored[EMBEDDING].dtype
     state = {name: _copy(stored[name], dtype, device) for name in wanted}
+    if model.lm_head is None and HEAD in stored:
+        _check_tied(folder, stored[HEAD], state[EMBEDDING])
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype a checkpoint is stored in, read off its embedding's header: what ``load_model`` keeps by default."""
+    stored = stored_tensors(folder)
+    if EMBEDDING not in stored:
+        raise InputError(f"{folder}: tensor {EMBEDDING} is missing")
+    return stored[EMBEDDING].dtype
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -69,13 +82,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                         continue
                     if view.get_dtype() not in FLOAT_DTYPES:
                         raise InputError(
-                            f"{file}: tensor {name} is stored as {view.get_dtype()}: quantised checkpoints do not "
-                            "load; use the original float weights"
+                            f"{file}: tensor {name!r:.100} is stored as {view.get_dtype()}: quantised checkpoints do "
+                            "not load; use the original float weights"
                         )
                     short = name.removeprefix("model.")
+                    if short in tensors:
+                        raise InputError(
+                            f"{file}: tensor {name!r:.100} is stored twice, also as {tensors[short].name!r:.100} in "
+                            f"{tensors[short].file.name}: remove one of them, or export the checkpoint again"
+                        )
                     tensors[short] = StoredTensor(file, name, tuple(view.get_shape()), FLOAT_DTYPES[view.get_dtype()])
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{file} is not a whole safetensors file ({error}): fetch or export it again") from None
+            raise _not_whole(file, error) from None
     return tensors
 
 
@@ -92,10 +110,10 @@ def weight_files(folder: Path) -> list[Path]:
             raise InputError(f"{index} must hold a weight_map from tensor names to files")
         files = []
         for shard in sorted(set(mapping.values())):
-            if Path(shard).name != shard or "\0" in shard:
-                raise InputError(f"{index} names {shard!r:.80}, which is not a file of the folder")
-            if not (folder / shard).is_file():
-                raise InputError(f"{folder}: the index names {shard}, which is missing: fetch it again")
+            if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise InputError(f"{index} names {shard!r:.80}, which is not a safetensors file of the folder")
+            if not is_file(folder / shard):
+                raise InputError(f"{folder}: the index names {shard!r:.80}, which is missing: fetch it again")
             files.append(folder / shard)
         _check_index(index, mapping, files)
         return files
@@ -118,10 +136,14 @@ def _check_index(index: Path, mapping: dict[str, str], files: list[Path]) -> Non
             with safe_open(file, framework="pt") as header:
                 names = set(header.keys())
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{file} is not a whole safetensors file ({error}): fetch it again") from None
+            raise _not_whole(file, error) from None
         for name, shard in mapping.items():
             if shard == file.name and name not in names:
-                raise InputError(f"{index} says that {shard} holds {name}, but it does not")
+                raise InputError(f"{index} says that {shard!r:.80} holds {name!r:.100}, but it does not")
+
+
+def _not_whole(file: Path, error: Exception) -> InputError:
+    return InputError(f"{file} is not a whole safetensors file ({one_line(error)}): fetch or export it again")
 
 
 def _is_layer(name: str) -> bool:
@@ -141,23 +163,42 @@ def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, Stor
                 f"the config wants {list(parameter.shape)}"
             )
     # Tied checkpoints may carry the head as a second copy of the embedding.
-    extra = sorted(set(stored) - set(wanted) - ({"lm_head.weight"} if tied else set()))
+    extra = sorted(set(stored) - set(wanted) - ({HEAD} if tied else set()))
     if extra:
         raise InputError(
-            f"{folder}: tensor {extra[0]} (shape {list(stored[extra[0]].shape)}) has no place in the model that "
-            f"config.json describes ({len(extra)} such tensors)"
+            f"{folder}: tensor {extra[0]!r:.100} (shape {list(stored[extra[0]].shape)}) has no place in the model "
+            f"that config.json describes ({len(extra)} such tensors)"
         )
 
 
-def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Copy one stored tensor, a slice of rows at a time.
+def _check_tied(folder: Path, head: StoredTensor, embedding: Tensor) -> None:
+    """A stored head that is no copy of the embedding would be dropped in silence: the config must untie it."""
+    if head.shape != tuple(embedding.shape) or not all(
+        torch.equal(rows.to(embedding), embedding[first : first + len(rows)]) for first, rows in _slices(head)
+    ):
+        raise InputError(
+            f"{folder}: {HEAD} is not the embedding, though config.json ties the two: set tie_word_embeddings to "
+            f"false, or remove {HEAD} from the weights"
+        )
+
+
+def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    out = torch.empty(stored.shape, dtype=dtype, device=device)
+    for first, rows in _slices(stored):
+        out[first : first + len(rows)].copy_(rows)
+    return out
+
+
+def _slices(stored: StoredTensor) -> Iterator[tuple[int, Tensor]]:
+    """A stored tensor, a slice of rows at a time, each with the number of its first row.
 
     The file is mapped afresh for each slice: pages of a mapping stay in memory until it is closed.
     """
-    out = torch.empty(stored.shape, dtype=dtype, device=device)
-    row_bytes = max(1, stored.dtype.itemsize * out[:1].numel())
-    rows = max(1, SLICE_BYTES // row_bytes)
-    for first in range(0, stored.shape[0] if stored.shape else 0, rows):
-        with safe_open(stored.file, framework="pt") as file:
-            out[first : first + rows].copy_(file.get_slice(stored.name)[first : first + rows])
-    return out
+    row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
+    count = max(1, SLICE_BYTES // row_bytes)
+    for first in range(0, stored.shape[0], count):
+        try:
+            with safe_open(stored.file, framework="pt") as file:
+                yield first, file.get_slice(stored.name)[first : first + count]
+        except (SafetensorError, OSError) as error:  # it was whole when its header was read
+            raise _not_whole(stored.file, error) from None

@@ -21,7 +21,7 @@ class DraftPlan:
 def read_plan(path: Path, num_layers: int) -> DraftPlan:
     """Read a plan file for a model of ``num_layers`` layers. Raises InputError naming what is wrong."""
     raw = read_json(path)
-    if not isinstance(raw, dict):
+    if not isinstance(raw, dict) or not {"attn", "mlp"} & set(raw):
         raise InputError(f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}')
     lists = {}
     for key in ("attn", "mlp"):

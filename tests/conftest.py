@@ -1,0 +1,40 @@
+"""What every test shares: two threads, examples that are the same every run, the real checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Threads of torch spin while they wait for each other. On a busy machine they so take the core from the one they
+# wait for, and a product takes fifty times as long. Read when torch is loaded, so nothing here imports it before.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.load_profile("reproducible")
+
+
+def pytest_configure() -> None:
+    import torch
+
+    torch.set_num_threads(2)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much was proven by enumeration."""
+    from tests.laws import PROVEN
+
+    if PROVEN.laws:
+        terminalreporter.write_line(
+            f"{PROVEN.laws} laws enumerated over {PROVEN.paths} paths; largest total variation {PROVEN.largest:.1e}"
+        )
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2 135M Instruct, fetched if it is not there or not whole."""
+    from weights.fetch import SMOLLM2, fetch
+
+    return fetch(SMOLLM2)

@@ -1,0 +1,199 @@
+"""``transformers`` as the oracle: the same random weights in both, and configs to compare them on.
+
+transformers computes norms, rotary angles and softmax in float32 whatever the model's dtype. Within
+``lifted()`` those casts go to float64 instead, so that a float64 model is exact to float64 rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import modeling_rope_utils
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+
+from model import Decoder, LayerPlan, build, parse_config
+
+transformers.logging.set_verbosity_error()
+
+FAMILIES = ("llama", "gemma2")
+CONTEXT = 48  # max_position_embeddings of every generated config
+VOCAB = 23
+
+
+class _LiftedTorch:
+    """The torch module in which float32 means float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Within, transformers' Llama and Gemma-2 cast to float64 where they would cast to float32."""
+    modules = (modeling_llama, modeling_gemma2, modeling_rope_utils)
+    patches = [mock.patch.object(module, "torch", _LiftedTorch()) for module in modules]
+    patches.append(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def oracle_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """transformers' model of a config.json, with random weights of which every one matters."""
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
+    oracle = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    oracle.raw = raw
+    randomise(oracle, seed)
+    return oracle.requires_grad_(False).eval()
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Sharp attention, norms that are not neutral, biases that are not zero; the same numbers in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() == 2:
+                gain = 0.5 if "embed" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
+                parameter.copy_(gain * values)
+            else:
+                parameter.add_(0.3 * values)
+
+
+def our_model(oracle: nn.Module) -> Decoder:
+    """This project's model of the oracle's config.json, holding the oracle's own tensors."""
+    with torch.device("meta"):
+        model = build(parse_config(oracle.raw))
+    state = {name.removeprefix("model."): tensor for name, tensor in oracle.state_dict().items()}
+    if model.lm_head is None:
+        del state["lm_head.weight"]
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def oracle_logits(oracle: nn.Module, tokens: Tensor) -> Tensor:
+    """``[batch, T]`` ids -> ``[batch, T, vocab]``, in one pass without a cache."""
+    return oracle(tokens, use_cache=False).logits
+
+
+@contextmanager
+def silenced(oracle: nn.Module, plan: LayerPlan) -> Iterator[None]:
+    """Within, the sublayers that the plan skips add exactly zero to the oracle's residual stream.
+
+    In Gemma-2 the norm after a sublayer is silenced, in Llama the sublayer itself.
+    """
+    handles = []
+    for layer, attention, mlp in zip(oracle.model.layers, plan.attention, plan.mlp, strict=True):
+        post_normed = hasattr(layer, "post_feedforward_layernorm")
+        after_attention = layer.post_attention_layernorm if post_normed else layer.self_attn.o_proj
+        after_mlp = layer.post_feedforward_layernorm if post_normed else layer.mlp
+        silent = [module for module, runs in ((after_attention, attention), (after_mlp, mlp)) if not runs]
+        handles += [module.register_forward_hook(_to_zero) for module in silent]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _to_zero(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return torch.zeros_like(output)
+
+
+def texts(min_size: int = 1, max_size: int = 24) -> st.SearchStrategy[Tensor]:
+    """``[1, T]`` token ids."""
+    ids = st.lists(st.integers(0, VOCAB - 1), min_size=min_size, max_size=max_size)
+    return ids.map(lambda tokens: torch.tensor([tokens]))
+
+
+@st.composite
+def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """A small config.json of the family, in the layout of transformers 4 or 5, over all that varies in it."""
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from([4, 6, 8]))
+    layers = draw(st.integers(1, 3))
+    raw: dict[str, Any] = {
+        "model_type": family,
+        "vocab_size": VOCAB,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw(st.integers(3, 20)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "attention_bias": draw(st.booleans()),
+        "pad_token_id": None,
+    }
+    raw |= draw(ropes())
+    if family == "llama":
+        raw["mlp_bias"] = draw(st.booleans())
+        if draw(st.booleans()):
+            raw["head_dim"] = draw(st.sampled_from([4, 10]))
+        return raw
+    raw["head_dim"] = draw(st.sampled_from([head_dim, 4, 10]))
+    raw["query_pre_attn_scalar"] = draw(st.sampled_from([raw["head_dim"], 1, 7, 144]))
+    raw["sliding_window"] = draw(st.integers(1, 9))
+    raw["attn_logit_softcapping"] = draw(st.sampled_from([None, 0.5, 5.0, 50.0]))
+    raw["final_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 30.0]))
+    if draw(st.booleans()):
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        raw["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    return raw
+
+
+@st.composite
+def ropes(draw: st.DrawFn) -> dict[str, Any]:
+    """The rotary part of a config.json: every type that is served, in both layouts."""
+    theta = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
+    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3", "dynamic"]))}
+    if rope["rope_type"] != "default":
+        rope["factor"] = draw(st.sampled_from([1.0, 2.0, 8.0]))
+    if rope["rope_type"] == "llama3":
+        low = draw(st.sampled_from([0.5, 1.0]))
+        rope |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.sampled_from([2.0, 4.0]))}
+        rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))  # short: all three branches occur
+    if draw(st.booleans()):
+        return {"rope_parameters": {"rope_theta": theta, **rope}}
+    if rope["rope_type"] == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    return {"rope_theta": theta, "rope_scaling": rope}
+
+
+@st.composite
+def plans(draw: st.DrawFn, num_layers: int) -> LayerPlan:
+    """Any set of sublayers, from none to all."""
+    runs = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
+    return LayerPlan(draw(runs), draw(runs))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
+    """A way to cut positions [0, length) into consecutive chunks: (start, end) pairs."""
+    inner = draw(st.sets(st.integers(1, length - 1))) if length > 1 else set()
+    edges = [0, *sorted(inner), length]
+    return list(pairwise(edges))
+
+
+def in_chunks(model: Decoder, tokens: Tensor, chunks: list[tuple[int, int]], plan: LayerPlan | None = None) -> Tensor:
+    """Logits of the whole text, computed with a cache chunk by chunk."""
+    cache = model.new_cache(tokens.shape[1], batch=tokens.shape[0])
+    return torch.cat([model(tokens[:, start:end], cache, start, plan) for start, end in chunks], dim=1)

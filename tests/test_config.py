@@ -1,0 +1,160 @@
+"""config.json: what it means, what is refused and with which words, and writing it back."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import InputError, ModelConfig, parse_config
+from model.config import Rope, config_json
+from tests.oracle import FAMILIES, configs
+
+both_families = pytest.mark.parametrize("family", FAMILIES)
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GEMMA = LLAMA | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 10}
+
+
+@both_families
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_config_written_and_read_again_is_the_same(family, data):
+    config = parse_config(data.draw(configs(family)))
+    assert parse_config(json.loads(json.dumps(config_json(config)))) == config
+
+
+@pytest.mark.parametrize("scalar", [1, 3, 144, 224, 256, 1000])
+def test_the_query_scalar_stays_the_whole_number_it_was(scalar):
+    written = config_json(parse_config(GEMMA | {"query_pre_attn_scalar": scalar}))["query_pre_attn_scalar"]
+    assert written == scalar and isinstance(written, int)
+
+
+def test_what_a_gemma2_config_leaves_out_has_the_published_value():
+    config = parse_config({key: value for key, value in GEMMA.items() if key not in ("head_dim", "sliding_window")})
+    assert (config.head_dim, config.attention_scale, config.tie_embeddings) == (256, 256**-0.5, True)
+    assert (config.attention_soft_cap, config.final_soft_cap) == (50.0, 30.0)
+    assert config.windows == (4096, None, 4096, None)
+
+
+def test_what_a_llama_config_leaves_out_has_the_published_value():
+    config = parse_config(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 4, 0.5)
+    assert (config.rope, config.tie_embeddings, config.attention_bias, config.mlp_bias) == (
+        Rope(10000.0),
+        False,
+        False,
+        False,
+    )
+    assert config.windows == (None,) * 4
+
+
+def test_layer_types_win_over_the_even_layers():
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert parse_config(GEMMA | {"layer_types": kinds}).windows == (None, 10, 10, None)
+    assert parse_config(GEMMA | {"layer_types": None}).windows == (10, None, 10, None)
+    assert parse_config(GEMMA | {"sliding_window": None}).windows == (None,) * 4
+
+
+def test_soft_caps_that_are_null_are_off():
+    config = parse_config(GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert config.attention_soft_cap is None and config.final_soft_cap is None
+
+
+def test_the_rotary_base_is_read_from_either_layout():
+    old = LLAMA | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
+    new = LLAMA | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}}
+    assert parse_config(old) == parse_config(new)
+    assert parse_config(old).rope == Rope(500.0, "linear", factor=2.0)
+    assert parse_config(LLAMA | {"rope_theta": 500.0, "rope_scaling": None}).rope == Rope(500.0)
+
+
+def test_a_dynamic_rope_ends_the_context_where_its_angles_would_begin_to_move():
+    dynamic = {"type": "dynamic", "factor": 4.0}
+    config = parse_config(LLAMA | {"rope_scaling": dynamic})
+    assert (config.rope, config.max_positions) == (Rope(10000.0), 64)
+    config = parse_config(LLAMA | {"rope_scaling": dynamic | {"original_max_position_embeddings": 16}})
+    assert config.max_positions == 16
+
+
+REFUSED = {
+    "an array": ([], "must hold one JSON object"),
+    "no model type": ({"hidden_size": 3}, "model_type None is not supported; this project runs 'llama' and 'gemma2'"),
+    "gemma 1": (GEMMA | {"model_type": "gemma"}, "model_type 'gemma' is not supported"),
+    "gemma 3": (GEMMA | {"model_type": "gemma3_text"}, "model_type 'gemma3_text' is not supported"),
+    "mistral": (LLAMA | {"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+    "a strange type": (LLAMA | {"model_type": ["llama"]}, "is not supported"),
+    "gptq": (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\); only plain float"),
+    "awq": (LLAMA | {"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+    "bitsandbytes": (LLAMA | {"quantization_config": {"load_in_4bit": True}}, r"quantised \(unnamed\)"),
+    "yarn": (
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope type 'yarn' is not supported: it also rescales the attention scores",
+    ),
+    "longrope": (
+        LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        "rope type 'longrope' is not supported: its angles change once a text outgrows the trained context",
+    ),
+    "an unknown rope": (LLAMA | {"rope_scaling": {"type": "spiral"}}, "rope type 'spiral' is not supported: it is unk"),
+    "a rope of no name": (LLAMA | {"rope_scaling": {"type": ["llama3"]}}, "it is not a name"),
+    "a rope that is a list": (LLAMA | {"rope_scaling": [1]}, "rope_scaling must be an object or null"),
+    "a rope for each layer type": (
+        GEMMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters for each layer type are not supported",
+    ),
+    "partial rotation": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    "no factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    "crossed factors": (
+        LLAMA | {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
+        "high_freq_factor must be larger than low_freq_factor",
+    ),
+    "another activation": (LLAMA | {"hidden_act": "relu"}, "hidden_act 'relu' is not supported for this family"),
+    "exact GELU": (GEMMA | {"hidden_activation": "gelu"}, "'gelu_pytorch_tanh' is"),
+    "an encoder": (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "an odd head": (LLAMA | {"head_dim": 5}, "head_dim 5 is odd"),
+    "groups that do not divide": (LLAMA | {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
+    "heads that do not divide": (LLAMA | {"num_attention_heads": 3}, "hidden_size 16 is not a multiple of num_attent"),
+    "giant heads": (LLAMA | {"head_dim": 2**23, "num_attention_heads": 2**10}, "are not a real model's"),
+    "a size that is true": (LLAMA | {"hidden_size": True}, "hidden_size must be a whole number from 1"),
+    "a size that is a float": (LLAMA | {"hidden_size": 16.0}, "hidden_size must be a whole number from 1"),
+    "no layer": (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 1000, found 0"),
+    "no vocabulary": ({**LLAMA, "vocab_size": None}, "vocab_size is missing"),
+    "a negative epsilon": (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number above 0"),
+    "an epsilon that is no number": (LLAMA | {"rms_norm_eps": math.nan}, "rms_norm_eps must be a number above 0"),
+    "a soft cap of 0": (GEMMA | {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a number above 0"),
+    "tied to a string": (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    "too few layer types": (GEMMA | {"layer_types": ["full_attention"]}, "layer_types must list 4 layers"),
+    "an unknown layer type": (GEMMA | {"layer_types": ["chunked"] * 4}, "layer_types names 'chunked'"),
+}
+
+
+@pytest.mark.parametrize(("raw", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_computed_is_refused_in_one_line_that_names_it(raw, message):
+    with pytest.raises(InputError, match=message) as refusal:
+        parse_config(raw)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+junk = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just([1]) | st.just({"a": {}})
+FIELDS = sorted({*LLAMA, *GEMMA, *config_json(parse_config(LLAMA)), *config_json(parse_config(GEMMA))})
+
+
+@both_families
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), junk, min_size=1, max_size=3))
+def test_any_field_may_hold_anything_without_a_traceback(family, changes):
+    raw = (LLAMA if family == "llama" else GEMMA) | changes
+    try:
+        assert isinstance(parse_config(raw), ModelConfig)
+    except InputError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,242 @@
+"""Both families compute what transformers computes, whole and with sublayers left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, DynamicCache
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+
+from model import LayerPlan, build, parse_config
+from model.layers import place
+from tests.oracle import (
+    FAMILIES,
+    VOCAB,
+    configs,
+    cuts,
+    in_chunks,
+    lifted,
+    oracle_logits,
+    oracle_model,
+    our_model,
+    plans,
+    randomise,
+    silenced,
+    texts,
+)
+
+both_families = pytest.mark.parametrize("family", FAMILIES)
+over_configs = settings(max_examples=100, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**31)
+
+
+def assert_close(ours: Tensor, oracle: Tensor, tolerance: float) -> None:
+    assert ours.shape == oracle.shape
+    assert ours.dtype == oracle.dtype
+    worst = (ours.double() - oracle.double()).abs().max().item()
+    assert worst <= tolerance, f"worst deviation {worst:.3g}"
+
+
+@both_families
+@over_configs
+@given(data=st.data())
+def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(family, data):
+    with lifted():
+        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
+        ours = our_model(oracle)
+        tokens = data.draw(texts())
+        expected = oracle_logits(oracle, tokens)
+    length = tokens.shape[1]
+    assert_close(ours(tokens), expected, 1e-9)
+    assert_close(in_chunks(ours, tokens, [(i, i + 1) for i in range(length)]), expected, 1e-9)
+    assert_close(in_chunks(ours, tokens, data.draw(cuts(length))), expected, 1e-9)
+
+
+@both_families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@over_configs
+@given(data=st.data())
+def test_logits_are_close_to_transformers_with_its_float32_casts(family, dtype, data):
+    oracle = oracle_model(data.draw(configs(family)), dtype, seed=data.draw(seeds))
+    ours = our_model(oracle)
+    tokens = data.draw(texts())
+    expected = oracle_logits(oracle, tokens)
+    assert_close(ours(tokens), expected, 1e-4)
+    assert_close(in_chunks(ours, tokens, data.draw(cuts(tokens.shape[1]))), expected, 1e-4)
+
+
+@both_families
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "dynamic"])
+@pytest.mark.parametrize("transformers_version", [4, 5])
+def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, transformers_version):
+    rope: dict[str, object] = {"rope_type": kind}
+    if kind != "default":
+        rope["factor"] = 4.0
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
+    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "head_dim": 16}
+    raw |= {"num_attention_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 96, "pad_token_id": None}
+    raw |= {"sliding_window": 8, "num_key_value_heads": 1}
+    raw |= (
+        {"rope_theta": 1000.0, "rope_scaling": rope}
+        if transformers_version == 4
+        else {"rope_parameters": {"rope_theta": 1000.0, **rope}}
+    )
+    tokens = (torch.arange(96) * 5 % VOCAB)[None]
+    with lifted():
+        oracle = oracle_model(raw)
+        expected = oracle_logits(oracle, tokens)
+    ours = our_model(oracle)
+    assert_close(ours(tokens), expected, 1e-9)
+    assert_close(in_chunks(ours, tokens, [(0, 5), (5, 6), (6, 30), (30, 96)]), expected, 1e-9)
+
+
+@both_families
+@over_configs
+@given(data=st.data())
+def test_every_row_of_a_batch_has_the_logits_it_has_alone(family, data):
+    with lifted():
+        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
+        ours = our_model(oracle)
+        rows = torch.cat([data.draw(texts(12, 12)) for _ in range(3)])
+        expected = oracle_logits(oracle, rows)
+    assert_close(in_chunks(ours, rows, data.draw(cuts(12))), expected, 1e-9)
+
+
+@both_families
+@over_configs
+@given(data=st.data())
+def test_a_skipped_sublayer_adds_exactly_nothing(family, data):
+    with lifted():
+        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
+        ours = our_model(oracle)
+        tokens, plan = data.draw(texts()), data.draw(plans(ours.num_layers))
+        with silenced(oracle, plan):
+            expected = oracle_logits(oracle, tokens)
+    assert_close(ours(tokens, plan=plan), expected, 1e-9)
+    assert_close(in_chunks(ours, tokens, data.draw(cuts(tokens.shape[1])), plan), expected, 1e-9)
+
+
+@both_families
+@over_configs
+@given(data=st.data())
+def test_a_draft_reads_the_full_models_cache_and_its_own_entries_after_it(family, data):
+    with lifted():
+        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
+        ours = our_model(oracle)
+        text, draft, plan = data.draw(texts()), data.draw(texts(max_size=5)), data.draw(plans(ours.num_layers))
+        oracle_cache = DynamicCache()  # without a config it keeps every position of every layer
+        oracle(text, past_key_values=oracle_cache)
+        with silenced(oracle, plan):
+            expected = [oracle(token[None], past_key_values=oracle_cache).logits for token in draft[0].split(1)]
+    cache = ours.new_cache(text.shape[1] + draft.shape[1])
+    ours.prefill(text, cache)
+    for step, token in enumerate(draft[0].split(1)):
+        assert_close(ours(token[None], cache, text.shape[1] + step, plan), expected[step], 1e-9)
+
+
+@both_families
+def test_an_early_exit_is_the_final_norm_and_head_on_an_earlier_layers_output(family):
+    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": None}
+    tokens = torch.arange(9)[None]
+    with lifted():
+        oracle = oracle_model(raw)
+        streams = oracle.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+        expected = oracle.lm_head(oracle.model.norm(streams[3]))
+        cap = getattr(oracle.config, "final_logit_softcapping", None)
+        expected = expected if cap is None else cap * torch.tanh(expected / cap)
+    assert_close(our_model(oracle)(tokens, plan=LayerPlan.early_exit(4, 3)), expected, 1e-9)
+
+
+@both_families
+def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
+    raw = {"model_type": family, "vocab_size": 200, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    raw |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": None}
+    raw |= {"sliding_window": 16, "query_pre_attn_scalar": 24} if family == "gemma2" else {"mlp_bias": True}
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(4):
+        tokens = torch.randint(200, (1, 64), generator=torch.Generator().manual_seed(seed))
+        oracle = oracle_model(raw, torch.bfloat16, seed)
+        ours = our_model(oracle)
+        rounded = [in_chunks(ours, tokens, [(0, 32), (32, 63), (63, 64)]), oracle_logits(oracle, tokens)]
+        with lifted():
+            exact = oracle_model(raw, torch.float64, seed)
+            exact.load_state_dict(oracle.state_dict())
+            truth = oracle_logits(exact, tokens)
+        errors += torch.stack([(logits.double() - truth).abs().mean() for logits in rounded])
+    assert errors[0] > 0
+    assert errors[0] <= 1.2 * errors[1], f"ours {errors[0] / 4:.4g}, transformers {errors[1] / 4:.4g}"
+
+
+LLAMA_8B = {  # Llama 3.1 8B as published, but for its depth and vocabulary
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+GEMMA_9B = {  # Gemma 2 9B as published, but for its depth, its vocabulary and a window that a short text outgrows
+    "model_type": "gemma2",
+    "vocab_size": VOCAB,
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 8,
+}
+
+
+@pytest.mark.parametrize("raw", [LLAMA_8B, GEMMA_9B], ids=["llama-3.1-8b", "gemma-2-9b"])
+def test_a_layer_of_published_shape_equals_transformers(raw):
+    """One set of weights serves every layer here, so that the test needs the memory of one."""
+    config, length = parse_config(raw), 24
+    with torch.device("meta"):
+        ours = build(config).layers
+    weights = ours[0].to_empty(device="cpu").requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in weights.parameters():
+        width = parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 4
+        parameter.uniform_(-1.7 / width, 1.7 / width, generator=generator)
+    oracle_config = AutoConfig.for_model(**raw, attn_implementation="eager")
+    module = {"llama": modeling_llama, "gemma2": modeling_gemma2}[config.family]
+    prefix = {"llama": "Llama", "gemma2": "Gemma2"}[config.family]
+    with torch.device("meta"):
+        oracle = [getattr(module, f"{prefix}DecoderLayer")(oracle_config, layer) for layer in range(config.num_layers)]
+    x = torch.randn(1, length, config.hidden_size, generator=generator)
+    rotary = getattr(module, f"{prefix}RotaryEmbedding")(oracle_config)(x, torch.arange(length)[None])
+    for layer in range(config.num_layers):
+        for block in (ours[layer], oracle[layer]):
+            block.load_state_dict(weights.state_dict(), assign=True)
+        behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        hidden = (behind < 0) | (behind >= (config.windows[layer] or length))
+        mask = torch.zeros(length, length).masked_fill(hidden, float("-inf"))[None, None]
+        expected = oracle[layer](x, attention_mask=mask, position_embeddings=rotary)
+        x = ours[layer](x, place(config, 0, length, x), None, attention=True, mlp=True)
+        assert_close(x, expected, 1e-4)
+
+
+def test_weights_of_the_oracle_are_not_neutral():
+    """The parity above would prove little if norms, biases or attention had no effect."""
+    layer = modeling_gemma2.Gemma2RMSNorm(8)
+    randomise(layer, 0)
+    assert layer.weight.abs().min() > 0

@@ -1,0 +1,188 @@
+"""The pieces of the models: attention against its formula position by position, weights, broken numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model import LayerPlan, build, parse_config
+from model.diagnose import explain_nonfinite
+from model.layers import RMSNorm, attend, inverse_frequencies, normalise, sight
+from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
+
+both_families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def attention_formula(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, soft_cap: float | None
+) -> Tensor:
+    """Attention written out: one query, one key, one head at a time."""
+    out = torch.zeros_like(q)
+    groups = q.shape[1] // k.shape[1]
+    for batch in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            for t in range(q.shape[2]):
+                i = start + t
+                scores = {}
+                for j in range(i + 1):
+                    if window is None or i - window < j:
+                        score = scale * sum((q[batch, head, t] * k[batch, head // groups, j]).tolist())
+                        scores[j] = score if soft_cap is None else soft_cap * math.tanh(score / soft_cap)
+                total = sum(math.exp(score) for score in scores.values())
+                for j, score in scores.items():
+                    out[batch, head, t] += math.exp(score) / total * v[batch, head // groups, j]
+    return out
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    start=st.integers(0, 9),
+    count=st.integers(1, 5),
+    window=st.none() | st.integers(1, 12),
+    soft_cap=st.none() | st.floats(0.1, 50),
+    scale=st.floats(0.05, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_attention_is_its_formula_for_any_start_and_number_of_tokens(
+    batch, kv_heads, groups, start, count, window, soft_cap, scale, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, heads, length, 4, dtype=torch.float64, generator=generator)
+        for heads, length in ((kv_heads * groups, count), (kv_heads, start + count), (kv_heads, start + count))
+    )
+    sees = sight(start, count, window, groups, q.device)
+    out = attend(q, k, v, sees, scale=scale, soft_cap=soft_cap)
+    assert out.shape == q.shape
+    torch.testing.assert_close(out, attention_formula(q, k, v, start, scale, window, soft_cap), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(start=st.integers(0, 9), count=st.integers(1, 6), window=st.none() | st.integers(1, 12))
+def test_a_token_sees_itself_and_the_keys_before_it_within_the_window(start, count, window):
+    sees = sight(start, count, window, 1, torch.device("cpu"))
+    for t in range(count):
+        i = start + t
+        expected = {j for j in range(start + count) if j <= i and (window is None or i - window < j)}
+        row = range(start + count - sees.first) if sees.mask is None else sees.mask[t].nonzero().flatten().tolist()
+        assert {sees.first + key for key in row} == expected
+
+
+def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
+    """Wavelengths of up to original / high stay, those beyond original / low are divided by the factor."""
+    raw = {"rope_theta": 500000.0, "max_position_embeddings": 131072, "vocab_size": 8, "hidden_size": 128}
+    raw |= {"model_type": "llama", "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 1}
+    stretch = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    stretch["original_max_position_embeddings"] = 8192
+    plain, stretched = (
+        inverse_frequencies(parse_config(config).rope, 128, torch.float64, torch.device("cpu"))
+        for config in (raw, raw | {"rope_scaling": stretch})
+    )
+    wavelengths = 2 * math.pi / plain
+    short, long = wavelengths < 8192 / 4, wavelengths > 8192
+    assert short.sum() > 10 and long.sum() > 10 and (~short & ~long).sum() > 2
+    assert torch.equal(stretched[short], plain[short])
+    torch.testing.assert_close(stretched[long], plain[long] / 8, rtol=1e-14, atol=0)
+    between = (stretched / plain)[~short & ~long]
+    assert ((between < 1) & (between > 1 / 8)).all() and (between.diff() < 0).all()
+
+
+def test_norms_compute_in_float32_for_narrower_dtypes_and_in_float64_for_float64():
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).double() * 30
+    for dtype, wide, tolerance in ((torch.bfloat16, torch.float32, 1e-6), (torch.float64, torch.float64, 1e-15)):
+        rounded = x.to(dtype)
+        exact = rounded.double() / (rounded.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        normed = normalise(rounded, 1e-6)
+        assert normed.dtype == wide
+        torch.testing.assert_close(normed.double(), exact, rtol=0, atol=tolerance * 10)
+
+
+@both_families
+def test_fresh_weights_have_the_wanted_spread_and_neutral_norms_whatever_was_there(family):
+    raw = {"model_type": family, "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    raw |= {"num_attention_heads": 4, "num_hidden_layers": 2, "attention_bias": True}
+    model = build(parse_config(raw))
+    randomise(model, 0)
+    model.initialise(std=0.1, generator=torch.Generator().manual_seed(0))
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            x = torch.randn(3, 32)
+            torch.testing.assert_close(module(x), x / x.pow(2).mean(-1, keepdim=True).sqrt(), rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            assert 0.08 < parameter.std() < 0.12, name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+
+
+@both_families
+def test_gradients_flow_after_decoding_in_inference_mode(family):
+    """What inference leaves behind, such as cached rotary frequencies, must not stop training."""
+    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    model = build(parse_config(raw | {"num_attention_heads": 2, "num_hidden_layers": 2, "rope_theta": 77.0}))
+    randomise(model, 0)
+    tokens = torch.tensor([[1, 2, 3]])
+    inverse_frequencies.cache_clear()
+    with torch.inference_mode():
+        expected = model(tokens)
+    logits = model(tokens)
+    logits.logsumexp(-1).sum().backward()
+    torch.testing.assert_close(logits.detach(), expected)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+@both_families
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_broken_weight_is_named_with_the_first_sublayer_that_suffers(family, data):
+    model = build(parse_config(data.draw(configs(family)))).double()
+    randomise(model, 0)
+    tokens = data.draw(texts())[0]
+    name = data.draw(st.sampled_from([name for name, _ in model.named_parameters()]))
+    with torch.no_grad():
+        model.get_parameter(name).fill_(math.nan)
+        assume(
+            model(tokens[None]).isnan().any()
+        )  # torch's fused attention on the CPU takes NaN queries for masked ones
+    error = explain_nonfinite(model, model.new_cache(len(tokens)), tokens)
+    parts = name.split(".")
+    if parts[0] != "layers":
+        where = "the embedding" if parts[0] == "embed_tokens" else "the final norm and head"
+    else:
+        in_mlp = parts[2] == "mlp" or "feedforward" in parts[2]
+        in_mlp |= family == "llama" and parts[2] == "post_attention_layernorm"
+        where = f"the {'MLP' if in_mlp else 'attention'} of layer {parts[1]}"
+    assert f" in {where}: the checkpoint is damaged there" in str(error)
+    assert "\n" not in str(error)
+
+
+def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
+    raw = {"model_type": "gemma2", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
+    model = build(parse_config(raw | {"num_attention_heads": 4, "num_hidden_layers": 3})).half()
+    with torch.no_grad():
+        randomise(model, 0)
+        model.layers[1].post_feedforward_layernorm.weight.fill_(60000)
+    tokens = torch.arange(1100) % VOCAB
+    error = explain_nonfinite(model, model.new_cache(1100), tokens)
+    assert "in the MLP of layer 1: " in str(error)
+    assert "too large for float16: fetch it again, or give --dtype bfloat16 or float32" in str(error)
+
+
+def test_a_broken_sublayer_that_the_plan_skips_is_not_blamed():
+    raw = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
+    model = build(parse_config(raw | {"num_attention_heads": 4, "num_hidden_layers": 3}))
+    randomise(model, 0)
+    with torch.no_grad():
+        model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+        model.layers[2].self_attn.o_proj.weight[0, 0] = math.nan
+    plan = LayerPlan.skipping(3, attention=[1], mlp=[0])
+    error = explain_nonfinite(model, model.new_cache(5), torch.arange(5), plan)
+    assert "in the attention of layer 2: " in str(error)

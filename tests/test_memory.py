@@ -1,0 +1,217 @@
+"""Memory from the config alone: published sizes, what torch really takes, and the refusal."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from decoding.drafters import ModelDrafter
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.sampling import Sampler, SamplingParams
+from decoding.speculate import speculate
+from decoding.stopping import StopRules
+from model import InputError, LayerPlan, ModelConfig, build, parse_config
+from tests.oracle import FAMILIES, configs
+from weights import memory
+from weights.memory import Memory, check_fits, estimate, free_bytes, in_words, parameter_count
+
+CPU = torch.device("cpu")
+
+
+def llama(**sizes: object) -> ModelConfig:
+    return parse_config({"model_type": "llama", "vocab_size": 32000, "num_attention_heads": 32} | sizes)
+
+
+def gemma2(**sizes: object) -> ModelConfig:
+    return parse_config({"model_type": "gemma2", "vocab_size": 256000, "head_dim": 256} | sizes)
+
+
+LLAMA_2_7B = llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, max_position_embeddings=4096)
+LLAMA_8B = llama(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+)
+LLAMA_1B = llama(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
+SMOLLM2_135M = llama(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    tie_word_embeddings=True,
+)
+GEMMA_2B = gemma2(
+    hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4
+)
+GEMMA_9B = gemma2(
+    hidden_size=3584, intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8
+)
+GEMMA_27B = gemma2(
+    hidden_size=4608,
+    intermediate_size=36864,
+    num_hidden_layers=46,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    head_dim=128,
+    query_pre_attn_scalar=144,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (LLAMA_2_7B, 6_738_415_616),
+        (LLAMA_8B, 8_030_261_248),
+        (LLAMA_1B, 1_235_814_400),
+        (SMOLLM2_135M, 134_515_008),
+        (GEMMA_2B, 2_614_341_888),
+        (GEMMA_9B, 9_241_705_984),
+        (GEMMA_27B, 27_227_128_320),
+    ],
+)
+def test_parameters_are_as_many_as_published(config, published):
+    assert parameter_count(config) == published
+
+
+def test_the_attention_scale_of_gemma_27b_is_not_that_of_its_heads():
+    assert GEMMA_27B.attention_scale == 1 / 12 != GEMMA_27B.head_dim**-0.5
+
+
+def test_the_line_of_gemma_9b_in_bfloat16():
+    needed = estimate(GEMMA_9B, torch.bfloat16, 8192, prompt=512)
+    line = needed.describe(24_000_000_000)
+    assert re.fullmatch(
+        r"weights: 18\.5 GB, KV cache at 8192 tokens: 2\.8 GB, workspace: \d+ MB, free: 24\.0 GB", line
+    ), line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), positions=st.integers(1, 70))
+def test_weights_and_cache_are_counted_to_the_byte(family, data, positions):
+    config = parse_config(data.draw(configs(family)))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    needed = estimate(config, dtype, positions, prompt=1)
+    model = build(config).to(dtype)
+    cache = model.new_cache(positions)
+    assert needed.weights == sum(tensor.nbytes for tensor in model.parameters())
+    assert needed.cache == sum(tensor.nbytes for tensor in [*cache.keys, *cache.values])
+
+
+def test_a_draft_model_adds_its_weights_and_cache_but_shares_the_workspace():
+    alone, draft = (estimate(each, torch.float16, 300, prompt=9) for each in (LLAMA_8B, LLAMA_1B))
+    both = estimate(LLAMA_8B, torch.float16, 300, prompt=9, draft=LLAMA_1B)
+    assert (both.weights, both.cache) == (alone.weights + draft.weights, alone.cache + draft.cache)
+    assert both.workspace == alone.workspace
+
+
+def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, positions: int) -> int:
+    """Bytes that torch holds at most while it loads, prefills and decodes to the end, 8 drafted tokens a round."""
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace, torch.inference_mode():
+        with torch.device("meta"):
+            model = build(config)
+        model = model.to(dtype).to_empty(device=CPU)
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+        cache = model.new_cache(positions)
+        model.prefill(torch.ones(1, prompt - 1, dtype=torch.int64), cache)
+        drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
+        stop, randomness = StopRules(positions - prompt), SeededRandomness(0)
+        rounds = speculate(model, cache, [1] * prompt, drafter, FixedLength(8), Sampler(params), stop, randomness)
+        for _ in rounds:
+            pass
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+SHAPES = {
+    "llama, few key heads": {
+        "model_type": "llama", "vocab_size": 500, "hidden_size": 288, "intermediate_size": 768,
+        "num_hidden_layers": 6, "num_attention_heads": 9, "num_key_value_heads": 3,
+    },
+    "llama, wide MLP": {
+        "model_type": "llama", "vocab_size": 500, "hidden_size": 256, "intermediate_size": 4000,
+        "num_hidden_layers": 2, "num_attention_heads": 8,
+    },
+    "llama, large vocabulary": {
+        "model_type": "llama", "vocab_size": 30000, "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": True,
+    },
+    "gemma-2": {
+        "model_type": "gemma2", "vocab_size": 500, "hidden_size": 256, "intermediate_size": 1024,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+        "sliding_window": 300,
+    },
+    "gemma-2, wide MLP": {
+        "model_type": "gemma2", "vocab_size": 500, "hidden_size": 256, "intermediate_size": 6000,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Kernels of the processor take some scratch memory for each thread; the estimate leaves it out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("prompt", "positions"), [(40, 60), (600, 620), (1100, 1120)])
+@pytest.mark.parametrize("raw", SHAPES.values(), ids=SHAPES.keys())
+def test_what_torch_takes_at_most_is_within_5_percent_of_the_estimate(raw, prompt, positions, dtype):
+    config = parse_config(raw | {"max_position_embeddings": 4096})
+    needed = estimate(config, dtype, positions, prompt=prompt)
+    peak = peak_of_decoding(config, dtype, prompt, positions)
+    assert abs(needed.total / peak - 1) < 0.05, f"estimated {needed}, total {needed.total}; torch took {peak}"
+
+
+def test_words_for_sizes_are_decimal():
+    assert [in_words(size) for size in (0, 269_060_552, 999_499_999, 1_000_000_000, 18_483_411_968)] == [
+        "0 MB", "269 MB", "999 MB", "1.0 GB", "18.5 GB",
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
+    needed = Memory(weights=18_500_000_000, cache=1_400_000_000, workspace=300_000_000, positions=8192)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total - 1)
+    with pytest.raises(InputError) as refusal:
+        check_fits(needed, CPU)
+    line = "weights: 18.5 GB, KV cache at 8192 tokens: 1.4 GB, workspace: 300 MB, free: 20.2 GB"
+    assert str(refusal.value).startswith(f"the model does not fit on cpu: {line}; give fewer --max-new-tokens")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total)
+    assert check_fits(needed, CPU) == line
+
+
+def test_free_memory_of_the_processor_is_less_than_what_is_installed():
+    assert 0 < free_bytes(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,191 @@
+"""Checkpoints travel both ways between this project and transformers, whole or in shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from model import Decoder, InputError, build, parse_config
+from model.fast import accelerate
+from tests.oracle import FAMILIES, VOCAB, configs, lifted, oracle_logits, oracle_model, our_model, randomise
+from weights.load import load_model
+from weights.save import save_model
+
+both_families = pytest.mark.parametrize("family", FAMILIES)
+TOKENS = torch.arange(14)[None] % VOCAB
+ONE_FILE, SHARDS = 10**9, 3000  # bytes a shard
+
+
+def raw_config(family: str, **more: object) -> dict[str, object]:
+    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
+    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 5}
+    raw |= {"pad_token_id": None, "tie_word_embeddings": family == "gemma2", "max_position_embeddings": 64}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return raw | {"rope_theta": 5000.0, "rope_scaling": scaling | {"original_max_position_embeddings": 32}} | more
+
+
+def random_model(raw: dict[str, object], dtype: torch.dtype = torch.float64) -> Decoder:
+    model = build(parse_config(raw)).to(dtype).requires_grad_(False)
+    randomise(model, 0)
+    return model
+
+
+def as_transformers_4(folder: Path) -> None:
+    """Rewrite config.json the way transformers 4 lays it out."""
+    raw = json.loads((folder / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    raw["torch_dtype"] = raw.pop("dtype")
+    raw.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def stored_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as shard:
+            names |= set(shard.keys())
+    return names
+
+
+def transformers_logits(folder: Path) -> Tensor:
+    """What transformers computes from the folder, its float32 casts lifted; every weight must be found there."""
+    with lifted():
+        oracle, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(report.values()), report
+        return oracle_logits(oracle, TOKENS).detach()
+
+
+@both_families
+@pytest.mark.parametrize("layout", [4, 5])
+@pytest.mark.parametrize("shard_bytes", [ONE_FILE, SHARDS], ids=["one file", "shards"])
+@pytest.mark.parametrize("rope", ["default", "llama3"])
+def test_what_transformers_saves_loads_here_with_the_same_logits(family, layout, shard_bytes, rope, tmp_path):
+    raw = raw_config(family) if rope == "llama3" else raw_config(family, rope_scaling=None)
+    with lifted():
+        oracle = oracle_model(raw)
+        expected = oracle_logits(oracle, TOKENS)
+    oracle.save_pretrained(tmp_path, max_shard_size=shard_bytes)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_bytes == SHARDS)
+    if layout == 4:
+        as_transformers_4(tmp_path)
+    ours = load_model(tmp_path)
+    assert ours.dtype == torch.float64
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=0, atol=1e-9)
+
+
+@both_families
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("shard_bytes", [ONE_FILE, SHARDS], ids=["one file", "shards"])
+def test_what_is_saved_here_loads_in_transformers_with_the_same_logits(family, tied, shard_bytes, tmp_path):
+    ours = random_model(raw_config(family, tie_word_embeddings=tied, attention_bias=True))
+    save_model(ours, tmp_path, max_shard_bytes=shard_bytes)
+    torch.testing.assert_close(transformers_logits(tmp_path), ours(TOKENS), rtol=0, atol=1e-9)
+
+
+@both_families
+@pytest.mark.parametrize("shard_bytes", [ONE_FILE, SHARDS], ids=["one file", "shards"])
+def test_from_transformers_through_here_and_back_nothing_changes(family, shard_bytes, tmp_path):
+    oracle = oracle_model(raw_config(family), torch.bfloat16)
+    oracle.save_pretrained(tmp_path / "theirs")
+    save_model(load_model(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=shard_bytes)
+    assert stored_names(tmp_path / "ours") == stored_names(tmp_path / "theirs")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert back.dtype == torch.bfloat16
+    before, after = oracle.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@both_families
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    ours = random_model(data.draw(configs(family)))
+    save_model(ours, folder, max_shard_bytes=data.draw(st.sampled_from([ONE_FILE, SHARDS, 0])))
+    again = load_model(folder)
+    assert again.config == ours.config
+    assert torch.equal(again(TOKENS), ours(TOKENS))
+    oracle = oracle_model(json.loads((folder / "config.json").read_text()), seed=1)
+    torch.testing.assert_close(our_model(oracle)(TOKENS), oracle_logits(oracle, TOKENS), rtol=0, atol=1e-4)
+
+
+def test_shards_stay_within_their_size_and_the_index_names_each_tensor_once(tmp_path):
+    model = random_model(raw_config("llama"))
+    save_model(model, tmp_path, max_shard_bytes=SHARDS)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            sizes = [shard.get_tensor(name).nbytes for name in shard.keys()]  # noqa: SIM118 - not a dict
+            found |= dict.fromkeys(shard.keys(), file.name)
+        assert sum(sizes) <= SHARDS or len(sizes) == 1
+    assert found == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("before", "after"), [(ONE_FILE, SHARDS), (SHARDS, ONE_FILE), (SHARDS, 6000)])
+def test_a_saved_model_replaces_the_one_before_it(before, after, tmp_path):
+    save_model(random_model(raw_config("llama")), tmp_path, max_shard_bytes=before)
+    model = random_model(raw_config("gemma2"))
+    save_model(model, tmp_path, max_shard_bytes=after)
+    assert torch.equal(load_model(tmp_path)(TOKENS), model(TOKENS))
+    torch.testing.assert_close(transformers_logits(tmp_path), model(TOKENS), rtol=0, atol=1e-9)
+    files = {path.name for path in tmp_path.iterdir()} - {"config.json", "model.safetensors.index.json"}
+    assert len(files) == 1 or all(f"-of-{len(files):05d}" in name for name in files)
+
+
+def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, monkeypatch):
+    save_model(random_model(raw_config("llama")), tmp_path, max_shard_bytes=SHARDS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weights.save.write_json", fail)
+    with pytest.raises(InputError, match=r"cannot be written: .*No space left on device"):
+        save_model(random_model(raw_config("gemma2")), tmp_path, max_shard_bytes=SHARDS)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(InputError, match="taken cannot be written"):
+        save_model(random_model(raw_config("llama")), tmp_path / "taken")
+
+
+@both_families
+def test_a_model_rearranged_for_speed_is_not_saved_as_less_than_it_is(family, tmp_path):
+    model = accelerate(random_model(raw_config(family)))
+    with pytest.raises(ValueError, match="rearranged for speed"):
+        save_model(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "saved"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"eos_token_id": [7, 9], "bos_token_id": 3, "hidden_size": 99}))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.txt").write_text("not the tokenizer's")
+    model = random_model(raw_config("llama"))
+    save_model(model, folder, tokenizer_from=source)
+    raw = json.loads((folder / "config.json").read_text())
+    assert (raw["eos_token_id"], raw["bos_token_id"], raw["hidden_size"]) == ([7, 9], 3, 16)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    save_model(model, folder, tokenizer_from=folder)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [7, 9]

@@ -1,0 +1,214 @@
+"""Parity with transformers on the real checkpoint: logits, greedy texts, tokenizer, chat template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.drafters import NoDraft
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.sampling import Sampler
+from decoding.speculate import speculate
+from decoding.stopping import StopRules
+from model import Decoder
+from weights.load import load_model
+from weights.tokenizer import Tokenizer
+
+transformers.logging.set_verbosity_error()
+
+NEW_TOKENS = 128
+PROMPT_TOKENS = 16  # each of the eight prompts is cut to this, so that a batch of them needs no padding
+PROMPTS = [
+    "Once upon a time, in a small village at the foot of a mountain, there lived an old woman",
+    "The three laws of thermodynamics can be stated as follows, beginning with the first one, which says",
+    "def fibonacci(n):\n    # returns the n-th Fibonacci number, counting from zero, without recursion\n",
+    "Ingredients: 200 g flour, 3 eggs, 50 ml milk, 1 pinch of salt. First, mix the flour and",
+    "In 1969, the Apollo 11 mission landed the first humans on the Moon; the crew of the mission",
+    "Q: What is the difference between a virus and a bacterium, in simple words?\nA: The difference is",
+    "Der schnelle braune Fuchs springt über den faulen Hund, und dann läuft er weiter in den Wald",
+    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610,",
+]
+CONVERSATIONS = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [
+        {"role": "system", "content": "You answer in one short sentence."},
+        {"role": "user", "content": "Why is the sky blue?"},
+        {"role": "assistant", "content": "Because air scatters blue light the most."},
+        {"role": "user", "content": "And at sunset?"},
+    ],
+    [{"role": "user", "content": "Write a long story about a lighthouse keeper and a storm."}],
+]
+TEXTS = [
+    "Hello, world!",
+    "  leading, trailing  and   inner   spaces \t\n\n\r\n tabs",
+    "0123456789 3.14159 1,000,000 2024-02-29 0x1F 1e-9",
+    "naïve café — “quotes” … ½ № Ω ﬁ",
+    "日本語とかな、한국어, العربية, हिन्दी, ไทย",
+    "👩‍👩‍👧‍👦 🇫🇷 👍🏽 e\u0301 \u200d \ufeff \u00a0",
+    "I'll we've DON'T can't 'quoted'",
+    "\x00\x01\x7f \ud7ff \uffff",
+    "<|im_start|>user\nI type <|im_end|> and <|endoftext|><|im_start|>",
+    "<|im_start |> <im_end> <repo_name>x<file_sep>y",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def ours(smollm2: Path) -> Decoder:
+    return load_model(smollm2, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm2: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer(smollm2)
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer(smollm2: Path) -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(smollm2)
+
+
+@torch.inference_mode()
+def test_logits_of_a_long_prompt_equal_transformers(
+    ours: Decoder, theirs: transformers.PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    tokens = torch.tensor([tokenizer.encode("\n\n".join(PROMPTS * 2))[:200]])
+    assert tokens.shape == (1, 200)
+    assert (ours(tokens) - theirs(tokens).logits).abs().max() < 2e-3
+
+
+@torch.inference_mode()
+def test_greedy_texts_of_eight_prompts_equal_transformers(
+    ours: Decoder, theirs: transformers.PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    """A text is transformers' greedy text if and only if each token is its choice after all tokens before.
+
+    So one pass of transformers over the finished texts judges them, at a fraction of what generating costs.
+    """
+    tokens = torch.tensor([tokenizer.encode(prompt)[:PROMPT_TOKENS] for prompt in PROMPTS])
+    cache = ours.new_cache(PROMPT_TOKENS + NEW_TOKENS, batch=len(PROMPTS))
+    ours.prefill(tokens[:, :-1], cache)
+    for position in range(PROMPT_TOKENS - 1, PROMPT_TOKENS + NEW_TOKENS - 1):
+        logits = ours(tokens[:, -1:], cache, position)
+        tokens = torch.cat((tokens, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
+    choices = theirs(tokens[:, :-1]).logits[:, PROMPT_TOKENS - 1 :].argmax(-1)
+    assert tokens[:, PROMPT_TOKENS:].tolist() == choices.tolist()
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"])
+def test_plain_decoding_of_a_chat_equals_generate_up_to_and_with_the_end_of_turn(
+    ours: Decoder,
+    theirs: transformers.PreTrainedModel,
+    tokenizer: Tokenizer,
+    conversation: list[dict[str, str]],
+) -> None:
+    prompt = tokenizer.encode_chat(conversation)
+    ids = torch.tensor([prompt])
+    written = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert greedy(ours, prompt, tokenizer.eos_ids) == written[0, len(prompt) :].tolist()
+
+
+def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
+    """What the production loop writes after a prompt when nothing is drafted."""
+    cache = model.new_cache(len(prompt) + NEW_TOKENS)
+    with torch.inference_mode():
+        model.prefill(torch.tensor([prompt[:-1]]), cache)
+    rounds = speculate(
+        model,
+        cache,
+        prompt,
+        NoDraft(model.vocab_size),
+        FixedLength(0),
+        Sampler(),
+        StopRules(NEW_TOKENS, eos_ids),
+        SeededRandomness(0),
+    )
+    return [token for round in rounds for token in round.emitted]
+
+
+def test_text_ends_at_every_id_that_generate_ends_at(
+    tokenizer: Tokenizer, theirs: transformers.PreTrainedModel
+) -> None:
+    assert tokenizer.eos_ids == set(theirs.generation_config.eos_token_id)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_token_ids_of_a_text_equal_transformers(
+    tokenizer: Tokenizer, their_tokenizer: transformers.PreTrainedTokenizerBase, text: str
+) -> None:
+    # Typed names of control tokens are text to us; that is what split_special_tokens means.
+    assert tokenizer.encode(text) == their_tokenizer.encode(text, split_special_tokens=True)
+
+
+@settings(max_examples=150)
+@given(text=st.text(max_size=40))
+def test_any_text_has_the_ids_of_transformers(
+    tokenizer: Tokenizer, their_tokenizer: transformers.PreTrainedTokenizerBase, text: str
+) -> None:
+    assert tokenizer.encode(text) == their_tokenizer.encode(text, split_special_tokens=True)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_a_text_whose_bytes_the_vocabulary_knows_comes_back_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """SmolLM2 has no token for some bytes that no training text held; its tokenizer drops those in silence."""
+    known = {piece for piece in tokenizer.vocabulary.pieces if len(piece) == 1}
+    characters = st.characters(exclude_categories=["Cs"]).filter(
+        lambda character: all(bytes([byte]) in known for byte in character.encode())
+    )
+    text = data.draw(st.text(characters, max_size=40))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(max_examples=150)
+@given(ids=st.lists(st.integers(0, 49151), max_size=12))
+def test_any_ids_have_the_text_of_transformers(
+    tokenizer: Tokenizer, their_tokenizer: transformers.PreTrainedTokenizerBase, ids: list[int]
+) -> None:
+    assert tokenizer.decode(ids) == their_tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"])
+def test_a_chat_has_the_ids_of_transformers(
+    tokenizer: Tokenizer,
+    their_tokenizer: transformers.PreTrainedTokenizerBase,
+    conversation: list[dict[str, str]],
+) -> None:
+    expected = their_tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(conversation) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_a_chat_about_any_text_has_the_ids_of_transformers_but_for_typed_control_tokens(
+    tokenizer: Tokenizer, their_tokenizer: transformers.PreTrainedTokenizerBase, text: str
+) -> None:
+    conversation = [{"role": "user", "content": text}]
+    ids = tokenizer.encode_chat(conversation)
+    if not any(name in text for name in tokenizer.vocabulary.special):
+        expected = their_tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        assert ids == expected
+    harmless = tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    control = set(tokenizer.vocabulary.special.values())
+    assert [number for number in ids if number in control] == [number for number in harmless if number in control]
+    assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("user\nx", f"user\n{text}")
+
+
+def test_the_loaded_model_predicts_real_text(ours: Decoder, tokenizer: Tokenizer) -> None:
+    """A floor that no mistake shared with transformers passes: English costs less than 4 nats a token."""
+    ids = torch.tensor([tokenizer.encode(PROMPTS[0] + " who told stories to the children every evening.")])
+    with torch.inference_mode():
+        loss = torch.nn.functional.cross_entropy(ours(ids)[0, :-1], ids[0, 1:]).item()
+    assert loss < 4 < math.log(ours.vocab_size) / 2

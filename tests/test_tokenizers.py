@@ -1,0 +1,541 @@
+"""Tokenizers of both families: ids and texts as the libraries and transformers have them, whatever a user types."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import transformers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Library
+
+from model import InputError
+from weights.tokenizer import Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and the dog doesn't mind at all.",
+    "Once upon a time there was a little fox who liked to count: 1, 2, 3, 10, 2024!",
+    "def main():\n    return [x**2 for x in range(10)]\n\n\nprint(main())\n",
+    "<html><b>start of turn</b>, end of turn</html> <|text|> </s> [INST] user model",
+    "Füchse und Hunde: naïve façade — «café» œuvre, ελληνικά, русский, 日本語.",
+] * 8
+GEMMA_CONTROL = ["<start_of_turn>", "<end_of_turn>"]
+GEMMA_TURNS = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('there is no system role') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+    "{{ message.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+LLAMA_2_TURNS = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ bos_token + '[INST] ' + message.content + "
+    "' [/INST]' }}{% else %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3_TURNS = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+
+
+def write(folder: Path, **settings_: Any) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
+
+
+def sentencepiece_model(**options: Any) -> bytes:
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=out,
+        model_type="bpe",
+        vocab_size=420,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+        **options,
+    )
+    return out.getvalue()
+
+
+@cache
+def llama_2_model() -> bytes:
+    return sentencepiece_model(unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
+
+
+@cache
+def gemma_model() -> bytes:
+    return sentencepiece_model(
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>",
+        add_dummy_prefix=False, user_defined_symbols=[*GEMMA_CONTROL, "\n\n", "▁▁", "<b>"],
+    )  # fmt: skip
+
+
+def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of a sentencepiece model, as the tokenizers library wants them.
+
+    A piece is merged from any two pieces it is made of; the better a piece's score, the earlier its merges.
+    """
+    library = sentencepiece.SentencePieceProcessor(model_proto=model)
+    vocabulary = {library.IdToPiece(number): number for number in range(library.GetPieceSize())}
+    merges = []
+    for piece, number in vocabulary.items():
+        if not (library.IsByte(number) or library.IsControl(number) or library.IsUnknown(number)):
+            pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+            merges += [(-library.GetScore(number), pair) for pair in pairs if set(pair) <= set(vocabulary)]
+    return vocabulary, [pair for _, pair in sorted(merges, key=lambda entry: entry[0])]
+
+
+def llama_2_sentencepiece(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(llama_2_model())
+    write(folder, add_bos_token=True, bos_token="<s>", eos_token="</s>", chat_template=LLAMA_2_TURNS)
+
+
+def llama_2_json(folder: Path) -> None:
+    """As transformers 4 converted it: a normalizer puts the mark before every stretch of text."""
+    vocabulary, merges = bpe_of(llama_2_model())
+    library = Library(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    library.save(str(folder / "tokenizer.json"))
+    write(folder, bos_token="<s>", eos_token={"__type": "AddedToken", "content": "</s>"}, chat_template=LLAMA_2_TURNS)
+
+
+def llama_2_saved_by_transformers_5(folder: Path) -> None:
+    vocabulary, merges = bpe_of(llama_2_model())
+    tokenizer = transformers.LlamaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True)
+    tokenizer.chat_template = LLAMA_2_TURNS
+    tokenizer.save_pretrained(folder)
+
+
+def gemma_sentencepiece(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(gemma_model())
+    control = {str(number): {"content": name, "special": True} for number, name in enumerate(GEMMA_CONTROL, 4)}
+    plain = {"6": {"content": "\n\n", "special": False}}
+    tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    write(folder, add_bos_token=True, added_tokens_decoder=control | plain, chat_template=GEMMA_TURNS, **tokens)
+
+
+def gemma_json(folder: Path) -> None:
+    vocabulary, merges = bpe_of(gemma_model())
+    tokenizer = transformers.GemmaTokenizer(vocab=vocabulary, merges=merges, mask_token="<unk>", add_bos_token=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": GEMMA_CONTROL})
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("\n\n", "▁▁", "<b>")])
+    tokenizer.chat_template = GEMMA_TURNS
+    tokenizer.save_pretrained(folder)
+
+
+def byte_level_library(split: pre_tokenizers.PreTokenizer, control: list[str]) -> Library:
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in control])
+    return library
+
+
+def llama_3(folder: Path) -> None:
+    control = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    words = pre_tokenizers.Split(Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+"), "isolated")
+    library = byte_level_library(words, control)
+    library.add_tokens([AddedToken("日本", normalized=False)])  # plain text that no piece spells like this
+    first = library.token_to_id(control[0])
+    library.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single=f"{control[0]} $A", special_tokens=[(control[0], first)]),
+        ]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": control[0], "eos_token": control[-1]}
+    write(folder, tokenizer_class="PreTrainedTokenizerFast", chat_template=LLAMA_3_TURNS, **named)
+
+
+def smollm(folder: Path) -> None:
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
+    library = byte_level_library(digits, ["<|im_start|>", "<|im_end|>"])
+    library.pre_tokenizer = digits
+    library.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    write(folder, tokenizer_class="PreTrainedTokenizerFast", chat_template=template, **named)
+
+
+KINDS = {
+    "llama-2, sentencepiece": llama_2_sentencepiece,
+    "llama-2, json": llama_2_json,
+    "llama-2, transformers 5": llama_2_saved_by_transformers_5,
+    "gemma, sentencepiece": gemma_sentencepiece,
+    "gemma, json": gemma_json,
+    "llama-3": llama_3,
+    "smollm": smollm,
+}
+SENTENCEPIECE_TWIN = {"llama-2, sentencepiece": "llama-2, json", "gemma, sentencepiece": "gemma, json"}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+over_texts = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    made = {}
+    for kind, make in KINDS.items():
+        made[kind] = tmp_path_factory.mktemp("tokenizer")
+        make(made[kind])
+    return made
+
+
+# "▁" is a space to sentencepiece, before and after: the one character that does not come back as itself.
+characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
+fragments = st.sampled_from(
+    [
+        "the",
+        " fox",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        " <b>",
+        "<",
+        "s>",
+        "é",
+        "日本",
+        "語",
+        "👩‍👩‍👧",
+        "\u0301",
+        "<0x41>",
+        "\0",
+        "12345",
+    ]
+)
+plain_texts = st.lists(fragments | st.text(characters, max_size=6), max_size=8).map("".join)
+
+
+@cache
+def loaded(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@cache
+def loaded_oracle(folder: Path) -> Any:
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def oracle(folders: dict[str, Path], kind: str) -> Any:
+    """transformers' tokenizer of the kind. It cannot read tokenizer.model alone, so the twin in json stands in."""
+    return loaded_oracle(folders[SENTENCEPIECE_TWIN.get(kind, kind)])
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@every_kind
+@over_texts
+@given(text=plain_texts)
+def test_a_text_comes_back_from_its_tokens(folders, kind, text):
+    assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))  # that one gives "a" and " a" equal ids
+    tokenizer = loaded(folders[kind])
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    space = b" " if text and tokenizer.vocabulary.adds_space else b""
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == space + text.encode()
+
+
+@every_kind
+@over_texts
+@given(text=plain_texts)
+def test_ids_of_a_text_are_those_of_transformers(folders, kind, text):
+    assert loaded(folders[kind]).encode(text) == oracle(folders, kind).encode(text, split_special_tokens=True)
+
+
+@every_kind
+@over_texts
+@given(data=st.data())
+def test_any_tokens_that_spell_a_text_spell_that_of_transformers(folders, kind, data):
+    tokenizer = loaded(folders[kind])
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer.vocabulary.pieces) - 1), max_size=9))
+    data_bytes = b"".join(map(tokenizer.token_bytes, ids))
+    assume(is_utf8(data_bytes))
+    expected = oracle(folders, kind).decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert tokenizer.decode(ids) == expected
+
+
+def control_ids(tokenizer: Tokenizer) -> set[int]:
+    return set(tokenizer.vocabulary.special.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "bos"),
+    [
+        ("llama-2, sentencepiece", "<s>"),
+        ("llama-2, json", "<s>"),
+        ("llama-2, transformers 5", "<s>"),
+        ("gemma, sentencepiece", "<bos>"),
+        ("gemma, json", "<bos>"),
+        ("llama-3", "<|begin_of_text|>"),
+        ("smollm", None),
+    ],
+)
+def test_a_plain_prompt_begins_as_its_model_was_trained(folders, kind, bos):
+    tokenizer = loaded(folders[kind])
+    expected = [] if bos is None else [tokenizer.vocabulary.special[bos]]
+    assert tokenizer.encode("") == expected
+    ids = tokenizer.encode("The fox")
+    assert ids[: len(expected)] == expected
+    assert not control_ids(tokenizer) & set(ids[len(expected) :])
+
+
+@pytest.mark.parametrize("kind", ["llama-2, sentencepiece", "llama-2, json", "gemma, json", "llama-3", "smollm"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_bos_token_in_the_settings_wins(folders, kind, adds, tmp_path):
+    settings_ = copy_of(folders[kind], tmp_path)
+    write(tmp_path, **settings_, add_bos_token=adds)
+    tokenizer = Tokenizer(tmp_path)
+    first = tokenizer.vocabulary.special[settings_["bos_token"]]
+    assert (tokenizer.encode("The fox")[0] == first) == adds
+
+
+def copy_of(source: Path, folder: Path) -> dict[str, Any]:
+    """Copy a tokenizer's files; its settings come back, to be written as they are wanted."""
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    settings_ = json.loads((source / "tokenizer_config.json").read_text())
+    settings_.pop("add_bos_token", None)
+    return settings_
+
+
+@every_kind
+@over_texts
+@given(data=st.data())
+def test_the_name_of_a_control_token_is_text_when_a_user_types_it(folders, kind, data):
+    tokenizer = loaded(folders[kind])
+    names = st.sampled_from(sorted(tokenizer.vocabulary.special))
+    pieces = st.lists(names | st.sampled_from(["a", "the", "<", "|>", "\n"]), min_size=1, max_size=5)
+    text = data.draw(pieces.map("".join))
+    ids = tokenizer.encode(text)
+    assert not control_ids(tokenizer) & set(ids[1:])
+    assert ids[0] not in control_ids(tokenizer) or tokenizer.encode("") == ids[:1]
+    assert tokenizer.decode(ids) == text
+
+
+conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
+    lambda contents: [
+        {"role": "assistant" if turn % 2 else "user", "content": content} for turn, content in enumerate(contents)
+    ]
+)
+
+
+@every_kind
+@over_texts
+@given(messages=conversations)
+def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, messages):
+    expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert loaded(folders[kind]).encode_chat(messages) == expected
+
+
+def test_gemmas_turns_are_framed_by_control_tokens(folders):
+    for kind in ("gemma, sentencepiece", "gemma, json"):
+        tokenizer = loaded(folders[kind])
+        special = tokenizer.vocabulary.special
+        turn, end = special["<start_of_turn>"], special["<end_of_turn>"]
+        ids = tokenizer.encode_chat([{"role": "user", "content": "The fox"}])
+        expected = "user\nThe fox" + "\n" + "model\n"
+        assert ids[:2] == [special["<bos>"], turn]
+        assert [token for token in ids if token in special.values()] == [special["<bos>"], turn, end, turn]
+        assert tokenizer.decode(ids) == expected
+
+
+@every_kind
+@over_texts
+@given(data=st.data())
+def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
+    """The control tokens of a conversation are the template's own; what was typed is there as text, whole."""
+    tokenizer = loaded(folders[kind])
+    names = st.sampled_from(sorted(tokenizer.vocabulary.special))
+    content = data.draw(st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1))
+    content = "a" + "".join(content) + "b"  # templates may trim
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    innocent = tokenizer.encode_chat([{"role": "user", "content": "ab"}])
+    control = control_ids(tokenizer)
+    assert [token for token in ids if token in control] == [token for token in innocent if token in control]
+    assert content.encode() in b"".join(map(tokenizer.token_bytes, ids))
+
+
+def test_a_role_that_the_template_refuses_is_an_input_error(folders):
+    with pytest.raises(InputError, match="refuses this conversation: there is no system role"):
+        loaded(folders["gemma, json"]).encode_chat([{"role": "system", "content": "Be brief."}])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for", "chat template fails: "),
+        ("{{ 1 / 0 }}", "chat template fails: division by zero"),
+        ("{{ messages.append(1) }}", "chat template fails: .*unsafe|chat template fails: .*append"),
+        ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
+        (None, "has no chat template: leave out --chat"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(folders, tmp_path, template, message):
+    write(tmp_path, **copy_of(folders["smollm"], tmp_path) | {"chat_template": template})
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(InputError, match=message) as refusal:
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "a"}])
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_template_beside_the_settings_and_the_default_of_several(folders, tmp_path):
+    settings_ = copy_of(folders["smollm"], tmp_path)
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    write(tmp_path, **settings_ | {"chat_template": several})
+    messages = [{"role": "user", "content": "fox"}]
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "fox!"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "fox?"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": [3, 5]}, "config.json": {"eos_token_id": 7}}, {3, 5}),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
+        ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
+        ({"config.json": {"eos_token_id": None}}, {"<|im_end|>"}),
+        ({}, {"<|im_end|>"}),
+    ],
+)
+def test_a_text_ends_at_every_id_that_the_folder_names(folders, tmp_path, files, expected):
+    write(tmp_path, **copy_of(folders["smollm"], tmp_path))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.eos_ids == {tokenizer.vocabulary.special.get(end, end) for end in expected}
+
+
+def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, tmp_path):
+    settings_ = copy_of(folders["llama-2, sentencepiece"], tmp_path)
+    size = len(loaded(folders["llama-2, sentencepiece"]).vocabulary.pieces)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": size}))
+    added = {str(size + 1): {"content": "<|im_end|>", "special": True}}
+    template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
+    write(tmp_path, **settings_ | {"added_tokens_decoder": added, "chat_template": template})
+    tokenizer = Tokenizer(tmp_path)
+    plain = loaded(folders["llama-2, sentencepiece"]).encode("The fox")[1:]
+    assert tokenizer.encode_chat([{"role": "user", "content": "The fox"}]) == [size, *plain, size + 1]
+    assert tokenizer.decode([size, *plain, size + 1]) == "The fox"
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "a<|im_end|>b"
+    assert size + 1 not in tokenizer.encode("a<|im_end|>b")
+
+
+def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_path):
+    """Published files disagree at times: what either calls a control token cannot be typed."""
+    settings_ = copy_of(folders["gemma, json"], tmp_path)
+    write(tmp_path, **settings_ | {"extra_special_tokens": ["<b>", *GEMMA_CONTROL]})
+    before, after = loaded(folders["gemma, json"]), Tokenizer(tmp_path)
+    number = after.vocabulary.special["<b>"]
+    assert number in before.encode("a<b>c") and number not in after.encode("a<b>c")
+    assert after.decode(after.encode("a<b>c")) == "a<b>c"
+    assert (before.token_bytes(number), after.token_bytes(number)) == (b"<b>", b"")
+
+
+def test_an_id_beyond_the_vocabulary_adds_nothing(folders):
+    assert loaded(folders["llama-3"]).token_bytes(10**6) == b""
+
+
+def damage(folder: Path, name: str, content: bytes | Any) -> None:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "content", "message"),
+    [
+        ("llama-3", "tokenizer.json", b"", "tokenizer.json is not valid JSON"),
+        ("llama-3", "tokenizer.json", b"\xff\xfe", "tokenizer.json cannot be read"),
+        ("llama-3", "tokenizer.json", {}, "tokenizer.json is not a tokenizer that can be read"),
+        ("llama-3", "tokenizer.json", [], "tokenizer.json is not a tokenizer that can be read"),
+        ("llama-3", "tokenizer_config.json", [], "tokenizer_config.json must hold one JSON object"),
+        ("llama-3", "tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),
+        ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
+        ("llama-3", "generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
+        ("llama-2, sentencepiece", "tokenizer.model", b"", "tokenizer.model is not a sentencepiece model"),
+        ("llama-2, sentencepiece", "tokenizer.model", b"garbage", "tokenizer.model is not a sentencepiece model"),
+        ("llama-2, sentencepiece", "added_tokens.json", {"<x>": "one"}, "added token '<x>' has id 'one'"),
+        ("llama-2, sentencepiece", "added_tokens.json", {"<x>": 10**12}, "added token '<x>' has id 1000000000000"),
+        (
+            "llama-2, sentencepiece",
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"-1": "<x>"}},
+            "added token '<x>' has id '-1'",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
+    write(tmp_path, **copy_of(folders[kind], tmp_path))
+    damage(tmp_path, name, content)
+    with pytest.raises(InputError, match=message) as refusal:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_decoder_of_another_kind_is_refused(folders, tmp_path):
+    write(tmp_path, **copy_of(folders["llama-3"], tmp_path))
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    for decoder in (None, {"type": "WordPiece", "prefix": "##", "cleanup": True}):
+        damage(tmp_path, "tokenizer.json", raw | {"decoder": decoder})
+        with pytest.raises(InputError, match="is neither byte-level nor sentencepiece"):
+            Tokenizer(tmp_path)
+
+
+def test_a_token_id_that_no_model_has_is_refused(folders, tmp_path):
+    write(tmp_path, **copy_of(folders["llama-3"], tmp_path))
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["zz"] = 2**31
+    damage(tmp_path, "tokenizer.json", raw)
+    with pytest.raises(InputError, match="holds token id 2147483648, which no model has"):
+        Tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"holds no tokenizer.json and no tokenizer.model"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama-2, sentencepiece", "llama-2, json", "llama-3"])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_file_with_flipped_bytes_or_a_cut_end_never_gives_a_traceback(folders, tmp_path_factory, kind, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    write(folder, **copy_of(folders[kind], folder))
+    path = next(path for path in folder.iterdir() if path.name in ("tokenizer.json", "tokenizer.model"))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.sampled_from([None, -1, -100, len(content) // 2]))])
+    try:
+        tokenizer = Tokenizer(folder)
+        tokenizer.decode(tokenizer.encode("The fox </s> naïve"))
+    except InputError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,126 @@
+"""How much memory a model needs, from its config alone: known before a byte of it is loaded.
+
+Sizes are decimal, as checkpoints are advertised: 1 GB is 10⁹ bytes, 1 MB is 10⁶.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model import InputError, ModelConfig, build
+from model.decoder import PREFILL_CHUNK
+from model.layers import wide_dtype
+
+ROUND_TOKENS = 9  # that a verification reads at once: a draft of 8 and the token before it
+LOGIT_COPIES = 10  # of each logit, in the wide dtype, while it becomes a probability under every filter
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: ``weights``, the KV ``cache`` for ``positions`` tokens, the ``workspace`` of the hungriest step."""
+
+    weights: int
+    cache: int
+    workspace: int
+    positions: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.workspace
+
+    def describe(self, free: int) -> str:
+        """One line: what is needed, part by part, and what is free."""
+        parts = {
+            "weights": self.weights,
+            f"KV cache at {self.positions} tokens": self.cache,
+            "workspace": self.workspace,
+            "free": free,
+        }
+        return ", ".join(f"{name}: {in_words(size)}" for name, size in parts.items())
+
+
+def in_words(size: int) -> str:
+    """Bytes -> "18.5 GB", or "269 MB" below one GB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def estimate(
+    config: ModelConfig, dtype: torch.dtype, positions: int, *, prompt: int, draft: ModelConfig | None = None
+) -> Memory:
+    """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
+
+    ``draft`` is the config of a draft model beside the target; a draft that is part of the target is free.
+    """
+    configs = [config] if draft is None else [config, draft]
+    return Memory(
+        weights=sum(parameter_count(each) * dtype.itemsize for each in configs),
+        cache=sum(cache_bytes(each, dtype, positions) for each in configs),
+        workspace=max(workspace_bytes(each, dtype, positions, prompt) for each in configs),
+        positions=positions,
+    )
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model, a tied head counted once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
+
+
+def cache_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
+    """A key and a value for each layer, key head and position."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * dtype.itemsize
+
+
+def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, prompt: int) -> int:
+    """The temporary tensors of the hungriest step: a chunk of the prompt, a verification, or its sampling."""
+    chunk = min(PREFILL_CHUNK, prompt)
+    return max(
+        layer_bytes(config, dtype, chunk, prompt - prompt % chunk),  # the last chunk that is a whole one
+        layer_bytes(config, dtype, min(ROUND_TOKENS, positions), positions),
+        ROUND_TOKENS * config.vocab_size * LOGIT_COPIES * wide_dtype(dtype).itemsize,
+    )
+
+
+def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions: int) -> int:
+    """The tensors that live at once in the larger half of a layer (see ``model.layers``), for ``tokens`` new ones."""
+    size, wide = dtype.itemsize, wide_dtype(dtype).itemsize
+    seen = [positions if window is None else min(positions, window + tokens - 1) for window in set(config.windows)]
+    mask_rows = tokens * config.num_heads // config.num_kv_heads
+    if config.attention_soft_cap is None:
+        scores = mask_rows * max(seen) * (size + 1)  # the fused kernel negates its mask and makes it numbers
+    else:
+        copies = 2 * size if wide == size else size + 2 * wide  # scores in and out of the softmax
+        scores = tokens * config.num_heads * max(seen) * copies
+    streams = 2 * config.hidden_size + 2 * config.head_dim  # the layer's input, the sublayer's; cos and sin
+    heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention = scores + tokens * heads * size
+    mlp = tokens * (config.hidden_size + 3 * config.intermediate_size) * size
+    return mask_rows * sum(seen) + tokens * streams * size + max(attention, mlp)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken on the device now, in bytes."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: what is installed bounds what is free
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_fits(memory: Memory, device: torch.device) -> str:
+    """The line that says what is needed and free. Raises InputError with it when that does not fit."""
+    free = free_bytes(device)
+    line = memory.describe(free)
+    if memory.total > free:
+        raise InputError(
+            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a narrower --dtype or a "
+            "smaller --model"
+        )
+    return line
