@@ -110,7 +110,7 @@ class Generator:
         self.prompt = encode_prompt(self.tokenizer, text, options)
         self.capacity = reach(self.folder, self.prompt, options.max_new_tokens)
         if device.type == "cuda":
-            check_fits(needed_memory(self.folder, options, self.capacity, len(self.prompt)), device)
+            check_fits(needed_memory(self.folder, options, device, self.capacity, len(self.prompt)), device)
         self.model = accelerate(load_model(self.folder, DTYPES.get(options.dtype), device))
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed % 2**64
         self.cache = self.model.new_cache(self.capacity)
@@ -187,7 +187,9 @@ def reach(folder: Path, prompt: list[int], max_new_tokens: int) -> int:
     return min(len(prompt) + max_new_tokens, config.max_positions)
 
 
-def needed_memory(folder: Path, options: argparse.Namespace, positions: int | None, prompt: int) -> Memory:
+def needed_memory(
+    folder: Path, options: argparse.Namespace, device: torch.device, positions: int | None, prompt: int
+) -> Memory:
     """The estimate for ``positions`` tokens (None: the model's whole context) of which ``prompt`` are given."""
     config = parse_config(read_json(folder / "config.json"))
     draft = None
@@ -195,7 +197,7 @@ def needed_memory(folder: Path, options: argparse.Namespace, positions: int | No
         draft = parse_config(read_json(model_folder(options.draft_model) / "config.json"))
     positions = config.max_positions if positions is None else positions
     dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
-    return estimate(config, dtype, positions, prompt=prompt, draft=draft)
+    return estimate(config, dtype, positions, prompt=prompt, draft=draft, fast_on=device)
 
 
 def dry_run(options: argparse.Namespace) -> int:
@@ -205,7 +207,7 @@ def dry_run(options: argparse.Namespace) -> int:
     if options.prompt is not None or options.prompt_file is not None:
         ids = encode_prompt(Tokenizer(folder), read_prompt(options), options)
         positions, prompt = reach(folder, ids, options.max_new_tokens), len(ids)
-    print(check_fits(needed_memory(folder, options, positions, prompt), device))
+    print(check_fits(needed_memory(folder, options, device, positions, prompt), device))
     return 0
 
 

@@ -16,13 +16,13 @@ from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, rotate
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether this machine has oneDNN kernels for packed products in the weight's dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this machine has oneDNN kernels for packed products on this device in this dtype."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
+    return dtype == torch.float32
 
 
 class PackedLinear(nn.Module):
@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.bias = torch.cat(biases) if biases else None
-        self.packed = can_pack(weight)
+        self.packed = can_pack(weight.device, weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
 
     @staticmethod
@@ -90,6 +90,6 @@ def accelerate(model: Decoder) -> Decoder:
         block.self_attn = FusedAttention(block.self_attn)
         block.mlp = FusedMLP(block.mlp)
     head = model.embed_tokens if model.lm_head is None else model.lm_head
-    if model.lm_head is not None or can_pack(head.weight):
+    if model.lm_head is not None or can_pack(head.weight.device, head.weight.dtype):
         model.lm_head = PackedLinear([head.weight])
     return model

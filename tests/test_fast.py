@@ -81,7 +81,7 @@ def test_what_cannot_be_packed_is_multiplied_as_it_is() -> None:
     """float64 has no oneDNN kernel: the product is F.linear's, to the last bit."""
     weight, x = torch.randn(6, 4, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
     layer = PackedLinear([weight[:2], weight[2:]])
-    assert not can_pack(weight)
+    assert not can_pack(weight.device, weight.dtype)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, weight))
 
 

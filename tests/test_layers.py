@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model import LayerPlan, build, parse_config
 from model.diagnose import explain_nonfinite
+from model.fast import accelerate
 from model.layers import RMSNorm, attend, inverse_frequencies, normalise, sight
 from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
 
@@ -176,13 +177,15 @@ def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
     assert "too large for float16: fetch it again, or give --dtype bfloat16 or float32" in str(error)
 
 
-def test_a_broken_sublayer_that_the_plan_skips_is_not_blamed():
+@pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["as loaded", "prepared for speed"])
+def test_a_broken_sublayer_that_the_plan_skips_is_not_blamed(prepare):
     raw = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
     model = build(parse_config(raw | {"num_attention_heads": 4, "num_hidden_layers": 3}))
     randomise(model, 0)
     with torch.no_grad():
         model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
         model.layers[2].self_attn.o_proj.weight[0, 0] = math.nan
+    model = prepare(model.requires_grad_(False))
     plan = LayerPlan.skipping(3, attention=[1], mlp=[0])
     error = explain_nonfinite(model, model.new_cache(5), torch.arange(5), plan)
     assert "in the attention of layer 2: " in str(error)

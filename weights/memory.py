@@ -13,6 +13,7 @@ import torch
 
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
+from model.fast import can_pack
 from model.layers import wide_dtype
 
 ROUND_TOKENS = 9  # that a verification reads at once: a draft of 8 and the token before it
@@ -49,19 +50,34 @@ def in_words(size: int) -> str:
 
 
 def estimate(
-    config: ModelConfig, dtype: torch.dtype, positions: int, *, prompt: int, draft: ModelConfig | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    positions: int,
+    *,
+    prompt: int,
+    draft: ModelConfig | None = None,
+    fast_on: torch.device | None = None,
 ) -> Memory:
     """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
 
     ``draft`` is the config of a draft model beside the target; a draft that is part of the target is free.
+    ``fast_on`` is the device of a model that ``model.fast`` prepares: packing holds a tied embedding twice.
     """
     configs = [config] if draft is None else [config, draft]
     return Memory(
-        weights=sum(parameter_count(each) * dtype.itemsize for each in configs),
+        weights=sum(weight_bytes(each, dtype, fast_on) for each in configs),
         cache=sum(cache_bytes(each, dtype, positions) for each in configs),
         workspace=max(workspace_bytes(each, dtype, positions, prompt) for each in configs),
         positions=positions,
     )
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, fast_on: torch.device | None) -> int:
+    """Every parameter, and the packed copy of a tied embedding where ``model.fast`` makes one."""
+    size = parameter_count(config) * dtype.itemsize
+    if config.tie_embeddings and fast_on is not None and can_pack(fast_on, dtype):
+        size += config.vocab_size * config.hidden_size * dtype.itemsize
+    return size
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -1,0 +1,1 @@
+"""The built-in prompts: what benchmarks measure with."""
