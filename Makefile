@@ -1,6 +1,7 @@
 # Two commands are all a newcomer needs: `make generate` and `make test`.
 PYTHON ?= python3
 PROMPT ?= Tell me a short story about a fox who learns to share.
+ARGS ?= --temperature 0.7 --top-p 0.9
 BIN := .venv/bin
 MODEL := weights/smollm2-135m-instruct/manifest.json
 

@@ -9,17 +9,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from decoding.model_port import Model
 from decoding.randomness import SeededRandomness
 from decoding.sampling import Sampler
 from decoding.verify import verify
 from model.plan import LayerPlan
-
-if TYPE_CHECKING:
-    from decoding.drafters import Model
 
 CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
@@ -41,10 +39,8 @@ class CostTable:
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens a round yields on average: (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192, equation 1)."""
-    if acceptance >= 1:
-        return length + 1.0
-    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+    """Tokens a round yields on average: 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192, equation 1)."""
+    return sum(acceptance**kept for kept in range(length + 1))
 
 
 def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float:

@@ -17,26 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.sampling import Sampler
 from model.plan import LayerPlan
 
 CATCH_UP = 16  # tokens a draft model may lag behind and still catch up within its first draft step
-
-
-class Model(Protocol):
-    """What the loop needs of a model. ``model.Decoder`` has it, and so do the tests' table models."""
-
-    vocab_size: int
-    max_positions: int
-    device: torch.device
-
-    def __call__(self, tokens: Tensor, cache: Any, start: int, plan: LayerPlan | None = None) -> Tensor: ...
-
-    def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None: ...
-
-    def new_cache(self, capacity: int) -> Any: ...
 
 
 @dataclass(frozen=True)

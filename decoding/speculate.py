@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from decoding.banned import BannedWords
-from decoding.drafters import Drafter, Model, raw_probability
+from decoding.drafters import Drafter, raw_probability
+from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
