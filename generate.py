@@ -320,7 +320,6 @@ def policy_maker(
             generator.folder,
             generator.model,
             plan,
-            options.draft_model,
             lambda: measure_costs(generator.model, draft_model, plan),
         )
 

@@ -82,6 +82,8 @@ class ModelDrafter:
             token = randomness.draw(probs[0])
             start, context = len(context), torch.cat((context, token[None]))
             rows.append(probs)
+            if sampler.constraints and token.item() in sampler.eos_ids:
+                break  # no constraint may be asked what follows
             if policy.reads_draft_confidence:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
@@ -113,8 +115,10 @@ class PromptLookup:
         for token in found:
             allowed = sampler.allowed([*tokens, *drafted])
             if allowed is not None and not allowed[token]:
-                break  # a constraint is asked about reachable texts only
+                break  # a constraint is asked about texts that it allows only
             drafted.append(token)
+            if token in sampler.eos_ids:
+                break
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
         return Draft(ids, F.one_hot(ids, self.vocab_size).float(), [1.0] * len(drafted))
 

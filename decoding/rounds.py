@@ -32,7 +32,10 @@ class Round:
 
 @dataclass
 class Statistics:
-    """Sums over rounds. Retracted tokens do not count as output, nor do accepted ones after the end of the text."""
+    """Sums over rounds. Retracted tokens do not count as output, nor do accepted ones after the end of the text.
+
+    ``accepted`` is the draft's merit: tokens that a banned word takes back afterwards stay accepted.
+    """
 
     rounds: int = 0
     tokens: int = 0

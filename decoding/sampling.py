@@ -17,7 +17,9 @@ from torch import Tensor
 from model.errors import InputError
 
 # The tokens so far (prompt included) -> bool [vocab] of tokens that may come next, or None for all.
-# It must depend on nothing else: then rolling back tokens rolls the constraint back with them.
+# It must depend on nothing else: then rolling back tokens rolls the constraint back with them. It is asked
+# about texts that its own answers allow, drafted tokens included, but never about what follows an
+# end-of-text token.
 Constraint = Callable[[Sequence[int]], Tensor | None]
 
 
@@ -45,8 +47,8 @@ class SamplingParams:
             raise InputError(f"top-p must be above 0 and at most 1, found {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min-p must be from 0 to 1, found {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InputError(f"repetition penalty must be above 0, found {self.repetition_penalty}")
+        if not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise InputError(f"repetition penalty must be above 0 (1e-6 to 1e6), found {self.repetition_penalty}")
 
 
 def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
@@ -55,7 +57,8 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
     ``context`` ``[n]`` holds the tokens up to the last row: row t follows ``context[: n - rows + 1 + t]``,
     so that each drafted position is penalised for its own prefix and no other. ``allowed`` (bool
     ``[rows, vocab]``) forbids tokens before temperature and filters. A row where no token of finite score is
-    allowed is all zeros. At temperature 0 a row is exactly one-hot at the first of the largest logits.
+    allowed, or whose scores are not numbers, is all zeros. At temperature 0 a row is exactly one-hot at the
+    first of the largest logits.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.repetition_penalty != 1:
@@ -68,8 +71,9 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
         probs = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype)
     else:
         # Subtracting the largest score changes no probability and keeps a tiny temperature from overflowing.
-        probs = torch.softmax(_filter((scores - largest) / params.temperature, params), dim=-1)
-    return torch.where(largest > -math.inf, probs, 0.0)
+        temperature = max(params.temperature, torch.finfo(scores.dtype).tiny)
+        probs = torch.softmax(_filter((scores - largest) / temperature, params), dim=-1)
+    return torch.where(largest.isfinite(), probs, 0.0)
 
 
 def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -100,14 +104,18 @@ def _seen(context: Tensor, rows: int, vocab: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Sampling parameters together with the constraints in force: all that makes a distribution."""
+    """Sampling parameters together with the constraints in force: all that makes a distribution.
+
+    ``eos_ids`` are the tokens after which constraints are not asked; the loop fills them in.
+    """
 
     params: SamplingParams = SamplingParams()
     constraints: tuple[Constraint, ...] = ()
+    eos_ids: frozenset[int] = frozenset()
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
         """bool ``[vocab]``: what every constraint allows after these tokens; None when nothing is forbidden."""
-        masks = [mask for constraint in self.constraints if (mask := constraint(tokens)) is not None]
+        masks = [mask.cpu() for constraint in self.constraints if (mask := constraint(tokens)) is not None]
         return torch.stack(masks).all(0) if masks else None
 
     def distribution(self, logits: Tensor, context: Tensor) -> Tensor:
@@ -115,9 +123,11 @@ class Sampler:
         if not self.constraints:
             return distribution(logits, context, self.params)
         tokens, first = context.tolist(), len(context) - len(logits) + 1
-        rows = [self.allowed(tokens[: first + row]) for row in range(len(logits))]
+        rows = [self.allowed(tokens[:first])]
+        for end in range(first + 1, len(tokens) + 1):  # beyond the text lies the draft, which may hold its end
+            rows.append(None if tokens[end - 1] in self.eos_ids else self.allowed(tokens[:end]))
         if all(mask is None for mask in rows):
             return distribution(logits, context, self.params)
         everything = torch.ones(logits.shape[-1], dtype=torch.bool)
-        masks = torch.stack([everything if mask is None else mask.cpu() for mask in rows])
+        masks = torch.stack([everything if mask is None else mask for mask in rows])
         return distribution(logits, context, self.params, masks.to(logits.device))

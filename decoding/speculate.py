@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def speculate(
     the target's logits are not numbers.
     """
     text = Transcript(prompt, token_bytes)
+    sampler = replace(sampler, eos_ids=stop.eos_ids)
     cache.truncate(len(prompt) - 1)
     drafter.rollback(len(prompt))
     while True:
@@ -55,8 +57,8 @@ def speculate(
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
         target_probs = sampler.distribution(logits, context)
         kept, own = verify(target_probs, draft.probs, draft.tokens, randomness)
-        # The one read of the host in a round.
-        report = torch.stack((kept, own, logits.isnan().any()))
+        # The one read of the host in a round. A row needs a finite largest logit; others may be -inf.
+        report = torch.stack((kept, own, ~logits.amax(-1).isfinite().all()))
         *drafted, accepted, own_token, broken = torch.cat((draft.tokens, report)).tolist()
         if broken:
             raise explain_nonfinite(target, cache, context)

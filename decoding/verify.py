@@ -23,8 +23,10 @@ def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomnes
     """
     wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
     target_probs, draft_probs = target_probs.to(wide), draft_probs.to(wide)
-    kept = target_probs[:-1].gather(1, drafted[:, None]) / draft_probs.gather(1, drafted[:, None])
-    accepted = randomness.accept(kept[:, 0]).long().cumprod(0).sum()
+    p_drafted, q_drafted = (rows.gather(1, drafted[:, None])[:, 0] for rows in (target_probs[:-1], draft_probs))
+    # A token that its own q calls impossible (a draft whose numbers broke) was not drawn from q: never accepted.
+    kept = torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
+    accepted = randomness.accept(kept).long().cumprod(0).sum()
     p = target_probs[accepted]
     q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:])))[accepted]
     residual = (p - q).clamp(min=0)

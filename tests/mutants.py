@@ -75,11 +75,11 @@ def law(request: Request, drafting: Drafting | None = None, *, ties: bool = Fals
 
     model = table(ties=ties)
 
-    def test_every_pair_of_axes_keeps_the_law() -> None:
+    def the_enumerated_law_equals_plain_samplings() -> None:
         enumerated = output_law(lambda randomness: run_loop(model, request, drafting or Drafting(), randomness))
         assert total_variation(enumerated, plain_law(model, request)) < EXACT
 
-    return test_every_pair_of_axes_keeps_the_law
+    return the_enumerated_law_equals_plain_samplings
 
 
 def for_family(test: Callable[[str], None], family: str) -> Callable[[], None]:
@@ -98,7 +98,7 @@ def kills(mutant: Mutant) -> bool:
     with applied(mutant):
         try:
             mutant.killer()
-        except (AssertionError, ValueError, RuntimeError, ZeroDivisionError):
+        except (AssertionError, ValueError, ZeroDivisionError):
             return True
     return False
 
@@ -334,8 +334,8 @@ MUTANTS = [
         "probabilities are rounded to bf16 before the ratio",
         S,
         "verify",
-        "kept = target_probs[:-1]",
-        "kept = target_probs[:-1].bfloat16().to(wide)",
+        "p_drafted / q_drafted",
+        "p_drafted.bfloat16().to(wide) / q_drafted",
         law(SAMPLED),
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations, product
 from random import Random
@@ -15,10 +16,11 @@ from torch import Tensor
 from decoding.costs import CostTable
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
 from decoding.randomness import Randomness
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import Constraint, Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from tests.laws import (
+    DRAFT_PLAN,
     Drafting,
     Outcome,
     Request,
@@ -45,6 +47,16 @@ def no_letter_twice(tokens: Sequence[int]) -> Tensor:
     if list(tokens).count(1) > 1:
         allowed[:] = False
     return allowed
+
+
+def not_asked_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) -> Constraint:
+    """A constraint that, like many a grammar, has no answer for a text that already ended (the prompt is token 0)."""
+
+    def partial(tokens: Sequence[int]) -> Tensor | None:
+        assert not eos_ids & set(tokens[1:]), "a constraint was asked what follows the end of the text"
+        return constraint(tokens)
+
+    return partial
 
 
 # The axes. The first value of each is its plainest.
@@ -134,6 +146,8 @@ def case_deviation(model: TableModel, case: dict[str, str], max_new_tokens: int)
     """How far the production loop's law is from plain sampling's in one case of the axes."""
     chosen = {axis: AXES[axis][value] for axis, value in case.items()}
     rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["rule"]}
+    if "constraint" in rules:
+        rules["constraint"] = not_asked_beyond_the_end(rules["constraint"], rules.get("eos_ids", frozenset()))
     request = Request(params=chosen["params"], **rules)
     drafting = Drafting(chosen["drafter"], chosen["policy"])
     return deviation(lambda randomness: run_loop(model, request, drafting, randomness), plain_law(model, request))
@@ -144,6 +158,19 @@ def case_deviation(model: TableModel, case: dict[str, str], max_new_tokens: int)
 @given(model=table_models, max_new_tokens=st.sampled_from([1, 2, 3]))
 def test_every_pair_of_axes_keeps_the_law(case: dict[str, str], model: TableModel, max_new_tokens: int) -> None:
     assert case_deviation(model, case, max_new_tokens) < EXACT
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", list(AXES["params"]))
+def test_a_draft_whose_numbers_break_costs_speed_and_nothing_else(broken: float, params: str) -> None:
+    """As a draft in half precision may overflow where its target does not."""
+    model = random_model(Random(3), "unrelated")
+    model.tables[DRAFT_PLAN][1:] = broken
+    request = Request(params=AXES["params"][params], max_new_tokens=2)
+    assert (
+        deviation(lambda randomness: run_loop(model, request, Drafting(), randomness), plain_law(model, request))
+        < EXACT
+    )
 
 
 @pytest.mark.prove

@@ -437,7 +437,7 @@ MEASURED = CostTable(0.5, (1.0, 1.25, 1.5))
 def costs_of(folder: Path, model: torch.nn.Module) -> tuple[CostTable, bool]:
     """The table that comes back, and whether it had to be measured."""
     calls = []
-    costs = kept_costs(folder, model, None, None, lambda: calls.append(1) or MEASURED)
+    costs = kept_costs(folder, model, None, lambda: calls.append(1) or MEASURED)
     return costs, bool(calls)
 
 

@@ -90,9 +90,10 @@ def test_temperature_zero_is_exactly_one_hot_at_the_first_largest_logit(row: lis
 @settings(derandomize=True, deadline=None)
 def test_a_temperature_towards_zero_tends_to_greedy_and_never_to_nan(row: list[float], temperature: float) -> None:
     """Ties share the probability evenly in the limit; without ties it is greedy decoding's one-hot."""
-    probs = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor([0]), SamplingParams(temperature))[0]
     best = [score == max(row) for score in row]
-    torch.testing.assert_close(probs, torch.tensor(best).double() / sum(best), rtol=0, atol=1e-12)
+    for dtype in (torch.float32, torch.float64):
+        probs = distribution(torch.tensor([row], dtype=dtype), torch.tensor([0]), SamplingParams(temperature))[0]
+        torch.testing.assert_close(probs, torch.tensor(best).to(dtype) / sum(best), rtol=0, atol=1e-7)
 
 
 @given(row=rows, params=params, forbidden=st.sets(st.integers(0, VOCAB - 1), min_size=1))
@@ -108,6 +109,14 @@ def test_a_forbidden_token_has_probability_zero_and_the_others_are_filtered_with
     theirs = distribution(torch.tensor([left]), torch.tensor([0]), params)
     assert ours[0, sorted(forbidden)].tolist() == [0.0] * len(forbidden)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_broken_numbers_is_all_zeros(broken: float, temperature: float) -> None:
+    logits = torch.tensor([[1.0, broken], [1.0, 0.5]])
+    sums = distribution(logits, torch.tensor([0, 0]), SamplingParams(temperature)).sum(-1)
+    assert sums.tolist() == [0.0, pytest.approx(1.0)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

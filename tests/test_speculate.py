@@ -190,6 +190,14 @@ def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
             list(rounds)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_target_logits_that_are_not_numbers_stop_the_loop(broken: float) -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    model.norm.weight[3] = broken
+    with pytest.raises(InputError, match="stop being finite"):
+        write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0))
+
+
 def test_an_all_zero_residual_draws_from_the_target() -> None:
     """Where p = q up to rounding a rejection leaves nothing over; the draw then comes from p, not from NaN."""
     p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])

@@ -20,14 +20,12 @@ FILE = "costs.json"
 LARGEST_COST = 1e6  # plain steps; also keeps out infinity and NaN
 
 
-def kept_costs(
-    folder: Path, model: Decoder, plan: LayerPlan | None, draft_model: str | None, measure: Callable[[], CostTable]
-) -> CostTable:
-    """The cost table of this model, draft, dtype and machine: from ``costs.json``, else measured and kept.
+def kept_costs(folder: Path, model: Decoder, plan: LayerPlan | None, measure: Callable[[], CostTable]) -> CostTable:
+    """The cost table of this model, plan (None: lookup), dtype and machine: from ``costs.json``, else measured.
 
     A folder that cannot be written, or a damaged file, only means measuring again.
     """
-    drafts = draft_model or ("lookup" if plan is None else f"skip {plan.skipped_attention} {plan.skipped_mlp}")
+    drafts = "lookup" if plan is None else f"skip {plan.skipped_attention} {plan.skipped_mlp}"
     key = f"{_machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {drafts}"
     try:
         kept = read_optional_json(folder / FILE)
