@@ -3,7 +3,7 @@ PYTHON ?= python3
 PROMPT ?= Tell me a short story about a fox who learns to share.
 ARGS ?= --temperature 0.7 --top-p 0.9
 BIN := .venv/bin
-MODEL := weights/smollm2-135m-instruct/manifest.json
+MODEL := weights/smollm2-135m-instruct/model.safetensors
 
 .PHONY: generate test prove lint clean
 
@@ -24,7 +24,7 @@ lint: .venv/ready-dev
 clean:
 	rm -rf .venv weights/smollm2-135m-instruct
 
-# The shell receives the prompt through the environment, so that quotes in it stay quotes.
+# The shell receives the prompt through the environment, so that quotes in it stay quotes ($ is written $$).
 export PROMPT
 
 .venv/ready: requirements.txt

@@ -30,6 +30,7 @@ from decoding.stopping import StopRules
 from model import Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
 from search.prompts import PROMPTS
+from weights.device import pick_device
 from weights.files import write_json
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
@@ -49,6 +50,16 @@ class Result:
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     texts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     statistics: Statistics = field(default_factory=Statistics)
+    looked_at: int = 0  # drafted tokens that verification came to: the accepted ones and each first rejected one
+
+    @property
+    def kept_share(self) -> float:
+        """The chance that a drafted token is kept once it is looked at: what the formula calls α."""
+        return self.statistics.accepted / self.looked_at if self.looked_at else 0.0
+
+    def add(self, round: Round) -> None:
+        self.statistics.add(round)
+        self.looked_at += round.accepted + (round.accepted < len(round.drafted))
 
 
 # (prompt, how many tokens to write) -> the tokens, and the rounds they came in where there are any
@@ -73,8 +84,10 @@ def our_contender(
 
 def transformers_contender(folder: Path, model: Decoder, **options: object) -> Write:
     """Greedy ``generate`` of transformers on the same checkpoint, dtype and device."""
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise InputError("--against transformers needs that package: pip install transformers") from None
     transformers.logging.set_verbosity_error()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
     theirs.generation_config.eos_token_id = None  # end-of-text is ignored, as in our contenders
@@ -134,7 +147,7 @@ def run(
             results[name].seconds.setdefault((kind, text), []).append(time.perf_counter() - began)
             results[name].texts[kind, text] = tokens
             for round in rounds:
-                results[name].statistics.add(round)
+                results[name].add(round)
     return results
 
 
@@ -161,7 +174,7 @@ def speed_table(results: dict[str, Result], count: int, costs: dict[str, CostTab
         acceptance = sums.acceptance_rate
         predicted = ""
         if name in costs and costs[name].draft and acceptance is not None:  # a lookup does not always find a draft
-            predicted = f"{predicted_speedup(kept_share(sums), GAMMA, costs[name]):.2f}"
+            predicted = f"{predicted_speedup(result.kept_share, GAMMA, costs[name]):.2f}"
         table.add_row(
             name,
             f"{statistics.median(rates):.1f} ({rates[0]:.1f}-{rates[-1]:.1f})",
@@ -173,12 +186,6 @@ def speed_table(results: dict[str, Result], count: int, costs: dict[str, CostTab
             *(f"{statistics.median(speedups(result, plain, kind)):.2f}" for kind in kinds),
         )
     return table
-
-
-def kept_share(sums: Statistics) -> float:
-    """The chance that a drafted token is kept once it is looked at: what the formula calls α."""
-    looked_at = sums.accepted + sum(sums.histogram[:GAMMA])  # a round that accepts fewer than γ ends in a rejection
-    return sums.accepted / looked_at if looked_at else 0.0
 
 
 def cost_table(costs: dict[str, CostTable]) -> Table:
@@ -223,9 +230,13 @@ def measure(options: argparse.Namespace) -> None:
     console = Console(stderr=True)
     if options.max_new_tokens < 2 * GAMMA:
         raise InputError(f"--max-new-tokens must be at least {2 * GAMMA} to measure anything")
-    folder = model_folder(options.model)
+    if options.repeats < 1:
+        raise InputError(f"--repeats must be at least 1, found {options.repeats}")
+    if options.json and not options.json.parent.is_dir():
+        raise InputError(f"--json: the folder {options.json.parent} does not exist")
+    folder, device = model_folder(options.model), pick_device(options.device)
     tokenizer = Tokenizer(folder)
-    model = accelerate(load_model(folder, DTYPES.get(options.dtype), options.device))
+    model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
     chat = tokenizer.chat_template is not None
     prompts = [
         (kind, text, tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text))
@@ -245,7 +256,10 @@ def measure(options: argparse.Namespace) -> None:
             for name, result in results.items()
         }
         costs_found = {name: asdict(table) for name, table in costs.items()}
-        write_json(options.json, {"tokens": options.max_new_tokens, "seconds": medians, "costs": costs_found})
+        try:
+            write_json(options.json, {"tokens": options.max_new_tokens, "seconds": medians, "costs": costs_found})
+        except OSError as error:
+            raise InputError(f"{options.json} cannot be written: {error.strerror}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -255,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--against", choices=["transformers"], help="measure this library too, if it is installed")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured")
     options = parser.parse_args(arguments)

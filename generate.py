@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +30,7 @@ from decoding.streaming import TextStream
 from model import Decoder, InputError, LayerPlan, parse_config
 from model.fast import accelerate
 from weights.cost_file import kept_costs
+from weights.device import pick_device
 from weights.files import read_json
 from weights.load import DTYPES, load_model, stored_dtype
 from weights.memory import Memory, check_fits, estimate
@@ -41,8 +42,15 @@ DEFAULT_GAMMA = 4
 WARM_UP_TOKENS = 4  # written and thrown away before --compare times anything
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line, like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="generate.py", description=__doc__)
+    parser = OneLineParser(prog="generate.py", description=__doc__)
     parser.add_argument("prompt", nargs="?", help="the prompt, or give --prompt-file")
     parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file (-: standard input)")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
@@ -63,7 +71,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P")
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    sampling.add_argument("--seed", type=int, help="the same seed writes the same text")
+    sampling.add_argument("--seed", type=int, help="same seed, draft and --gamma: same text")
     sampling.add_argument("--num-samples", type=int, default=1, metavar="N")
     sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
     sampling.add_argument("--ban", action="append", default=[], metavar="WORD", help="never write WORD")
@@ -95,22 +103,14 @@ class Generator:
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Everything that can be refused is refused here, before a token is written."""
-        self.options = options
-        self.params = SamplingParams(
-            options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty
-        )
-        if options.num_samples < 1:
-            raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
-        BannedWords(options.ban, vocab_size=0)
-        check_drafting_options(options)
+        self.options, self.params = options, sampling_params(options)
         text, device = read_prompt(options), pick_device(options.device)
         self.folder = model_folder(options.model)
         self.tokenizer = Tokenizer(self.folder)
         self.stop = StopRules(options.max_new_tokens, self.tokenizer.eos_ids, options.stop)
         self.prompt = encode_prompt(self.tokenizer, text, options)
         self.capacity = reach(self.folder, self.prompt, options.max_new_tokens)
-        if device.type == "cuda":
-            check_fits(needed_memory(self.folder, options, device, self.capacity, len(self.prompt)), device)
+        check_fits(needed_memory(self.folder, options, device, self.capacity, len(self.prompt)), device)
         self.model = accelerate(load_model(self.folder, DTYPES.get(options.dtype), device))
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed % 2**64
         self.cache = self.model.new_cache(self.capacity)
@@ -152,8 +152,17 @@ class Generator:
                     show(stream.push(round))
         except KeyboardInterrupt:
             show(stream.flush())
+        except InputError:
+            show(stream.flush() + "\n")
+            raise
         sample.seconds = time.perf_counter() - began
         return sample
+
+    def warm_up(self) -> None:
+        """Write a few tokens, with the draft and without, to be thrown away before anything is timed."""
+        stop, randomness = StopRules(WARM_UP_TOKENS), SeededRandomness(self.seed, self.model.device)
+        self.write(self.drafter, self.new_policy(), stop, randomness, lambda _: None)
+        self.write_plainly(stop)
 
     def write_plainly(self, stop: StopRules) -> Sample:
         """The same request without a draft, silently: what --compare measures against."""
@@ -167,12 +176,39 @@ class Generator:
         return sample
 
 
-def check_drafting_options(options: argparse.Namespace) -> None:
-    """Raises InputError for an option that the chosen way of drafting would ignore."""
-    for name, kinds in {"plan": ["skip", "auto"], "exit_layer": ["exit"], "draft_model": ["model"]}.items():
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """The sampling options as a value. Raises InputError for one outside its range."""
+    return SamplingParams(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises InputError for a value out of range, and for an option that the chosen draft would ignore."""
+    for name, values in (("--system", [options.system or ""]), ("--stop", options.stop), ("--ban", options.ban)):
+        for value in values:
+            check_utf8(name, value)
+    sampling_params(options)
+    StopRules(options.max_new_tokens, stop_strings=options.stop)
+    BannedWords(options.ban, vocab_size=0)
+    if options.num_samples < 1:
+        raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
+    policy = FixedLength(options.gamma or 0)
+    if options.min_target_confidence is not None:
+        ConfidenceGate(policy, options.min_target_confidence)
+    drafting = ["auto", "skip", "exit", "model", "lookup"]
+    useful_with = {
+        "plan": ["skip", "auto"],
+        "exit_layer": ["exit"],
+        "draft_model": ["model"],
+        "gamma": drafting,
+        "adaptive": drafting,
+        "min_target_confidence": drafting,
+    }
+    for name, kinds in useful_with.items():
         if getattr(options, name) is not None and options.draft not in kinds:
             option = "--" + name.replace("_", "-")
             raise InputError(f"{option} has no effect with --draft {options.draft}: give --draft {kinds[0]}")
+    if options.draft == "model" and options.draft_model is None:
+        raise InputError("--draft model needs --draft-model DIR")
 
 
 def reach(folder: Path, prompt: list[int], max_new_tokens: int) -> int:
@@ -221,14 +257,18 @@ def read_prompt(options: argparse.Namespace) -> str:
             text = sys.stdin.read() if options.prompt_file == "-" else Path(options.prompt_file).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{options.prompt_file} cannot be read as UTF-8 text: {error}") from None
-    for name, value in (("prompt", text), *(("--stop", s) for s in options.stop), *(("--ban", w) for w in options.ban)):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"the {name} holds bytes that are not UTF-8: {value!a:.80}") from None
+    check_utf8("prompt", text)
     if not text.strip():
         raise InputError("the prompt is empty: give it at least one character")
     return text
+
+
+def check_utf8(name: str, value: str) -> None:
+    """Raises InputError for text that came from bytes which are no UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"the {name} holds bytes that are not UTF-8: {value!a:.80}") from None
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> list[int]:
@@ -240,21 +280,6 @@ def encode_prompt(tokenizer: Tokenizer, text: str, options: argparse.Namespace) 
         return tokenizer.encode(text)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return tokenizer.encode_chat([*system, {"role": "user", "content": text}])
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The named device, or the best there is. Raises InputError when it is not there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or ["unknown"])[0]
-        raise InputError(f"device {name!r} is not there: {reason}") from None
-    if device.type == "meta":
-        raise InputError("device 'meta' holds no numbers: give cpu or cuda")
-    return device
 
 
 def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy], str]:
@@ -271,7 +296,10 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
         return drafter, policy_maker(generator, None, None, chosen), "prompt lookup"
     if kind == "model":
         draft_model, name = load_draft_model(generator)
-        drafter = ModelDrafter(draft_model, draft_model.new_cache(generator.capacity))
+        cache = draft_model.new_cache(generator.capacity)
+        with torch.inference_mode():
+            draft_model.prefill(torch.tensor([generator.prompt[:-1]], dtype=torch.int64, device=model.device), cache)
+        drafter = ModelDrafter(draft_model, cache)
         return drafter, policy_maker(generator, draft_model, None, chosen), f"draft model {name}"
     if kind == "skip":
         if options.plan is None and not own_plan.exists():
@@ -289,8 +317,6 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
 
 def load_draft_model(generator: Generator) -> tuple[Decoder, str]:
     """The model of --draft-model. Raises InputError unless it shares the target's vocabulary."""
-    if generator.options.draft_model is None:
-        raise InputError("--draft model needs --draft-model DIR")
     folder, target = model_folder(generator.options.draft_model), generator.model
     config = parse_config(read_json(folder / "config.json"))
     ours, theirs = generator.tokenizer.vocabulary, Tokenizer(folder).vocabulary
@@ -315,12 +341,17 @@ def policy_maker(
     gamma = options.gamma if options.gamma is not None else chosen.gamma if chosen else None
     threshold = chosen.threshold if chosen else None
     costs: CostTable | None = None
+
+    def measure() -> CostTable:
+        print("[measuring once what drafts cost on this machine]", file=sys.stderr)
+        return measure_costs(generator.model, draft_model, plan)
+
     if options.draft == "auto" and not options.adaptive and options.gamma is None:
         costs = kept_costs(
             generator.folder,
             generator.model,
             plan,
-            lambda: measure_costs(generator.model, draft_model, plan),
+            measure,
         )
 
     def make() -> Policy:
@@ -356,18 +387,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Everything after the arguments are parsed; returns the exit status."""
+    check_options(options)
     if options.dry_run:
         return dry_run(options)
     generator = Generator(options)
-    out = sys.stderr if options.json else sys.stdout
     if options.compare:
-        generator.write_plainly(StopRules(WARM_UP_TOKENS))
+        generator.warm_up()
+    results: list[dict[str, Any]] = []
+    try:
+        write_samples(generator, results)
+    finally:  # what is complete is printed, whatever ends the rest
+        if options.json:
+            for result in results:
+                print(json.dumps(result, ensure_ascii=False))
+    return 130 if results[-1]["finish_reason"] == "interrupted" else 0
+
+
+def write_samples(generator: Generator, results: list[dict[str, Any]]) -> None:
+    """Stream every sample with its line of statistics, adding each to ``results`` once it is written."""
+    options = generator.options
+    out = sys.stderr if options.json else sys.stdout
     randomness = SeededRandomness(generator.seed, generator.model.device)
 
     def show(piece: str) -> None:
         print(piece, end="", file=out, flush=True)
 
-    results = []
     for number in range(options.num_samples):
         if number:
             print("-" * 20, file=out)
@@ -379,10 +424,6 @@ def run(options: argparse.Namespace) -> int:
             break
         if options.compare and number == 0:
             print(compare(sample, generator), file=sys.stderr)
-    if options.json:
-        for result in results:
-            print(json.dumps(result, ensure_ascii=False))
-    return 130 if results[-1]["finish_reason"] == "interrupted" else 0
 
 
 def describe(sample: Sample, generator: Generator) -> str:
@@ -426,6 +467,8 @@ def compare(sample: Sample, generator: Generator) -> str:
     ours, theirs = sample.stream.tokens, plain.stream.tokens
     if ours == theirs:
         return line + "; greedy texts are equal]"
+    if generator.params.repetition_penalty != 1 or generator.options.ban:
+        return line + "; greedy texts differ]"  # what decided was not the raw logits
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     gap = logit_gap(generator, theirs[:at], ours[at : at + 1] + theirs[at : at + 1])
     return line + f"; greedy texts differ from token {at} on, where the two logits are {gap:.3g} apart]"

@@ -325,7 +325,7 @@ MUTANTS = [
         "the baseline is timed without a warm-up",
         generate,
         "run",
-        "generator.write_plainly(StopRules(WARM_UP_TOKENS))",
+        "generator.warm_up()",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
     ),

@@ -9,7 +9,7 @@ import pytest
 
 import benchmark
 from decoding.costs import expected_tokens
-from decoding.rounds import Round, Statistics
+from decoding.rounds import Round
 from search.prompts import PROMPTS
 from tests.folders import write_folder
 
@@ -33,20 +33,40 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     assert measured["costs"]["lookup"]["verify"][0] == 1.0
 
 
-def test_too_few_tokens_to_measure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--max-new-tokens", "3"]) == 2
-    assert capsys.readouterr().err.startswith("error: --max-new-tokens must be at least 8")
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--max-new-tokens", "3"], "--max-new-tokens must be at least 8"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--device", "toaster"], "device 'toaster' is not there"),
+        (["--json", "/no/such/folder/report.json"], "--json: the folder /no/such/folder does not exist"),
+        (["--model", "/no/model"], "no folder '/no/model'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(write_folder(tmp_path / "model"))]
+    assert benchmark.main([*model, *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {complaint}")
 
 
 def test_the_share_of_tokens_kept_once_looked_at_recovers_the_acceptance_of_the_formula() -> None:
     """Rounds as acceptance α makes them: n kept and one rejected with probability αⁿ(1 - α), all γ with α^γ."""
-    alpha, sums = 0.5, Statistics()
+    alpha, result = 0.5, benchmark.Result()
     for kept, times in zip(range(benchmark.GAMMA + 1), (8, 4, 2, 1, 1), strict=True):
         for _ in range(times):
-            sums.add(Round(0, [0] * benchmark.GAMMA, kept, [0] * (kept + 1)))
-    assert benchmark.kept_share(sums) == pytest.approx(alpha)
-    assert sums.tokens_per_round == pytest.approx(expected_tokens(alpha, benchmark.GAMMA))
-    assert benchmark.kept_share(Statistics()) == 0
+            result.add(Round(0, [0] * benchmark.GAMMA, kept, [0] * (kept + 1)))
+    assert result.kept_share == pytest.approx(alpha)
+    assert result.statistics.tokens_per_round == pytest.approx(expected_tokens(alpha, benchmark.GAMMA))
+    assert benchmark.Result().kept_share == 0
+
+
+def test_a_draft_that_the_budget_cut_short_and_that_was_accepted_whole_is_no_rejection() -> None:
+    result = benchmark.Result()
+    result.add(Round(0, [0] * 4, 4, [0] * 5))
+    result.add(Round(5, [0] * 2, 2, [0] * 3))
+    assert result.kept_share == 1
 
 
 def test_there_are_at_least_four_different_prompts_of_every_kind() -> None:

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import generate
 from decoding.streaming import TextStream
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights import fetch
+from weights.device import pick_device
 from weights.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +110,11 @@ def test_python_runs_the_script_and_fails_in_one_line() -> None:
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
         (["a", "--draft", "exit", "--exit-layer", "5"], "exit layer 5 is not in 1..4"),
         (["a", "--draft", "exit", "--exit-layer", "0"], "exit layer 0 is not in 1..4"),
+        (["a", "--draft", "none", "--gamma", "3"], "--gamma has no effect with --draft none"),
+        (["a", "--draft", "none", "--gamma", "-3"], "gamma must be at least 0"),
+        (["--dry-run", "--max-new-tokens", "-5"], "max-new-tokens must be at least 1"),
+        (["a", "--system", "\udcff", "--chat"], "not UTF-8"),
+        (["a", "--temperature", "1e-46", "--repetition-penalty", "1e39"], "repetition penalty must be above 0"),
         (["a", "--exit-layer", "2"], "--exit-layer has no effect with --draft auto"),
         (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
         (["a", "--draft", "skip"], "--draft skip needs --plan FILE"),
@@ -161,8 +168,6 @@ def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> No
 
 
 def test_weights_that_are_not_numbers_stop_with_the_layer_they_come_from(run: Run, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = write_folder(tmp_path / "broken")
     state = load_file(folder / "model.safetensors")
     state["model.layers.2.mlp.up_proj.weight"][1, 2] = float("nan")
@@ -323,6 +328,45 @@ def test_ctrl_c_while_loading_exits_130(run: Run, model: str, monkeypatch: pytes
     assert run("the", "--model", model).status == 130
 
 
+def test_a_mistyped_option_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["a", "--gamma", "many"])
+    assert ended.value.code == 2
+    assert re.fullmatch(r"error: argument --gamma: [^\n]*--help\n", capsys.readouterr().err)
+
+
+def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while --compare decodes plainly: the finished sample's object is not lost."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "compare", interrupted)
+    outcome = run("the", "--model", model, "--draft", "exit", "--max-new-tokens", "6", "--compare", "--json")
+    assert outcome.status == 130
+    assert [len(result["tokens"]) for result in outcome.objects] == [6]
+
+
+def test_a_text_too_long_for_memory_is_refused_on_a_cpu_too(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "long", {**LLAMA, "max_position_embeddings": 2**31})
+    outcome = run("the", "--model", str(folder), "--max-new-tokens", "2000000000")
+    assert outcome.status == 2
+    assert "does not fit on cpu" in outcome.err
+
+
+def test_a_draft_model_whose_numbers_break_is_never_accepted(run: Run, model: str, tmp_path: Path) -> None:
+    broken = write_folder(tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    state["model.norm.weight"][0] = float("nan")
+    save_file(state, broken / "model.safetensors")
+    options = ["the hen", "--model", model, "--max-new-tokens", "12", "--json"]
+    result = run(*options, "--draft", "model", "--draft-model", str(broken)).objects[0]
+    assert result["accepted"] == 0 < result["drafted"]
+    assert result["text"] == run(*options, "--draft", "none").objects[0]["text"]
+
+
 def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +412,7 @@ def test_a_prompt_file_is_the_prompt(run: Run, model: str, tmp_path: Path) -> No
 
 def test_a_device_named_plainly_is_used(run: Run, model: str) -> None:
     assert run("the", "--model", model, "--device", "cpu", "--max-new-tokens", "2").status == 0
-    assert generate.pick_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert pick_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_fetching_an_unknown_name_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tests.folders import write_folder
 
 
 def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
-    """Three runs of the loop: a short plain one that is not timed, the speculative one, the plain one."""
+    """Four runs of the loop: two short ones that are not timed, the speculative one, the plain one."""
     runs: list[tuple[str, int, int]] = []
     production = generate.speculate
 
@@ -28,6 +28,6 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
         options = ["the hen", "--model", model, "--draft", "exit", "--max-new-tokens", "9", "--compare"]
         assert generate.main(options) == 0
     drafters, budgets, beyond_prompt = zip(*runs, strict=True)
-    assert drafters == ("NoDraft", "ModelDrafter", "NoDraft")
-    assert budgets == (generate.WARM_UP_TOKENS, 9, 9)
+    assert drafters == ("ModelDrafter", "NoDraft", "ModelDrafter", "NoDraft")
+    assert budgets == (generate.WARM_UP_TOKENS, generate.WARM_UP_TOKENS, 9, 9)
     assert beyond_prompt[0] == -1, "the first run finds the prompt but its last token, as speculate wants it"

@@ -126,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder}: {pickled[0]} is a pickle, which can run any code when opened, so it is not loaded: "
             "convert it with transformers' save_pretrained, which writes safetensors"
         )
-    raise InputError(f"{folder} holds no model.safetensors and no model.safetensors.index.json")
+    raise InputError(f"{folder} holds no model.safetensors and no model.safetensors.index.json: fetch it again")
 
 
 def _check_index(index: Path, mapping: dict[str, str], files: list[Path]) -> None:
