@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -254,28 +253,25 @@ def tiny_model(family: str, *, vocab: int = 3, layers: int = 3, seed: int = 0, h
     return model.requires_grad_(False).eval()
 
 
-def real_drafter(name: str, model: Decoder, cache: KVCache) -> Drafter:
-    """A fresh drafter for a real module: "skip", "exit" (shared cache), "model" (another module), "lookup"."""
-    layers = model.num_layers
-    if name == "skip":
-        return ModelDrafter(model, cache, LayerPlan.skipping(layers, [0, 2], [1]))
-    if name == "exit":
-        return ModelDrafter(model, cache, LayerPlan.early_exit(layers, 1))
-    if name == "model":
-        draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99)
-        return ModelDrafter(draft, draft.new_cache(model.max_positions))
-    return PromptLookup(model.vocab_size) if name == "lookup" else NoDraft(model.vocab_size)
+def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
+    """Another real module, with a cache of its own."""
+    draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99)
+    return ModelDrafter(draft, draft.new_cache(model.max_positions))
 
 
-def real_law(model: Decoder, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[Outcome, float]:
-    """Plain sampling's law of ``length`` tokens from a real module, each row from a fresh run without a cache."""
-    law = {}
-    for tokens in product(range(model.vocab_size), repeat=length):
-        text = torch.tensor([*prompt, *tokens])
-        weight = 1.0
-        with torch.inference_mode():
-            for at in range(len(prompt), len(text)):
-                row = distribution(model(text[None, :at])[0, -1:], text[:at], params)[0]
-                weight *= row[text[at]].item()
-        law[tokens, "length"] = weight
-    return law
+def skipping(model: Decoder, cache: KVCache) -> Drafter:
+    return ModelDrafter(model, cache, LayerPlan.skipping(model.num_layers, [0, 2], [1]))
+
+
+def early_exit(model: Decoder, cache: KVCache) -> Drafter:
+    return ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
+
+
+# Drafters of real modules, under the names of the table models' where they correspond.
+REAL_DRAFTERS = {
+    "plan": skipping,
+    "exit": early_exit,
+    "model": small_draft_model,
+    "lookup": prompt_lookup,
+    "none": no_draft,
+}

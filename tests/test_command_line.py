@@ -123,6 +123,8 @@ def test_python_runs_the_script_and_fails_in_one_line() -> None:
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["a", "--device", "toaster"], "device 'toaster' is not there"),
+        (["a", "--device", "hpu"], "device 'hpu' is not there"),
+        (["a", "--device", "mkldnn"], "device 'mkldnn' is not there"),
         (["a", "--device", "meta"], "device 'meta' holds no numbers"),
         (["a", "--chat"], "no chat template"),
         (["a", "--system", "s"], "--system needs a chat"),
@@ -136,6 +138,15 @@ def test_wrong_input_is_one_clear_line_and_status_2(arguments: list[str], compla
     assert outcome.err.startswith("error: ")
     assert complaint in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "two\r\x1b[31mcolours"], ids=["newline", "control"])
+def test_a_folder_of_an_odd_name_does_not_break_the_line(name: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    outcome = run("the hen", "--model", str(tmp_path / name))
+    assert outcome.status == 2
+    assert len(outcome.err.splitlines()) == 1
+    assert "\x1b" not in outcome.err
 
 
 def test_a_plan_with_a_layer_outside_the_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:

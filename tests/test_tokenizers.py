@@ -392,6 +392,7 @@ def test_a_role_that_the_template_refuses_is_an_input_error(folders):
     [
         ("{% for", "chat template fails: "),
         ("{{ 1 / 0 }}", "chat template fails: division by zero"),
+        ("{{ '\\ud800' }}", "chat template fails: .*surrogates"),
         ("{{ messages.append(1) }}", "chat template fails: .*unsafe|chat template fails: .*append"),
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
         (None, "has no chat template: leave out --chat"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from model import InputError
@@ -12,9 +14,11 @@ def pick_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the refusal says enough
+            device = torch.device(name)
+            torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = (str(error).splitlines() or ["unknown"])[0]
         raise InputError(f"device {name!r} is not there: {reason:.120}") from None
     if device.type == "meta":

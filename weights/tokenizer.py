@@ -105,7 +105,9 @@ class Tokenizer:
         names = {key: token_text(self.settings.get(key)) for key in NAMED_TOKENS}
         try:
             template = environment.from_string(self.chat_template)
-            return template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
+            text = template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
+            text.encode()  # a template can write half of a surrogate pair, which is no text
+            return text
         except InputError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
