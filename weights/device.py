@@ -18,7 +18,7 @@ def pick_device(name: str | None) -> torch.device:
             warnings.simplefilter("ignore")  # the refusal says enough
             device = torch.device(name)
             torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = (str(error).splitlines() or ["unknown"])[0]
         raise InputError(f"device {name!r} is not there: {reason:.120}") from None
     if device.type == "meta":
