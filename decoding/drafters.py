@@ -82,12 +82,12 @@ class ModelDrafter:
             token = randomness.draw(probs[0])
             start, context = len(context), torch.cat((context, token[None]))
             rows.append(probs)
-            if sampler.constraints and token.item() in sampler.eos_ids:
-                break  # no constraint may be asked what follows
             if policy.reads_draft_confidence:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
                     break
+            if sampler.constraints and token.item() in sampler.eos_ids:
+                break  # no constraint may be asked what follows
         probs = torch.cat(rows) if rows else torch.zeros(0, self.model.vocab_size, device=self.model.device)
         return Draft(context[len(tokens) :], probs, confidence if policy.reads_draft_confidence else None)
 

@@ -139,6 +139,17 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
     assert lookup.propose(repeated, 4, later, FixedLength(4), SeededRandomness(0)).tokens.tolist() == [5]
 
 
+@torch.inference_mode()
+def test_a_constrained_draft_ends_with_the_text_and_keeps_every_confidence() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    sampler = Sampler(SamplingParams(1.0), (lambda tokens: only(5),), frozenset({5}))
+    drafter = ModelDrafter(model, model.new_cache(20))
+    draft = drafter.propose([1, 2], 4, sampler, AdaptiveExit(0.0, 4), SeededRandomness(0))
+    assert draft.tokens.tolist() == [5]
+    assert draft.confidence is not None
+    assert len(draft.confidence) == 1
+
+
 @settings(max_examples=400, derandomize=True, deadline=None)
 @given(
     tokens=st.lists(st.sampled_from([0, 1, 2, 256, 65536]), min_size=1, max_size=30),
