@@ -66,7 +66,7 @@ def save_model(
         for stale in [*folder.glob("model*.safetensors"), folder / INDEX]:
             if stale.name not in kept:
                 stale.unlink(missing_ok=True)
-        _copy_tokenizer(tokenizer_from, folder)
+        copy_tokenizer(tokenizer_from, folder)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder} cannot be written: {error}") from None
 
@@ -94,7 +94,8 @@ def _token_ids(folder: Path | None) -> dict[str, Any]:
     return {key: raw[key] for key in TOKEN_IDS if key in raw}
 
 
-def _copy_tokenizer(source: Path | None, folder: Path) -> None:
+def copy_tokenizer(source: Path | None, folder: Path) -> None:
+    """Copy the tokenizer files of one model folder into another; nothing to do where they are the same."""
     for name in TOKENIZER_FILES if source is not None and source.resolve() != folder.resolve() else ():
         if (source / name).exists():
             with atomic_path(folder / name) as temporary:

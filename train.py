@@ -1,0 +1,412 @@
+"""Train a Llama or Gemma-2 whose early layers can speak: the LayerSkip recipe (arXiv 2404.16710, section 4.1).
+
+Two ideas, ``dropout_rates`` and ``exit_weights`` below, on top of an ordinary training loop. Every random
+choice of a step follows from (seed, step, micro-batch) alone, so a run that was killed goes on as if it had
+not been, and several processes (``torchrun``) share a batch exactly as accumulation on one would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from model import Decoder, InputError, ModelConfig, build, parse_config
+from model.layers import place
+from weights.corpus import Tokens, pick_rows, read_documents, tokenized, train_tokenizer
+from weights.device import keep_freed_memory, matmul_rate, pick_device
+from weights.files import read_json
+from weights.load import load_model
+from weights.names import model_folder
+from weights.save import copy_tokenizer, save_model
+from weights.tokenizer import Tokenizer
+from weights.training_files import plot_losses, read_state, save_state, trim_log
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+MAX_NORM = 1.0
+LAST_RATE = 0.1  # of the peak learning rate, where the cosine ends
+HELD_OUT_ROWS = 64
+# Options that leave the losses alone, and files, whose contents count and not their names.
+WITHOUT_EFFECT = (
+    "device",
+    "out",
+    "evaluate_every",
+    "save_every",
+    "data",
+    "config",
+    "tokenizer",
+    "accumulate",
+    "vocab_size",
+)
+
+
+def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_scratch: bool) -> list[float]:
+    """p(l, t) = S(t)·D(l)·p_max: the chance that a sample skips layer l (section 4.1.1, equations 1 and 2).
+
+    D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when training
+    goes on from a checkpoint; from scratch it grows over the run likewise, exp(t·ln 2 / (T-1)) - 1.
+    """
+    grown = 2 ** (step / max(1, steps - 1)) - 1 if from_scratch else 1.0
+    return [grown * (2 ** (layer / max(1, num_layers - 1)) - 1) * largest for layer in range(num_layers)]
+
+
+def exit_weights(
+    num_layers: int, step: int, steps: int, *, scale: float, power: float, curriculum: str, rotation: int
+) -> list[float]:
+    """ẽ(t, l): the share of leaving after layer l in the loss of step t (section 4.1.2, equations 4 to 6).
+
+    e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the last; ẽ are these
+    made to sum to 1. ``rotational`` turns every R-th exit on, shifted by one each step; ``gradual`` one after
+    another from the last to the first, all by half of the run; ``none`` leaves them off. The last layer's loss is
+    always on. The paper's sums leave an exit after a quarter of the layers a sixteenth of the last one's
+    weight, too little for a short run: a ``power`` below 1 (the paper's) flattens them, s(l)^power · s(L-2)^(1-power).
+    """
+    last = num_layers - 1
+    largest = last * (last - 1) / 2
+    weights = []
+    for layer in range(last):
+        on = {
+            "none": False,
+            "rotational": (layer - step) % rotation == 0,
+            "gradual": step >= (num_layers - layer) * steps / (2 * num_layers),
+        }[curriculum]
+        weights.append(on * scale * (layer * (layer + 1) / 2) ** power * largest ** (1 - power))
+    weights.append(last + scale * largest)
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else [1.0]
+
+
+def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
+    """The hidden states after each layer, ``[batch, T, hidden]``, for ``[batch, T]`` ids.
+
+    ``kept`` bool ``[layers, batch]``: samples that pass a layer; the others skip it whole, without rescaling.
+    """
+    x = model.embed(tokens)
+    positions = place(model.config, 0, tokens.shape[1], x)
+    for layer, block in enumerate(model.layers):
+        rows = None if kept is None or kept[layer].all() else kept[layer].nonzero()[:, 0].to(x.device)
+        if rows is None:
+            x = block(x, positions, None, attention=True, mlp=True)
+        elif len(rows):
+            passed = block(x[rows], positions, None, attention=True, mlp=True)
+            x = x.index_copy(0, rows, passed.to(x.dtype))
+        yield x
+
+
+def cross_entropy(model: Decoder, hidden: Tensor, following: Tensor) -> Tensor:
+    """Mean loss in nats of the tokens that follow ``[batch, T]``, if the model left with ``hidden``."""
+    return F.cross_entropy(model.logits(hidden).float().flatten(0, 1), following.flatten())
+
+
+def recipe_loss(
+    model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float]
+) -> tuple[Tensor, list[float]]:
+    """J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss (NaN where its weight is 0)."""
+    total = torch.zeros((), device=tokens.device)
+    losses = [math.nan] * len(weights)
+    for layer, hidden in enumerate(layer_outputs(model, tokens[:, :-1], kept)):
+        if weights[layer]:
+            loss = cross_entropy(model, hidden, tokens[:, 1:])
+            losses[layer] = loss.item()
+            total = total + weights[layer] * loss
+    return total, losses
+
+
+def learning_rate(step: int, steps: int, warm_up: int, peak: float) -> float:
+    """Linear warm-up to the peak, then a cosine down to a tenth of it."""
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    turned = (step - warm_up) / max(1, steps - warm_up)
+    return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned)))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that train together: this one's number, how many there are, and its place on the machine."""
+
+    rank: int = int(os.environ.get("RANK", 0))
+    size: int = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank: int = int(os.environ.get("LOCAL_RANK", 0))
+
+    def average(self, gradients: list[Tensor], loss: float) -> float:
+        """Replace each gradient by its mean over the processes, in one exchange; returns the mean loss."""
+        if self.size == 1:
+            return loss
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor([loss])])
+        dist.all_reduce(flat)
+        flat /= self.size
+        for gradient, mean in zip(gradients, flat[:-1].split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+        return flat[-1].item()
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """A stream of random numbers that these numbers name."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+
+
+class Trainer:
+    """The model, its optimiser, the text, and the step they have come to."""
+
+    def __init__(self, options: argparse.Namespace, group: Group) -> None:
+        self.options, self.group, self.step = options, group, 0
+        self.state_file = options.out / "training" / "state.safetensors"
+        self.device = pick_device(options.device)
+        if self.device.type == "cuda" and group.size > 1:
+            self.device = torch.device("cuda", group.local_rank)
+        self.tokens, config = prepare(options, group)
+        if options.start_from is None:
+            self.model = build(config)
+            self.model.initialise(
+                std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
+            )
+        else:
+            self.model = load_model(model_folder(options.start_from), torch.float32)
+        self.model.to(self.device).train().requires_grad_()
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self.optimiser = torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS, fused=True)
+        state = read_state(self.state_file, self.settings())
+        if state is not None:
+            state.restore(self.model, self.optimiser)
+            self.step = state.step
+
+    def take_step(self) -> dict[str, Any]:
+        """One update of the weights, over batch × accumulate × processes rows. Raises InputError for a NaN loss."""
+        options, layers = self.options, self.model.num_layers
+        rates = dropout_rates(layers, self.step, options.steps, options.layer_dropout, options.start_from is None)
+        weights = exit_weights(
+            layers,
+            self.step,
+            options.steps,
+            scale=options.exit_scale,
+            power=options.exit_power,
+            curriculum=options.curriculum,
+            rotation=options.rotation,
+        )
+        total = 0.0
+        for micro in range(self.group.rank, options.accumulate * self.group.size, self.group.size):
+            generator = generator_of(options.seed, self.step, micro)
+            rows = pick_rows(self.tokens.train, options.batch, options.context + 1, generator).to(self.device)
+            kept = torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
+                loss, losses = recipe_loss(self.model, rows, kept, weights)
+            (loss / options.accumulate).backward()
+            total += loss.item() / options.accumulate
+        for parameter in self.model.parameters():  # a layer that every row skipped has no gradient yet
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        total = self.group.average([parameter.grad for parameter in self.model.parameters()], total)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM).item()
+        if not math.isfinite(total) or not math.isfinite(norm):
+            raise InputError(
+                f"the loss or its gradient is no number in step {self.step + 1}: the checkpoint of an earlier step is "
+                "kept; continue with a lower --learning-rate"
+            )
+        rate = learning_rate(self.step, options.steps, options.warm_up, options.learning_rate)
+        for part in self.optimiser.param_groups:
+            part["lr"] = rate
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.step += 1
+        exits = {str(layer + 1): round(value, 4) for layer, value in enumerate(losses) if not math.isnan(value)}
+        return {"step": self.step, "loss": total, "exit_losses": exits, "norm": norm, "learning_rate": rate}
+
+    @torch.no_grad()
+    def judge(self) -> dict[str, Any]:
+        """Held-out loss of every exit, and how often its greedy token is the full model's (both by layer, 1 to L)."""
+        generator = torch.Generator().manual_seed(0)
+        losses, agreement, parts = 0.0, 0.0, HELD_OUT_ROWS // 8
+        for _ in range(parts):
+            rows = pick_rows(self.tokens.held_out, 8, self.options.context + 1, generator).to(self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.autocast):
+                exits = [self.model.logits(hidden).float() for hidden in layer_outputs(self.model, rows[:, :-1])]
+            following = rows[:, 1:].flatten()
+            losses += np.array([F.cross_entropy(each.flatten(0, 1), following).item() for each in exits])
+            best = exits[-1].argmax(-1)
+            agreement += np.array([(each.argmax(-1) == best).float().mean().item() for each in exits])
+        return {
+            "step": self.step,
+            "held_out_loss": np.round(losses / parts, 4).tolist(),
+            "agreement": np.round(agreement / parts, 4).tolist(),
+        }
+
+    def save(self) -> None:
+        """Write the state to go on from, and the model as an ordinary bf16 folder. Each file is replaced as a whole."""
+        save_state(self.state_file, self.model, self.optimiser, self.step, self.settings())
+        published = build(self.model.config).to(torch.bfloat16)
+        published.load_state_dict(self.model.state_dict())
+        save_model(published, self.options.out, tokenizer_from=self.options.out)
+
+    def settings(self) -> dict[str, Any]:
+        """Every option that the losses depend on, the model's shape and the text, by name."""
+        options = vars(self.options).items()
+        chosen = {"--" + name.replace("_", "-"): value for name, value in options if name not in WITHOUT_EFFECT}
+        rows = self.group.size * self.options.accumulate * self.options.batch
+        return {**chosen, "model": repr(self.model.config), "rows a step": rows, "text": self.tokens.fingerprint}
+
+
+def prepare(options: argparse.Namespace, group: Group) -> tuple[Tokens, ModelConfig]:
+    """Tokenizer, token files and config in the run's folder; the first process makes them, the others wait."""
+    folder, documents = options.out / "training", read_documents(options.data)
+    start = None if options.start_from is None else model_folder(options.start_from)
+    source = start or (options.tokenizer and model_folder(options.tokenizer))
+    raw = read_json(start / "config.json" if start else options.config)
+    if group.rank == 0:
+        if source:
+            options.out.mkdir(parents=True, exist_ok=True)
+            copy_tokenizer(source, options.out)
+        elif not (options.out / "tokenizer.model").exists():
+            train_tokenizer(documents, options.vocab_size, options.out)
+    group.wait()
+    tokenizer = Tokenizer(options.out)
+    if not start:
+        raw["vocab_size"] = len(tokenizer.vocabulary.pieces)
+    config = parse_config(raw)
+    if options.context > config.max_positions:
+        raise InputError(f"--context {options.context} is more than the config's {config.max_positions} positions")
+    if group.rank == 0:
+        tokenized(documents, tokenizer, config.vocab_size, folder)
+    group.wait()
+    tokens = tokenized(documents, tokenizer, config.vocab_size, folder)
+    if min(len(tokens.train), len(tokens.held_out)) <= options.context:
+        raise InputError(
+            f"the data have {len(tokens.train)} tokens and {len(tokens.held_out)} held out: too few for "
+            f"--context {options.context}"
+        )
+    return tokens, config
+
+
+def run(options: argparse.Namespace, group: Group, console: Console) -> None:
+    """Train to the last step, logging every step and judging and saving as often as asked."""
+    trainer = Trainer(options, group)
+    leads = group.rank == 0
+    log = trainer.state_file.parent / "log.jsonl"
+    if leads:
+        trim_log(log, trainer.step)
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    tokens_a_step = options.batch * options.context * options.accumulate * group.size
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    began, first = time.perf_counter(), trainer.step
+    with Progress(*columns, console=console, disable=not leads) as progress:
+        bar = progress.add_task("", total=options.steps, completed=trainer.step)
+        while trainer.step < options.steps:
+            record = trainer.take_step()
+            rate = (trainer.step - first) * tokens_a_step / (time.perf_counter() - began)
+            progress.update(bar, completed=trainer.step, description=f"loss {record['loss']:.3f}, {rate:.0f} tokens/s")
+            last = trainer.step == options.steps
+            if not leads:
+                continue
+            records = [record]
+            if last or trainer.step % options.evaluate_every == 0:
+                records.append(trainer.judge())
+            with log.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(each) + "\n" for each in records)
+            if last or trainer.step % options.save_every == 0:
+                trainer.save()
+    if leads and trainer.step > first:
+        used, most = 6 * size * rate, matmul_rate(trainer.device, torch.bfloat16 if options.autocast else torch.float32)
+        console.print(
+            f"{size / 1e6:.2f} M parameters, {rate:.0f} tokens/s: {used / 1e9:.0f} GFLOP/s at 6 a parameter and token, "
+            f"{used / most:.0%} of this machine's matrix products ({most / 1e9:.0f} GFLOP/s)"
+        )
+    if leads:
+        plot_losses(log, trainer.state_file.parent / "losses.svg")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises InputError for a value out of range."""
+    for name in ("steps", "batch", "accumulate", "context", "rotation", "evaluate_every", "save_every", "vocab_size"):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(options, name)}")
+    if not 0 <= options.layer_dropout < 1:
+        raise InputError(f"--layer-dropout must be from 0 to below 1, found {options.layer_dropout}")
+    if not (options.exit_scale >= 0 and options.exit_power >= 0 and options.learning_rate > 0):
+        raise InputError("--exit-scale and --exit-power must be at least 0, and --learning-rate above 0")
+    if (options.config is None) == (options.start_from is None):
+        raise InputError(
+            "give the model's shape with --config FILE, or a checkpoint to go on from with --start-from DIR"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="train.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="model folder; a run found there goes on"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.json of the model's shape, to start from scratch"
+    )
+    parser.add_argument("--start-from", metavar="DIR", help="a checkpoint to go on from, with its tokenizer")
+    parser.add_argument("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: learn one)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="of the tokenizer to be learnt")
+    recipe = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)")
+    recipe.add_argument(
+        "--layer-dropout", type=float, default=0.1, metavar="P", help="p_max, of the last layer at the end"
+    )
+    recipe.add_argument(
+        "--exit-scale", type=float, default=1.0, metavar="E", help="e_scale, of the early exits' losses"
+    )
+    recipe.add_argument(
+        "--exit-power", type=float, default=1.0, metavar="A", help="below 1 strengthens the first exits"
+    )
+    recipe.add_argument("--curriculum", choices=["rotational", "gradual", "none"], default="rotational")
+    recipe.add_argument("--rotation", type=int, default=8, metavar="R", help="every R-th layer's exit is on in a step")
+    loop = parser.add_argument_group("the loop")
+    loop.add_argument("--steps", type=int, default=2000, metavar="N")
+    loop.add_argument("--batch", type=int, default=16, metavar="N", help="rows a micro-batch")
+    loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step and process")
+    loop.add_argument("--context", type=int, default=256, metavar="N", help="tokens a row")
+    loop.add_argument("--learning-rate", type=float, default=2e-3, metavar="R", help="at its peak")
+    loop.add_argument("--warm-up", type=int, default=100, metavar="N", help="steps")
+    loop.add_argument("--seed", type=int, default=0)
+    loop.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bf16")
+    loop.add_argument("--evaluate-every", type=int, default=100, metavar="N", help="steps")
+    loop.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
+    loop.add_argument("--device", help="cpu, cuda ... (default: cuda if there is one)")
+    options = parser.parse_args(arguments)
+    console, group = Console(stderr=True), Group()
+    try:
+        check_options(options)
+        keep_freed_memory()
+        if group.size > 1:
+            dist.init_process_group("nccl" if torch.cuda.is_available() and options.device != "cpu" else "gloo")
+        run(options, group, console)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or options.out} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped: the same command goes on from the last checkpoint in {options.out}", file=sys.stderr)
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

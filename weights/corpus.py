@@ -1,0 +1,192 @@
+"""Text files -> a tokenizer, and a memory-mapped file of token ids to train on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+from torch import Tensor
+
+from model import InputError
+from weights.files import atomic_path, one_line, read_optional_json, write_json
+from weights.tokenizer import Tokenizer
+
+PIECE_CHARACTERS = 4000  # a .txt file is cut at line ends into documents of about this length
+HELD_OUT_SHARE = 50  # one document in so many is held out
+TRAIN, HELD_OUT, INDEX = "train.bin", "held_out.bin", "tokens.json"
+BOS, EOS = "<s>", "</s>"
+# A turn is its text and an empty line: what read_documents makes of a prompt and its response.
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text to learn. ``ended``: it has an end of its own, and is not cut off."""
+
+    text: str
+    ended: bool
+
+
+def read_documents(paths: Sequence[Path]) -> list[Document]:
+    """The documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or ``prompt`` and ``response``.
+
+    A line may say ``"finished": false``: then its text was cut off, and no end of text follows it. Raises
+    InputError naming file and line for what cannot be read, and when there is no text at all.
+    """
+    documents = []
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} cannot be read as UTF-8 text: {one_line(error)}") from None
+        if path.suffix == ".jsonl":
+            lines = enumerate(text.splitlines(), start=1)
+            found = [_parse_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+        elif path.suffix == ".txt":
+            found = list(_pieces(text))
+        else:
+            raise InputError(f"{path} is neither .txt nor .jsonl")
+        documents += [document for document in found if document.text.strip()]
+    if not documents:
+        raise InputError(f"{', '.join(map(str, paths)) or 'the data'}: there is no text to train on")
+    return documents
+
+
+def _parse_line(place: str, line: str) -> Document:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place} is not valid JSON: {error}") from None
+    fields = [row.get(key) for key in ("text", "prompt", "response")] if isinstance(row, dict) else [None] * 3
+    match fields:
+        case [str(text), _, _]:
+            pass
+        case [_, str(prompt), str(response)]:
+            text = f"{prompt.strip()}\n\n{response.strip()}"
+        case _:
+            raise InputError(f'{place} needs "text", or "prompt" and "response", each a string')
+    return Document(text, ended=row.get("finished", True) is not False)
+
+
+def _pieces(text: str) -> Iterator[Document]:
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= PIECE_CHARACTERS:
+            yield Document(piece, ended=False)
+            piece = ""
+    yield Document(piece, ended=True)
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path) -> None:
+    """Learn ``vocab_size`` sentencepiece BPE tokens, every byte among them, and write a tokenizer into ``folder``.
+
+    Any text can be encoded: a rare character falls back to its bytes, as in Llama 2. Raises InputError when
+    the documents do not support so large a vocabulary, or the folder cannot be written.
+    """
+    lines = (line for document in documents for line in document.text.splitlines() if line)
+    learned = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=learned,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            split_digits=True,
+            max_sentence_length=1 << 20,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        limit = re.search(r"<= (\d+)", str(error))
+        known = f"; it supports at most {limit[1]}" if limit else f": {one_line(error)}"
+        raise InputError(f"--vocab-size {vocab_size} does not suit this text{known}") from None
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": True,  # transformers then codes a chat as we do: a text after a control token begins with a space
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    try:
+        with atomic_path(folder / "tokenizer.model") as temporary:
+            temporary.write_bytes(learned.getvalue())
+        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids ``[n]`` uint16 or uint32, mapped from disk: what to train on, and what to judge by."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    fingerprint: str
+
+
+def pick_rows(tokens: np.ndarray, rows: int, width: int, generator: torch.Generator) -> Tensor:
+    """``[rows, width]`` int64: windows of a token file that begin anywhere."""
+    starts = torch.randint(len(tokens) - width + 1, (rows,), generator=generator).tolist()
+    return torch.from_numpy(np.stack([tokens[start : start + width] for start in starts]).astype(np.int64))
+
+
+def tokenized(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, folder: Path) -> Tokens:
+    """The documents as two files of ids in ``folder``, written once and found again by their fingerprint.
+
+    Which document is held out depends on its text alone, so more data moves none from one side to the other.
+    Raises InputError when a token is not among the model's ``vocab_size``, and when the disk is full.
+    """
+    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    digest = hashlib.sha256(json.dumps([dtype.name, tokenizer.settings], sort_keys=True).encode())
+    digest.update(b"".join(tokenizer.vocabulary.pieces))
+    for document in documents:
+        digest.update(document.text.encode() + bytes([document.ended]))
+    fingerprint = digest.hexdigest()
+    if read_optional_json(folder / INDEX).get("fingerprint") != fingerprint:
+        _write_tokens(documents, tokenizer, vocab_size, dtype, folder)
+        write_json(folder / INDEX, {"fingerprint": fingerprint})
+    train, held_out = (np.memmap(folder / name, dtype=dtype, mode="r") for name in (TRAIN, HELD_OUT))
+    return Tokens(train, held_out, fingerprint)
+
+
+def _write_tokens(
+    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, dtype: np.dtype, folder: Path
+) -> None:
+    ids: dict[str, list[np.ndarray]] = {TRAIN: [], HELD_OUT: []}
+    end = sorted(tokenizer.eos_ids)[:1]
+    for document in documents:
+        row = tokenizer.encode(document.text) + (end if document.ended else [])
+        if max(row, default=0) >= vocab_size:
+            raise InputError(f"the tokenizer gives id {max(row)}, but the model has {vocab_size} tokens")
+        held_out = zlib.crc32(document.text.encode()) % HELD_OUT_SHARE == 0
+        ids[HELD_OUT if held_out else TRAIN].append(np.asarray(row, dtype=dtype))
+    for name, rows in ids.items():
+        if not rows:
+            raise InputError(f"{len(documents)} documents are too few to hold one in {HELD_OUT_SHARE} out: add text")
+        try:
+            with atomic_path(folder / name) as temporary:
+                np.concatenate(rows).tofile(temporary)
+        except OSError as error:
+            raise InputError(f"{folder / name} cannot be written: {error.strerror or error}") from None
