@@ -64,19 +64,33 @@ def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: t
     return frequencies
 
 
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # kept for training too, where a tensor made in inference could not be used
+def rotary_table(
+    rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine (see ``rotate``) for positions ``[0, size)``: two ``[size, head_dim]`` in ``dtype``."""
+    wide = wide_dtype(dtype)
+    positions = torch.arange(size, dtype=wide, device=device)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim, wide, device))
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
 def rotary_angles(config: ModelConfig, start: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for positions ``[start, start + count)``: two ``[count, head_dim]`` in like's dtype."""
-    dtype = wide_dtype(like.dtype)
-    frequencies = inverse_frequencies(config.rope, config.head_dim, dtype, like.device)
-    positions = torch.arange(start, start + count, dtype=dtype, device=like.device)
-    angles = torch.outer(positions, frequencies).repeat(1, 2)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    """Cosine and signed sine for positions ``[start, start + count)``: two ``[count, head_dim]`` in like's dtype."""
+    size = 1 << (start + count - 1).bit_length()  # tables double, so few are ever made
+    cos, sin = rotary_table(config.rope, config.head_dim, size, like.dtype, like.device)
+    return cos[start : start + count], sin[start : start + count]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair (x[i], x[i + D/2]) of ``[B, heads, T, D]`` by its angle: Hugging Face's half-rotation layout."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Turn pair (x[i], x[i + D/2]) of ``[B, heads, T, D]`` by its angle: Hugging Face's half-rotation layout.
+
+    x[i] becomes x[i]·cos - x[i + D/2]·sin, and x[i + D/2] becomes x[i + D/2]·cos + x[i]·sin: with the halves
+    swapped, and that first minus in ``sin`` already, both are one formula.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ def sight(start: int, count: int, window: int | None, groups: int, device: torch
 class Positions:
     """Where the T new tokens of one forward pass stand, and what every layer needs to know of it.
 
-    ``cos`` and ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
+    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
     """
 
     start: int

@@ -163,7 +163,7 @@ MUTANTS = [
         "temperature 0 is a division by 1e-10",
         decoding.sampling,
         "distribution",
-        "probs = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype)",
+        "probs = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)",
         "probs = torch.softmax(scores / 1e-10, dim=-1)",
         law(GREEDY, ties=True),
     ),

@@ -91,6 +91,8 @@ def test_preparing_keeps_no_second_copy_of_the_weights_but_the_tied_embedding(fa
     embedding = model.embed_tokens.weight.nbytes
     before = sum(parameter.nbytes for parameter in model.parameters())
     accelerate(model)
-    packed = [module.weight.nbytes for module in model.modules() if isinstance(module, PackedLinear)]
+    parts = [part for block in model.layers for part in (block.self_attn, block.mlp)] + [model]
+    packed = [each.weight.nbytes for part in parts for each in vars(part).values() if isinstance(each, PackedLinear)]
+    assert len(packed) == 4 * model.num_layers + 1
     kept = sum(parameter.nbytes for parameter in model.parameters())
     assert kept + sum(packed) <= before + embedding

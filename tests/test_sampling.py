@@ -18,7 +18,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from decoding.sampling import Sampler, SamplingParams, distribution
+from decoding.sampling import (
+    Sampler,
+    SamplingParams,
+    distribution,
+    unlikely_among_candidates,
+    unlikely_by_sorting,
+)
 from model import InputError
 
 VOCAB = 8
@@ -181,3 +187,31 @@ def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float
     name = next(iter(wrong)).replace("_", "[- ]")
     with pytest.raises(InputError, match=name):
         SamplingParams(**wrong)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(scores, min_size=VOCAB, max_size=VOCAB).filter(lambda r: max(r) > -math.inf), min_size=1, max_size=3
+    ),
+    top_p=st.sampled_from([1e-9, 0.1, 0.3, 0.5, 0.75, 0.9, 0.999]),
+)
+def test_the_unlikely_are_found_among_few_candidates_as_by_sorting_all(rows: list[list[float]], top_p: float) -> None:
+    probs = torch.tensor(rows, dtype=torch.float64).softmax(-1)
+    ascending = probs.sort(-1).values.cumsum(-1)
+    assume(((ascending - (1 - top_p)).abs() > 1e-9).all())  # where rounding decides, either is right
+    assert torch.equal(unlikely_among_candidates(probs, 1 - top_p), unlikely_by_sorting(probs, 1 - top_p))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
+def test_the_unlikely_are_found_among_few_candidates_of_a_large_vocabulary(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    probs = (4 * torch.randn(5, 49152, generator=generator, dtype=torch.float64)).softmax(-1)
+    found = unlikely_among_candidates(probs, 1 - top_p)
+    assert torch.equal(found, unlikely_by_sorting(probs, 1 - top_p))
+    kept = probs.masked_fill(found, 0).sum(-1)
+    assert (kept >= top_p).all() and (kept - top_p < probs.amax(-1)).all()
+
+
+def test_uniform_rows_keep_a_token_at_the_smallest_top_p() -> None:
+    assert not unlikely_among_candidates(torch.full((1, 7), 1 / 7), 1.0).all()
