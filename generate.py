@@ -9,29 +9,34 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from decoding.banned import BannedWords
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.labels import Labels
+from decoding.page import Heading, Recording, render_page
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.randomness import SeededRandomness
-from decoding.rounds import Statistics
+from decoding.rounds import Round, Statistics
 from decoding.sampling import Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from decoding.streaming import TextStream
+from decoding.trace import LiveTrace, TraceConsole
 from model import Decoder, InputError, LayerPlan, parse_config
 from model.fast import accelerate
+from weights.command_line import OneLineParser
 from weights.cost_file import kept_costs
 from weights.device import pick_device
-from weights.files import read_json
+from weights.draft_model import load_draft_model
+from weights.files import atomic_path, check_place, read_json
 from weights.load import DTYPES, load_model, stored_dtype
 from weights.memory import Memory, check_fits, estimate
 from weights.names import model_folder
@@ -40,13 +45,7 @@ from weights.tokenizer import Tokenizer
 
 DEFAULT_GAMMA = 4
 WARM_UP_TOKENS = 4  # written and thrown away before --compare times anything
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line, like every other."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+Reader = Callable[[Round, float], None]  # takes a round as it comes in, and the seconds decoding has taken so far
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -80,6 +79,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     machine.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
     machine.add_argument("--dry-run", action="store_true", help="say what memory it would take, and load nothing")
     machine.add_argument("--compare", action="store_true", help="also decode plainly; print speed-up and equality")
+    machine.add_argument("--trace", action="store_true", help="show drafted tokens, and which were accepted, in colour")
+    machine.add_argument("--html", metavar="FILE", help="write a page that replays the run round by round")
     machine.add_argument("--json", action="store_true", help="one JSON object a sample on standard output")
     return parser.parse_args(arguments)
 
@@ -104,17 +105,20 @@ class Generator:
     def __init__(self, options: argparse.Namespace) -> None:
         """Everything that can be refused is refused here, before a token is written."""
         self.options, self.params = options, sampling_params(options)
-        text, device = read_prompt(options), pick_device(options.device)
+        self.text, device = read_prompt(options), pick_device(options.device)
         self.folder = model_folder(options.model)
         self.tokenizer = Tokenizer(self.folder)
         self.stop = StopRules(options.max_new_tokens, self.tokenizer.eos_ids, options.stop)
-        self.prompt = encode_prompt(self.tokenizer, text, options)
+        self.prompt = encode_prompt(self.tokenizer, self.text, options)
         self.capacity = reach(self.folder, self.prompt, options.max_new_tokens)
         check_fits(needed_memory(self.folder, options, device, self.capacity, len(self.prompt)), device)
         self.model = accelerate(load_model(self.folder, DTYPES.get(options.dtype), device))
         self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed % 2**64
         self.cache = self.model.new_cache(self.capacity)
         self.drafter, self.new_policy, self.how = build_drafting(self)
+        self.labels = Labels(
+            self.tokenizer.token_bytes, {token: name for name, token in self.tokenizer.vocabulary.special.items()}
+        )
         with torch.inference_mode():
             self.model.prefill(torch.tensor([self.prompt[:-1]], dtype=torch.int64, device=device), self.cache)
 
@@ -125,8 +129,13 @@ class Generator:
         stop: StopRules,
         randomness: SeededRandomness,
         show: Callable[[str], None],
+        readers: Sequence[Reader] = (),
+        details: bool = False,
     ) -> Sample:
-        """Write one text, handing pieces to ``show``. Ctrl-C ends it early, with finish "interrupted"."""
+        """Write one text, handing its pieces to ``show`` and its rounds to ``readers``, with details if asked for.
+
+        Ctrl-C ends it early, with finish "interrupted". What ``show`` and the readers take is not decoding time.
+        """
         banned = BannedWords(self.options.ban, self.model.vocab_size) if self.options.ban else None
         sampler = Sampler(self.params, (banned.allowed,) if banned else ())
         stream = TextStream(self.prompt, self.tokenizer.token_bytes, stop, banned)
@@ -142,20 +151,24 @@ class Generator:
             randomness,
             token_bytes=self.tokenizer.token_bytes,
             banned=banned,
+            details=details,
         )
-        began = time.perf_counter()
         try:
             with closing(rounds):
+                began = time.perf_counter()
                 for round in rounds:
+                    sample.seconds += time.perf_counter() - began
                     sample.statistics.add(round)
                     sample.finish = round.finish or sample.finish
                     show(stream.push(round))
+                    for read in readers:
+                        read(round, sample.seconds)
+                    began = time.perf_counter()
         except KeyboardInterrupt:
             show(stream.flush())
         except InputError:
             show(stream.flush() + "\n")
             raise
-        sample.seconds = time.perf_counter() - began
         return sample
 
     def warm_up(self) -> None:
@@ -209,6 +222,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise InputError(f"{option} has no effect with --draft {options.draft}: give --draft {kinds[0]}")
     if options.draft == "model" and options.draft_model is None:
         raise InputError("--draft model needs --draft-model DIR")
+    if options.html is not None:
+        check_place(Path(options.html))
 
 
 def reach(folder: Path, prompt: list[int], max_new_tokens: int) -> int:
@@ -295,12 +310,13 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
         drafter: Drafter = PromptLookup(model.vocab_size, model.device)
         return drafter, policy_maker(generator, None, None, chosen), "prompt lookup"
     if kind == "model":
-        draft_model, name = load_draft_model(generator)
+        folder = model_folder(options.draft_model)
+        draft_model = load_draft_model(folder, model, generator.tokenizer.vocabulary, generator.capacity)
         cache = draft_model.new_cache(generator.capacity)
         with torch.inference_mode():
             draft_model.prefill(torch.tensor([generator.prompt[:-1]], dtype=torch.int64, device=model.device), cache)
-        drafter = ModelDrafter(draft_model, cache)
-        return drafter, policy_maker(generator, draft_model, None, chosen), f"draft model {name}"
+        drafter = ModelDrafter(draft_model, cache, keep_raw=options.html is not None)
+        return drafter, policy_maker(generator, draft_model, None, chosen), f"draft model {folder.name}"
     if kind == "skip":
         if options.plan is None and not own_plan.exists():
             raise InputError(f"--draft skip needs --plan FILE: {generator.folder} has no plan.json of its own")
@@ -311,26 +327,8 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
         exit_layer = max(1, model.num_layers // 2) if options.exit_layer is None else options.exit_layer
         plan = LayerPlan.early_exit(model.num_layers, exit_layer)
         how = f"exit at layer {exit_layer} of {model.num_layers}"
-    drafter = ModelDrafter(model, generator.cache, plan)
+    drafter = ModelDrafter(model, generator.cache, plan, keep_raw=options.html is not None)
     return drafter, policy_maker(generator, model, plan, chosen), how
-
-
-def load_draft_model(generator: Generator) -> tuple[Decoder, str]:
-    """The model of --draft-model. Raises InputError unless it shares the target's vocabulary."""
-    folder, target = model_folder(generator.options.draft_model), generator.model
-    config = parse_config(read_json(folder / "config.json"))
-    ours, theirs = generator.tokenizer.vocabulary, Tokenizer(folder).vocabulary
-    if config.vocab_size != target.vocab_size or ours.pieces != theirs.pieces or ours.special != theirs.special:
-        raise InputError(
-            f"{folder} has another vocabulary ({config.vocab_size} entries) than the target "
-            f"({target.vocab_size}): a draft model must share the target's tokenizer"
-        )
-    if config.max_positions < generator.capacity:
-        raise InputError(
-            f"{folder} has a context of {config.max_positions} tokens, this text may take {generator.capacity}: "
-            "lower --max-new-tokens"
-        )
-    return accelerate(load_model(folder, target.dtype, target.device)), folder.name
 
 
 def policy_maker(
@@ -395,17 +393,23 @@ def run(options: argparse.Namespace) -> int:
     if options.compare:
         generator.warm_up()
     results: list[dict[str, Any]] = []
+    recordings: list[Recording] = []
     try:
-        write_samples(generator, results)
+        write_samples(generator, results, recordings)
     finally:  # what is complete is printed, whatever ends the rest
         if options.json:
             for result in results:
                 print(json.dumps(result, ensure_ascii=False))
+        if options.html is not None and recordings:
+            write_page(generator, recordings)
     return 130 if results[-1]["finish_reason"] == "interrupted" else 0
 
 
-def write_samples(generator: Generator, results: list[dict[str, Any]]) -> None:
-    """Stream every sample with its line of statistics, adding each to ``results`` once it is written."""
+def write_samples(generator: Generator, results: list[dict[str, Any]], recordings: list[Recording]) -> None:
+    """Stream every sample with its line of statistics, adding each to ``results`` once it is written.
+
+    ``recordings`` takes the rounds of every sample as they come in, the one that is broken off included.
+    """
     options = generator.options
     out = sys.stderr if options.json else sys.stdout
     randomness = SeededRandomness(generator.seed, generator.model.device)
@@ -416,14 +420,52 @@ def write_samples(generator: Generator, results: list[dict[str, Any]]) -> None:
     for number in range(options.num_samples):
         if number:
             print("-" * 20, file=out)
-        sample = generator.write(generator.drafter, generator.new_policy(), generator.stop, randomness, show)
-        print(file=out)
+        policy = generator.new_policy()
+        recordings.append(Recording(policy))
+        with ExitStack() as views:
+            pieces, readers = show, [recordings[-1].add]
+            if options.trace:
+                trace = views.enter_context(LiveTrace(TraceConsole(file=out), generator.labels, policy))
+                pieces, readers = lambda _: None, [*readers, trace.add]
+            details = options.html is not None
+            sample = generator.write(
+                generator.drafter, policy, generator.stop, randomness, pieces, readers, details=details
+            )
+        if not options.trace:
+            print(file=out)
         print(describe(sample, generator), file=sys.stderr)
         results.append(as_json(sample))
         if sample.finish == "interrupted":
             break
         if options.compare and number == 0:
             print(compare(sample, generator), file=sys.stderr)
+
+
+def write_page(generator: Generator, recordings: list[Recording]) -> None:
+    """Write the page of --html. Raises InputError when the file cannot be written after all."""
+    path, drafter = Path(generator.options.html), generator.drafter
+    sampling = sampling_in_words(generator.params, generator.seed)
+    facts = [("Model", generator.folder.name), ("Draft", generator.how), ("Sampling", sampling)]
+    plan = drafter.plan if isinstance(drafter, ModelDrafter) else None
+    heading = Heading(generator.text, facts, plan, greedy=generator.params.temperature == 0)
+    page = render_page(heading, recordings, generator.labels)
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"[the run round by round: {path}]", file=sys.stderr)
+
+
+def sampling_in_words(params: SamplingParams, seed: int) -> str:
+    """The parameters that are in force, and the seed unless decoding is greedy."""
+    filters = {"top-k": (params.top_k, 0), "top-p": (params.top_p, 1), "min-p": (params.min_p, 0)}
+    in_force = {name: value for name, (value, off) in filters.items() if value != off} if params.temperature else {}
+    if params.repetition_penalty != 1:
+        in_force["repetition penalty"] = params.repetition_penalty
+    words = [f"temperature {params.temperature:g}" if params.temperature else "greedy"]
+    words += [f"{name} {value:g}" for name, value in in_force.items()]
+    return ", ".join([*words, f"seed {seed}"] if params.temperature else words)
 
 
 def describe(sample: Sample, generator: Generator) -> str:

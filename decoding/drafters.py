@@ -28,12 +28,14 @@ CATCH_UP = 16  # tokens a draft model may lag behind and still catch up within i
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens ``[k]`` int64, the distributions they were drawn from ``[k, vocab]``, and, if the policy
-    reads it, the raw softmax probability of each."""
+    """Drafted tokens ``[k]`` int64, the distributions they were drawn from ``[k, vocab]``, if the policy reads
+    it the raw softmax probability of each, and, where the drafter keeps them, whole raw distributions
+    ``[k, vocab]`` float32."""
 
     tokens: Tensor
     probs: Tensor
     confidence: list[float] | None = None
+    raw: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -60,8 +62,9 @@ class ModelDrafter:
     one hundredth of a round.
     """
 
-    def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
-        self.model, self.cache, self.plan = model, cache, plan
+    def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None, *, keep_raw: bool = False) -> None:
+        """``keep_raw``: drafts carry their raw distributions too, to be looked at; they decide nothing."""
+        self.model, self.cache, self.plan, self.keep_raw = model, cache, plan, keep_raw
 
     def propose(
         self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
@@ -73,6 +76,7 @@ class ModelDrafter:
             self.model.prefill(context[None, start:-1], self.cache, start)
             start = len(tokens) - 1
         rows: list[Tensor] = []
+        raw: list[Tensor] = []
         confidence: list[float] = []
         while len(rows) < limit:
             logits = self.model(context[None, start:], self.cache, start, self.plan)[0, -1:]
@@ -82,6 +86,8 @@ class ModelDrafter:
             token = randomness.draw(probs[0])
             start, context = len(context), torch.cat((context, token[None]))
             rows.append(probs)
+            if self.keep_raw:
+                raw.append(torch.softmax(logits.float(), dim=-1))
             if policy.reads_draft_confidence:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
@@ -89,7 +95,8 @@ class ModelDrafter:
             if sampler.constraints and token.item() in sampler.eos_ids:
                 break  # no constraint may be asked what follows
         probs = torch.cat(rows) if rows else torch.zeros(0, self.model.vocab_size, device=self.model.device)
-        return Draft(context[len(tokens) :], probs, confidence if policy.reads_draft_confidence else None)
+        sure = confidence if policy.reads_draft_confidence else None
+        return Draft(context[len(tokens) :], probs, sure, torch.cat(raw) if raw else None)
 
     def rollback(self, length: int) -> None:
         # All but the last token: the next step feeds that one again, in draft and target alike.

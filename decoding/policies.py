@@ -21,6 +21,7 @@ class Policy:
 
     reads_draft_confidence = False
     reads_target_confidence = False
+    threshold: float | None = None  # the confidence below which drafting ends; None where there is no such rule
 
     def __init__(self, gamma: int) -> None:
         """Raises InputError for a negative length."""
@@ -162,6 +163,10 @@ class ConfidenceGate(Policy):
         self.inner, self.least = inner, least
         self.reads_draft_confidence = inner.reads_draft_confidence
         self.open = True
+
+    @property
+    def threshold(self) -> float | None:
+        return self.inner.threshold
 
     def draft_length(self) -> int:
         return self.inner.draft_length() if self.open else 0

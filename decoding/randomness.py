@@ -21,6 +21,19 @@ class Randomness(Protocol):
         """Independent coin tosses: ``[k]`` probabilities (1 and above: surely) -> ``[k]`` bool."""
 
 
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The first token of each row whose cumulative probability exceeds u: never one of probability 0.
+
+    ``[rows, vocab]`` probabilities, or weights that need not sum to 1, and ``[rows]`` float64 in [0, 1) ->
+    ``[rows]`` int64. A row of zeros has no such token; then the last id comes back, which no caller may use.
+    """
+    cumulative = probs.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    # u · total can round up to total, beyond every token; the number just below total cannot.
+    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+
+
 class SeededRandomness:
     """Draws from a seeded ``torch.Generator``. The same seed gives the same tokens.
 
@@ -36,15 +49,8 @@ class SeededRandomness:
         return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """The first token whose cumulative probability exceeds u: never one of probability 0.
-
-        All zeros have no such token; then the last id comes back, which no caller may use.
-        """
-        cumulative = probs.double().cumsum(0)
-        total = cumulative[-1:]
-        # u · total can round up to total, beyond every token; the number just below total cannot.
-        point = torch.minimum(self.uniform(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, point, right=True).clamp(max=len(probs) - 1)[0]
+        """One token by ``inverse_cdf``: never one of probability 0."""
+        return inverse_cdf(probs[None], self.uniform(1))[0]
 
     def accept(self, probabilities: Tensor) -> Tensor:
         return self.uniform(len(probabilities)) < probabilities

@@ -6,6 +6,24 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Detail:
+    """What draft and target thought of one token: a drafted one, or the target's own.
+
+    ``draft_prob``    q(token), with which a drafted token was drawn; None where the draft had nothing to say
+    ``target_prob``   p(token)
+    ``draft_top``, ``target_top``  ``(token, probability)`` of the likeliest tokens at this position, best
+    first, and of this token. They are those of q and p, but in greedy decoding, where q and p are one-hot,
+    raw softmax probabilities (a drafter that keeps none shows its one-hot q).
+    """
+
+    token: int
+    draft_prob: float | None
+    target_prob: float
+    draft_top: list[tuple[int, float]]
+    target_top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Round:
     """One draft, its verification, and what became of the text.
 
@@ -18,6 +36,7 @@ class Round:
     ``finish``    why the text ended with this round: "eos", "stop", "length"; None while it goes on
     ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered) that
     the draft gave each of its tokens, the target the token it drew itself; None unless the policy reads it.
+    ``details``   of every drafted token, then of the target's own; None unless the loop was asked for them
     """
 
     position: int
@@ -28,6 +47,20 @@ class Round:
     finish: str | None = None
     draft_confidence: list[float] | None = None
     target_confidence: float | None = None
+    details: list[Detail] | None = None
+
+    def verdicts(self) -> list[tuple[int, str]]:
+        """Each token of the round with what became of it, in order of appearance.
+
+        "accepted"; "rejected": the first drafted token that the target did not accept; "discarded": drafted
+        after a rejected token or after the end of the text; "own": the residual or bonus token.
+        """
+        kept = min(self.accepted, len(self.emitted))
+        fates = ["accepted" if at < kept else "discarded" for at in range(len(self.drafted))]
+        if self.accepted < len(self.drafted):
+            fates[self.accepted] = "rejected"
+        own = [(token, "own") for token in self.emitted[kept:]]
+        return [*zip(self.drafted, fates, strict=True), *own]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from decoding.banned import BannedWords
+from decoding.details import examine
 from decoding.drafters import Drafter, raw_probability
 from decoding.model_port import Model
 from decoding.policies import Policy
@@ -35,11 +36,13 @@ def speculate(
     *,
     token_bytes: TokenBytes = lambda token: b"",
     banned: BannedWords | None = None,
+    details: bool = False,
 ) -> Iterator[Round]:
     """Write a text token by token with exactly the target's distribution; yields a record of each round.
 
     Plain decoding is the same loop with an empty draft. ``cache`` must hold the prompt but its last token
     (``target.prefill``) and is left holding it, so calling again draws another sample from one prefill.
+    ``details`` asks for the probabilities behind each round, to be looked at; they decide nothing.
     Raises InputError when the constraints allow no token at a position that the text has reached, and when
     the target's logits are not numbers.
     """
@@ -76,7 +79,8 @@ def speculate(
         cache.truncate(len(text.tokens) - 1)
         drafter.rollback(len(text.tokens))
         confidence = raw_probability(logits[accepted], own) if policy.reads_target_confidence else None
-        round = Round(position, drafted, accepted, emitted, retracted, finish, draft.confidence, confidence)
+        seen = examine(draft, accepted, own, target_probs, logits, sampler.params) if details else None
+        round = Round(position, drafted, accepted, emitted, retracted, finish, draft.confidence, confidence, seen)
         policy.observe(round)
         yield round
         if finish:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
@@ -20,10 +19,10 @@ from decoding.sampling import Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from model import InputError, LayerPlan, ModelConfig, build, parse_config
-from model.fast import PackedLinear, accelerate
+from model.fast import accelerate
 from tests.oracle import FAMILIES, configs
 from weights import memory
-from weights.memory import Memory, check_fits, estimate, free_bytes, in_words, parameter_count
+from weights.memory import Memory, check_fits, estimate, free_bytes, held_bytes, in_words, parameter_count, peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -131,7 +130,9 @@ def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, posit
     """Bytes that torch holds at most while it loads, prefills and decodes to the end, 8 drafted tokens a round."""
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace, torch.inference_mode():
+
+    @torch.inference_mode()
+    def work() -> None:
         with torch.device("meta"):
             model = build(config)
         model = model.to(dtype).to_empty(device=CPU)
@@ -144,12 +145,8 @@ def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, posit
         rounds = speculate(model, cache, [1] * prompt, drafter, FixedLength(8), Sampler(params), stop, randomness)
         for _ in rounds:
             pass
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+
+    return peak_bytes(work, CPU)
 
 
 SHAPES = {
@@ -223,6 +220,5 @@ def test_the_packed_copy_of_a_tied_embedding_is_counted(tied: bool) -> None:
     """What a prepared model really holds: its parameters and its packed weights."""
     config = llama(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=tied)
     model = accelerate(build(config).float())
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    held += sum(part.weight.nbytes for part in model.modules() if isinstance(part, PackedLinear))
-    assert estimate(config, torch.float32, 8, prompt=1, fast_on=CPU).weights == pytest.approx(held, rel=0.001)
+    estimated = estimate(config, torch.float32, 8, prompt=1, fast_on=CPU).weights
+    assert estimated == pytest.approx(held_bytes(model), rel=0.001)

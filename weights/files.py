@@ -49,6 +49,22 @@ def one_line(error: object) -> str:
     return "".join(character if character.isprintable() else " " for character in str(error)[:300])
 
 
+def check_place(path: Path) -> None:
+    """Find out before a long run whether ``atomic_path`` could write here. Raises InputError when it could not."""
+    try:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder: name a file")
+        if not path.parent.is_dir():
+            raise InputError(f"{path} cannot be written: the folder {path.parent} does not exist")
+        trial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        trial.open("xb").close()
+        trial.unlink()
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be written: {one_line(error)}") from None
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path``, moved onto it when the block ends well and deleted when it does not.

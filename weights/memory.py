@@ -6,18 +6,21 @@ Sizes are decimal, as checkpoints are advertised: 1 GB is 10⁹ bytes, 1 MB is 1
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
-from model.fast import can_pack
+from model.fast import FastPart, can_pack
 from model.layers import wide_dtype
 
 ROUND_TOKENS = 9  # that a verification reads at once: a draft of 8 and the token before it
-LOGIT_COPIES = 10  # of each logit, in the wide dtype, while it becomes a probability under every filter
+LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,37 @@ def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions:
     attention = scores + tokens * heads * size
     mlp = tokens * (config.hidden_size + 3 * config.intermediate_size) * size
     return mask_rows * sum(seen) + tokens * streams * size + max(attention, mlp)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors that a model really holds: parameters, and what it was prepared for speed with."""
+    parts: list[object] = [*model.modules()]
+    tensors = {id(parameter): parameter.nbytes for parameter in model.parameters()}
+    for part in parts:  # grows while it is walked
+        for value in vars(part).values():
+            if isinstance(value, FastPart):
+                parts.append(value)
+            elif isinstance(value, Tensor):
+                tensors[id(value)] = value.nbytes
+    return sum(tensors.values())
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that torch had allocated at once on the device for ``work``, beyond what it held before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would report its start and stop on standard error
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        work()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def free_bytes(device: torch.device) -> int:

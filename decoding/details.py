@@ -1,0 +1,52 @@
+"""The probabilities behind a round, for those who want to look: what draft and target thought of each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoding.drafters import Draft
+from decoding.rounds import Detail
+from decoding.sampling import SamplingParams
+
+TOP = 5  # how many of the likeliest tokens are kept
+
+
+def examine(
+    draft: Draft, accepted: int, own: Tensor, target_probs: Tensor, logits: Tensor, params: SamplingParams
+) -> list[Detail]:
+    """A ``Detail`` of each drafted token, then one of the target's ``own`` (``[]`` int64).
+
+    ``target_probs`` p and ``logits`` are ``[k + 1, vocab]``. The own token stands in row ``accepted``: where
+    that is the row of a rejected token, the draft had a probability for it too. Reads the host.
+    """
+    length = len(draft.tokens)
+    rows = [*range(length), accepted]
+    tokens = torch.cat((draft.tokens, own[None]))
+    draft_shown, target_shown = draft.probs, target_probs
+    if params.temperature == 0:
+        draft_shown = draft.probs if draft.raw is None else draft.raw
+        target_shown = torch.softmax(logits.float(), dim=-1)
+    details = []
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        drafted = row < length
+        details.append(
+            Detail(
+                token,
+                draft.probs[row, token].item() if drafted else None,
+                target_probs[row, token].item(),
+                likeliest(draft_shown[row], token) if drafted else [],
+                likeliest(target_shown[row], token),
+            )
+        )
+    return details
+
+
+def likeliest(probs: Tensor, token: int) -> list[tuple[int, float]]:
+    """The ``TOP`` likeliest tokens of ``[vocab]`` probabilities, best first, then ``token`` if not among them.
+
+    Tokens of probability 0 are left out of the first, as are all of a draft whose numbers broke.
+    """
+    best = probs.nan_to_num(0.0).topk(min(TOP, len(probs)))
+    top = [(i, p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if p > 0]
+    return top if any(i == token for i, _ in top) else [*top, (token, probs[token].nan_to_num(0.0).item())]

@@ -1,0 +1,34 @@
+"""A draft model of its own: another folder, which must share the target's vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model import Decoder, InputError, parse_config
+from model.fast import accelerate
+from weights.files import read_json
+from weights.load import load_model
+from weights.tokenizer import Tokenizer
+from weights.vocabulary import Vocabulary
+
+
+def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, positions: int) -> Decoder:
+    """The model of ``folder`` prepared to draft for ``target``, in its dtype and on its device.
+
+    ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
+    read, unless the vocabularies are equal and the text fits the draft model's context.
+    """
+    config = parse_config(read_json(folder / "config.json"))
+    theirs = Tokenizer(folder).vocabulary
+    same = vocabulary.pieces == theirs.pieces and vocabulary.special == theirs.special
+    if config.vocab_size != target.vocab_size or not same:
+        raise InputError(
+            f"{folder} has another vocabulary ({config.vocab_size} entries) than the target "
+            f"({target.vocab_size}): a draft model must share the target's tokenizer"
+        )
+    if config.max_positions < positions:
+        raise InputError(
+            f"{folder} has a context of {config.max_positions} tokens, this text may take {positions}: "
+            "lower --max-new-tokens"
+        )
+    return accelerate(load_model(folder, target.dtype, target.device))
