@@ -32,6 +32,7 @@ from decoding.streaming import TextStream
 from decoding.trace import LiveTrace, TraceConsole
 from model import Decoder, InputError, LayerPlan, parse_config
 from model.fast import accelerate
+from model.graphs import GraphedDecoder
 from weights.command_line import OneLineParser
 from weights.cost_file import kept_costs
 from weights.device import pick_device
@@ -475,6 +476,8 @@ def describe(sample: Sample, generator: Generator) -> str:
     if s.acceptance_rate is not None:
         line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
     line += f", {s.tokens_per_round:.2f} tokens a round"
+    if isinstance(generator.model, GraphedDecoder) and generator.model.trouble:
+        line += f"; without CUDA graphs ({generator.model.trouble})"
     return line + (f"; seed {generator.seed}]" if generator.params.temperature else "]")
 
 

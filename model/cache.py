@@ -47,16 +47,36 @@ class KVCache:
         ``[batch, kv_heads, start + T, head_dim]``. Raises ValueError if the write would leave a hole or
         not fit: both are mistakes of the caller that would otherwise show only as wrong text.
         """
-        end = start + keys.shape[2]
+        end = self.claim(layer, start, keys.shape[2])
+        self.keys[layer][:, :, start:end] = keys
+        self.values[layer][:, :, start:end] = values
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def claim(self, layer: int, start: int, count: int) -> int:
+        """Count ``[start, start + count)`` as the last valid entries of a layer and return their end; see ``write``."""
+        end = start + count
         if not 0 <= start <= self.lengths[layer]:
             raise ValueError(f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]} entries")
         if end > self.capacity:
             raise ValueError(f"layer {layer}: position {end - 1} is outside the cache's {self.capacity} positions")
-        self.keys[layer][:, :, start:end] = keys
-        self.values[layer][:, :, start:end] = values
         self.lengths[layer] = end
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        return end
+
+    def clear_unused(self) -> None:
+        """Zero what lies beyond the valid entries: for readers that mask it, since 0 times NaN is NaN."""
+        for entries in (self.keys, self.values):
+            for layer, tensor in enumerate(entries):
+                tensor[:, :, self.lengths[layer] :] = 0
 
     def truncate(self, length: int) -> None:
         """Forget every position from ``length`` on, in every layer. Touches no tensor."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, ``[n]`` int64, in this order, and forget the others.
+
+        Layer by layer, so that memory peaks at one layer more.
+        """
+        for layer in range(len(self.keys)):
+            self.keys[layer] = self.keys[layer].index_select(0, rows)
+            self.values[layer] = self.values[layer].index_select(0, rows)

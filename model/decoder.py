@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import RMSNorm, place
+from model.layers import Positions, RMSNorm, place
 from model.plan import LayerPlan
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: bounds the memory of masks and activations
@@ -86,8 +86,11 @@ class Decoder(nn.Module):
         if cache is None and start:
             raise ValueError("without a cache there is nothing before the tokens: start must be 0")
         x = self.embed(tokens)
-        plan = plan or LayerPlan.full(self.num_layers)
         positions = place(self.config, start, tokens.shape[1], x)
+        return self.run_blocks(x, positions, cache, plan or LayerPlan.full(self.num_layers))
+
+    def run_blocks(self, x: Tensor, positions: Positions, cache: KVCache | None, plan: LayerPlan) -> Tensor:
+        """The blocks that ``plan`` keeps, on embedded tokens: ``[batch, T, hidden]`` -> the same shape."""
         for block, attention, mlp in zip(self.layers, plan.attention, plan.mlp, strict=True):
             x = block(x, positions, cache, attention=attention, mlp=mlp)
         return x

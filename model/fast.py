@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.gemma2 import Gemma2Block
+from model.graphs import GraphedDecoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
 
@@ -151,12 +152,12 @@ class FusedGemma2Block(nn.Module):
 FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {LlamaBlock: FusedLlamaBlock, Gemma2Block: FusedGemma2Block}
 
 
-def accelerate(model: Decoder) -> Decoder:
+def accelerate(model: Decoder) -> Decoder | GraphedDecoder:
     """Replace the model's norms, attentions, MLPs and head by fast ones, layer by layer, and return it.
 
     The weights are moved, not copied: memory peaks at one layer more. Only a tied embedding is held twice,
     once to be looked up and once packed as the head. The prepared model decodes but can no longer be trained
-    or saved.
+    or saved. On a GPU its short steps are replayed as CUDA graphs.
     """
     for number, block in enumerate(model.layers):
         model.layers[number] = FUSED_BLOCKS[type(block)](block)
@@ -167,4 +168,4 @@ def accelerate(model: Decoder) -> Decoder:
         model.lm_head = PackedLinear([head.weight])
     del model.norm
     model.norm = norm
-    return model
+    return GraphedDecoder(model) if model.device.type == "cuda" else model

@@ -62,7 +62,7 @@ class Gemma2(Decoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         # The factor is rounded to the model's dtype, as in training: √3584 is 59.75 in bf16.
-        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
         return self.embed_tokens(tokens) * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
