@@ -43,6 +43,12 @@ def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) ->
     ]
 
 
+def test_a_jsonl_line_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
+    row = '{"text": "one\u2028two\x85three"}'
+    (tmp_path / "a.jsonl").write_bytes(f"{row}\r\n{row}".encode())
+    assert read_documents([tmp_path / "a.jsonl"]) == [Document("one\u2028two\x85three", True)] * 2
+
+
 def test_a_text_file_is_cut_at_line_ends_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
     text = "".join(f"Line {number} of a long text.\n" for number in range(1000))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")

@@ -49,7 +49,7 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path} cannot be read as UTF-8 text: {one_line(error)}") from None
         if path.suffix == ".jsonl":
-            lines = enumerate(text.splitlines(), start=1)
+            lines = enumerate(text.split("\n"), start=1)  # splitlines would cut at U+2028 too
             found = [_parse_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
         elif path.suffix == ".txt":
             found = list(_pieces(text))

@@ -1,0 +1,61 @@
+"""Requests for simple children's stories: a few lists of words whose combinations are many thousands of prompts."""
+
+from __future__ import annotations
+
+import random
+
+FORMS = (
+    "Write a short story for young children about {who} {where}.",
+    "Write a short, simple story for a small child about {who} and {thing}.",
+    "Tell me a bedtime story about {who} who finds {thing} {where}.",
+    "Tell a simple story in which {who} loses {thing} {where} and gets it back.",
+    "Write a story with short sentences about {who}. It takes place {where}.",
+    "Write a children's story in which {who} learns {lesson}.",
+    "Tell me a happy story about {who}, {thing} and a new friend.",
+    "Write a little story about {who} who is {feeling} {where}.",
+    "Tell a story for a five-year-old: {who} is {feeling} because of {thing}.",
+    "Write a short tale that begins {where}, where {who} learns {lesson}.",
+    "Please write a story for my class about {who} who shares {thing} {where}.",
+    "Tell me about the day on which {who} took {thing} to a friend.",
+    "Write a gentle story in simple words. It has {who}, {thing} and a surprise {where}.",
+    "Make up a funny story about {who} who tries to repair {thing}.",
+)
+WHO = (
+    *("a small fox", "a brave mouse", "a sleepy bear", "a young rabbit", "an old turtle", "a curious kitten"),
+    *("a shy hedgehog", "a little owl", "a clever crow", "a kind elephant", "a lonely whale", "a tiny ant"),
+    *("a proud rooster", "a hungry goat", "a lost puppy", "a baby penguin", "a quiet deer", "a noisy duck"),
+    *("a friendly dragon", "a small robot", "a young wizard", "a paper boat", "a snowman", "a little cloud"),
+    *("a girl named Mia", "a boy named Tom", "a girl named Lina", "a boy named Omar", "a girl called Rosa"),
+    *("a boy called Finn", "two sisters", "two brothers", "a farmer", "a baker", "a fisherman", "a gardener"),
+    *("a grandmother", "a grandfather", "a young sailor", "a new teacher", "a postman", "twin squirrels"),
+)
+WHERE = (
+    *("in the forest", "by the sea", "on a farm", "in a garden", "at the market", "on a hill", "in the snow"),
+    *("by the river", "in an old house", "at school", "in the rain", "on a small island", "in a quiet village"),
+    *("under a big tree", "at the lake", "in the mountains", "on a train", "in a busy town", "at the zoo"),
+    *("in the library", "behind the barn", "on the beach", "in a cave", "at the harbour", "on a windy day"),
+    *("in the kitchen", "at the edge of a field", "in the moonlight", "on the way home", "near a bridge"),
+)
+THING = (
+    *("a red ball", "a blue kite", "a wooden box", "a golden key", "a warm scarf", "a shiny stone", "a lantern"),
+    *("a big umbrella", "a round cake", "a basket of apples", "a small drum", "a torn map", "a yellow hat"),
+    *("an old clock", "a broken chair", "a jar of honey", "a letter", "a little bell", "a pair of boots"),
+    *("a toy train", "a bicycle", "a music box", "a rope", "a picture book", "a feather", "a glass marble"),
+    *("a wheelbarrow", "a bag of seeds", "a silver spoon", "a pumpkin", "a teapot", "a paper star"),
+)
+LESSON = (
+    *("to share", "to say sorry", "to be patient", "to ask for help", "to tell the truth", "to swim", "to listen"),
+    *("to be brave", "that small friends can help", "to wait for spring", "to try again", "to be kind"),
+    *("not to be afraid of the dark", "to look after a plant", "that everyone makes mistakes", "to keep a promise"),
+)
+FEELING = (
+    *("afraid of thunder", "too tired to play", "very proud", "looking for a friend", "a little sad", "very hungry"),
+    *("late for dinner", "full of questions", "not able to sleep", "all alone", "much too curious", "very excited"),
+)
+
+
+def story_prompt(rng: random.Random) -> str:
+    """One of the prompts, each form equally likely, its blanks filled at random."""
+    words = {"who": WHO, "where": WHERE, "thing": THING, "lesson": LESSON, "feeling": FEELING}
+    form = rng.choice(FORMS)
+    return form.format(**{name: rng.choice(choices) for name, choices in words.items()})
