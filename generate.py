@@ -302,14 +302,18 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
     """The drafter, a maker of fresh policies, and a few words that say what was chosen."""
     options, model = generator.options, generator.model
     kind, chosen = options.draft, None
-    own_plan = generator.folder / "plan.json"
-    if kind == "auto":
-        kind = "skip" if options.plan or own_plan.exists() else "lookup"
+    if kind in ("skip", "auto"):
+        chosen = find_plan(generator)
+        off = chosen is not None and chosen.gamma == 0 and options.gamma is None
+        if kind == "auto":
+            kind = "lookup" if chosen is None or off else "skip"
+        elif off:
+            return NoDraft(model.vocab_size, model.device), lambda: FixedLength(0), "plain: by the plan, no draft pays"
     if kind == "none":
         return NoDraft(model.vocab_size, model.device), lambda: FixedLength(0), "plain"
     if kind == "lookup":
         drafter: Drafter = PromptLookup(model.vocab_size, model.device)
-        return drafter, policy_maker(generator, None, None, chosen), "prompt lookup"
+        return drafter, policy_maker(generator, None, None, None), "prompt lookup"
     if kind == "model":
         folder = model_folder(options.draft_model)
         draft_model = load_draft_model(folder, model, generator.tokenizer.vocabulary, generator.capacity)
@@ -318,10 +322,7 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
             draft_model.prefill(torch.tensor([generator.prompt[:-1]], dtype=torch.int64, device=model.device), cache)
         drafter = ModelDrafter(draft_model, cache, keep_raw=options.html is not None)
         return drafter, policy_maker(generator, draft_model, None, chosen), f"draft model {folder.name}"
-    if kind == "skip":
-        if options.plan is None and not own_plan.exists():
-            raise InputError(f"--draft skip needs --plan FILE: {generator.folder} has no plan.json of its own")
-        chosen = read_plan(Path(options.plan) if options.plan else own_plan, model.num_layers)
+    if chosen is not None:
         plan = chosen.plan
         how = f"skipping {len(plan.skipped_attention)} attention and {len(plan.skipped_mlp)} MLP sublayers"
     else:
@@ -332,13 +333,24 @@ def build_drafting(generator: Generator) -> tuple[Drafter, Callable[[], Policy],
     return drafter, policy_maker(generator, model, plan, chosen), how
 
 
+def find_plan(generator: Generator) -> DraftPlan | None:
+    """The plan of --plan, else the model folder's own. Raises InputError when --draft skip has neither."""
+    own_plan = generator.folder / "plan.json"
+    if generator.options.plan is None and not own_plan.exists():
+        if generator.options.draft == "skip":
+            raise InputError(f"--draft skip needs --plan FILE: {generator.folder} has no plan.json of its own")
+        return None
+    path = own_plan if generator.options.plan is None else Path(generator.options.plan)
+    return read_plan(path, generator.model.num_layers, generator.folder)
+
+
 def policy_maker(
     generator: Generator, draft_model: Decoder | None, plan: LayerPlan | None, chosen: DraftPlan | None
 ) -> Callable[[], Policy]:
     """How long to draft, from the options: --adaptive, else --gamma, else break-even (auto), else the plan's."""
     options = generator.options
-    gamma = options.gamma if options.gamma is not None else chosen.gamma if chosen else None
-    threshold = chosen.threshold if chosen else None
+    chosen = chosen or DraftPlan(LayerPlan.full(generator.model.num_layers))
+    gamma = chosen.gamma if options.gamma is None else options.gamma
     costs: CostTable | None = None
 
     def measure() -> CostTable:
@@ -356,9 +368,11 @@ def policy_maker(
     def make() -> Policy:
         if costs is not None:
             policy: Policy = BreakEven(costs)
-        elif options.adaptive or (threshold is not None and options.adaptive is None and options.gamma is None):
-            start = threshold if threshold is not None else 0.5 if options.temperature else 0.8
+        elif options.adaptive:
+            start = chosen.threshold or (0.5 if options.temperature else 0.8)
             policy = AdaptiveExit(start, longest=8 if gamma is None else gamma)
+        elif options.adaptive is None and options.gamma is None:
+            policy = chosen.new_policy(DEFAULT_GAMMA)
         else:
             policy = FixedLength(DEFAULT_GAMMA if gamma is None else gamma)
         gate = options.min_target_confidence

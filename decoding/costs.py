@@ -15,7 +15,7 @@ import torch
 
 from decoding.model_port import Model
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler
+from decoding.sampling import Sampler, SamplingParams
 from decoding.verify import verify
 from model.plan import LayerPlan
 
@@ -23,6 +23,7 @@ CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
 REPEATS = 7
 PATIENCE = 4.0  # seconds after which no further repeat begins
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,27 @@ class CostTable:
     def longest_draft(self) -> int:
         """The longest draft whose verification (one token more) was measured."""
         return len(self.verify) - 1
+
+
+@dataclass(frozen=True)
+class SublayerCosts:
+    """What the draft step of any layer plan costs, sublayer by sublayer, and what a round costs besides.
+
+    ``attention``, ``mlp``: one sublayer; ``base``: a draft step that skips them all (embedding, head, distribution,
+    draw); ``confidence``: reading the confidence of a drafted token; ``verify`` as in CostTable; ``overhead``: what
+    a round of the loop takes beyond its draft steps and its verification.
+    """
+
+    attention: float
+    mlp: float
+    base: float
+    confidence: float
+    overhead: float
+    verify: tuple[float, ...]
+
+    def draft(self, plan: LayerPlan) -> float:
+        """A draft step under ``plan``."""
+        return self.base + self.attention * sum(plan.attention) + self.mlp * sum(plan.mlp)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -56,52 +78,60 @@ def measure_costs(
 
     ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
     """
-    sampler, randomness = Sampler(), SeededRandomness(0, target.device)
-
-    def verification(count: int, cache: Any) -> Callable[[], None]:
-        tokens = torch.zeros(CONTEXT + count, dtype=torch.int64, device=target.device)
-        draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
-
-        def step() -> None:
-            probs = sampler.distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens)
-            torch.stack(verify(probs, draft_probs, tokens[CONTEXT + 1 :], randomness)).tolist()
-
-        return step
-
-    def drafting(model: Model, cache: Any) -> Callable[[], None]:
-        tokens = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
-
-        def step() -> None:
-            probs = sampler.distribution(model(tokens[None, CONTEXT:], cache, CONTEXT, plan)[0], tokens)
-            randomness.draw(probs[0]).item()
-
-        return step
-
-    cache = _filled_cache(target, longest)
-    steps = [verification(count, cache) for count in range(1, longest + 2)]
+    cache = filled_cache(target, longest)
+    steps = [verification(target, count, cache) for count in range(1, longest + 2)]
     if draft_model is not None:
-        steps.append(drafting(draft_model, _filled_cache(draft_model, longest)))
-    plain, *rest = (statistics.median(times) for times in _time(steps))
+        steps.append(draft_step(draft_model, filled_cache(draft_model, longest), plan))
+    plain, *rest = median_seconds(steps, REPEATS, PATIENCE)
     verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
     return CostTable(rest[-1] / plain if draft_model is not None else 0.0, verify_costs)
 
 
-def _filled_cache(model: Model, longest: int) -> Any:
+def verification(target: Model, count: int, cache: Any, params: SamplingParams = GREEDY) -> Callable[[], None]:
+    """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
+    sampler, randomness = Sampler(params), SeededRandomness(0, target.device)
+    tokens = torch.zeros(CONTEXT + count, dtype=torch.int64, device=target.device)
+    draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
+
+    def step() -> None:
+        probs = sampler.distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens)
+        torch.stack(verify(probs, draft_probs, tokens[CONTEXT + 1 :], randomness)).tolist()
+
+    return step
+
+
+def draft_step(model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY) -> Callable[[], None]:
+    """A step that drafts one token as ModelDrafter does."""
+    sampler, randomness = Sampler(params), SeededRandomness(0, model.device)
+    tokens = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
+
+    def step() -> None:
+        probs = sampler.distribution(model(tokens[None, CONTEXT:], cache, CONTEXT, plan)[0], tokens)
+        randomness.draw(probs[0]).item()
+
+    return step
+
+
+def filled_cache(model: Model, longest: int) -> Any:
+    """A cache that holds CONTEXT tokens, with room for a draft of ``longest`` more."""
     cache = model.new_cache(CONTEXT + longest + 1)
     model.prefill(torch.zeros(1, CONTEXT, dtype=torch.int64, device=model.device), cache)
     return cache
 
 
-def _time(steps: list[Callable[[], None]]) -> list[list[float]]:
-    """Seconds of every step, over repeats of the whole list, so that a slow spell hits all alike."""
+def median_seconds(steps: list[Callable[[], None]], repeats: int, patience: float) -> list[float]:
+    """Median time of every step over repeats of the whole list, so that a slow spell hits all alike.
+
+    The first repeat is warm-up; after ``patience`` seconds no further one begins.
+    """
     began = time.perf_counter()
     times: list[list[float]] = [[] for _ in steps]
-    for repeat in range(REPEATS + 1):
-        if repeat > 1 and time.perf_counter() - began > PATIENCE:
+    for repeat in range(repeats + 1):
+        if repeat > 1 and time.perf_counter() - began > patience:
             break
         for step, seconds in zip(steps, times, strict=True):
             start = time.perf_counter()
             step()
             if repeat:
                 seconds.append(time.perf_counter() - start)
-    return times
+    return [statistics.median(seconds) for seconds in times]

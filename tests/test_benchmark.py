@@ -1,4 +1,4 @@
-"""The benchmark measures the same work for every contender and reports what it saw."""
+"""The benchmark measures the same work for every contender, in turns, and says of it what the numbers say."""
 
 from __future__ import annotations
 
@@ -6,31 +6,84 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import benchmark
-from decoding.costs import expected_tokens
+from benchmark import Contender, Result, Timing, Written
+from decoding.costs import CostTable, filled_cache, predicted_speedup
 from decoding.rounds import Round
+from model import InputError, LayerPlan
 from search.prompts import PROMPTS
-from tests.folders import write_folder
+from tests.folders import GEMMA2, LLAMA, write_folder
+from weights.load import load_model
+from weights.memory import parameter_count
+
+CPU = torch.device("cpu")
+SMALL_PROMPTS = {"short": ["the hen"], "long": ["a thin hen in a tin"]}
 
 
-def test_a_run_reports_every_contender_on_every_kind_of_prompt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against transformers too, whose greedy texts of this float32 model agree with ours."""
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little to read, little to write."""
+    monkeypatch.setattr(benchmark, "PROMPTS", SMALL_PROMPTS)
     monkeypatch.setattr(benchmark, "BANDWIDTH_BYTES", 1 << 20)
-    monkeypatch.setattr(benchmark, "PROMPTS", {"short": ["the hen"], "long": ["a thin hen in a tin"]})
+    monkeypatch.setattr(benchmark, "LONGEST_VERIFICATION", 6)
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still until a test moves it: ``ticking[0] += seconds``."""
+    time = [0.0]
+    monkeypatch.setattr(benchmark, "now", lambda device: time[0])
+    return time
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_reports_every_contender_on_every_kind_of_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers too, by each of its ways to draft: greedy texts of this float32 model agree with ours."""
+    folder, report, picture = write_folder(tmp_path / "model"), tmp_path / "report.json", tmp_path / "picture.svg"
+    (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [2], "gamma": 3}))
+    options = ["--model", str(folder), "--draft-model", str(folder), "--max-new-tokens", "8", "--repeats", "2"]
+    files = ["--json", str(report), "--plot", str(picture)]
+    assert benchmark.main([*options, *files, "--device", "cpu", "--against", "transformers"]) == 0
+    shown, measured = capsys.readouterr().out, json.loads(report.read_text())
+    drafts = ["exit 2", "exit 3", "plan.json", "model"]
+    names = ["plain", "lookup", *(name + how for name in drafts for how in ("", ", adaptive")), "auto", "transformers"]
+    names += ["transformers, lookup", "transformers, exit 3", "transformers, model"]
+    rows = {row["name"]: row for row in measured["speed"]}
+    assert list(rows) == names
+    assert all(name in shown for name in names)
+    assert measured["notes"] == []
+    for row in rows.values():
+        assert (row["texts"], row["equal"], row["equal_start"]) == (2, 2, 2)
+        assert {prompt: len(times) for prompt, times in row["seconds"].items()} == {
+            "short: the hen": 2,
+            "long: a thin hen in a tin": 2,
+        }
+        assert list(row["speed_up_by_kind"]) == list(SMALL_PROMPTS)
+        drafted = "transformers" not in row["name"] and row["name"] != "plain"
+        assert (row["predicted"] is not None) == drafted
+    assert rows["model"]["acceptance_rate"] == 1, "the draft model is the target"
+    assert rows["plain"]["speed_up"] == {"median": 1, "lowest": 1, "highest": 1}
+    assert set(measured) == {*benchmark.SECTIONS, "about", "notes"}
+    assert [row["draft"] for row in measured["costs"]["draft"]] == drafts
+    assert [row["tokens"] for row in measured["costs"]["verify"]] == [1, 2, 3, 4, 5, 6]
+    assert measured["about"]["versions"]["transformers"]
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("section", benchmark.SECTIONS)
+def test_a_section_alone_measures_nothing_else(section: str, tmp_path: Path) -> None:
+    """But the costs, without which no speed can be predicted."""
     folder, report = write_folder(tmp_path / "model"), tmp_path / "report.json"
-    options = ["--model", str(folder), "--max-new-tokens", "12", "--repeats", "2", "--json", str(report)]
-    assert benchmark.main([*options, "--device", "cpu", "--against", "transformers"]) == 0
-    shown = capsys.readouterr().out
-    for name in ("plain", "lookup", "exit 2", "exit 3", "auto", "transformers", "transformers, prompt lookup"):
-        assert name in shown
-    assert shown.count("2/2") == 7, "every greedy text equals the plain one"
-    assert "verifying 16 tokens" in shown
-    measured = json.loads(report.read_text())
-    assert all(list(times) == ["short: the hen", "long: a thin hen in a tin"] for times in measured["seconds"].values())
-    assert measured["costs"]["lookup"]["verify"][0] == 1.0
+    options = ["--model", str(folder), "--quick", "--max-new-tokens", "8", "--json", str(report), "--device", "cpu"]
+    assert benchmark.main([*options, "--only", section]) == 0
+    assert set(json.loads(report.read_text())) == {section, "about", "notes"} | (
+        {"costs"} if section == "speed" else set()
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,34 +92,182 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
         (["--max-new-tokens", "3"], "--max-new-tokens must be at least 8"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--device", "toaster"], "device 'toaster' is not there"),
-        (["--json", "/no/such/folder/report.json"], "--json: the folder /no/such/folder does not exist"),
+        (["--json", "/no/such/folder/report.json"], "/no/such/folder/report.json cannot be written"),
+        (["--plot", "/no/such/folder/picture.png"], "/no/such/folder/picture.png cannot be written"),
+        (["--plot", "picture.gif"], "--plot picture.gif must end in .svg or .png"),
+        (["--plot", "picture.png", "--only", "floor"], "--plot draws speed, costs, context"),
+        (["--only", "speed,everything"], "--only 'everything' is unknown: give speed, costs"),
+        (["--against", "transformers,vllm"], "--against 'vllm' is unknown: give transformers, llama.cpp"),
+        (["--against", "transformers", "--only", "floor"], "--against is measured in the section speed only"),
+        (
+            ["--against", "llama.cpp"],
+            "--against llama.cpp needs a package that is not installed: pip install llama-cpp",
+        ),
         (["--model", "/no/model"], "no folder '/no/model'"),
+        (["--draft-model", "/no/model"], "no folder '/no/model'"),
+        (["--max-new-tokens", "250"], "a prompt of "),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(
-    options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(benchmark, "PROMPTS", SMALL_PROMPTS)
+    monkeypatch.setattr(benchmark.util, "find_spec", lambda name: None if name == "llama_cpp" else object())
     model = ["--model", str(write_folder(tmp_path / "model"))]
     assert benchmark.main([*model, *options]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {complaint}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {complaint}")
+    assert error.count("\n") == 1
 
 
-def test_the_share_of_tokens_kept_once_looked_at_recovers_the_acceptance_of_the_formula() -> None:
-    """Rounds as acceptance α makes them: n kept and one rejected with probability αⁿ(1 - α), all γ with α^γ."""
-    alpha, result = 0.5, benchmark.Result()
-    for kept, times in zip(range(benchmark.GAMMA + 1), (8, 4, 2, 1, 1), strict=True):
-        for _ in range(times):
-            result.add(Round(0, [0] * benchmark.GAMMA, kept, [0] * (kept + 1)))
-    assert result.kept_share == pytest.approx(alpha)
-    assert result.statistics.tokens_per_round == pytest.approx(expected_tokens(alpha, benchmark.GAMMA))
-    assert benchmark.Result().kept_share == 0
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "model", LLAMA | {"max_position_embeddings": 4096})
+    other = write_folder(tmp_path / "other", LLAMA | {"vocab_size": 300})
+    assert benchmark.main(["--model", str(folder), "--draft-model", str(other), "--only", "costs"]) == 2
+    assert "has another vocabulary (300 entries)" in capsys.readouterr().err
 
 
-def test_a_draft_that_the_budget_cut_short_and_that_was_accepted_whole_is_no_rejection() -> None:
-    result = benchmark.Result()
-    result.add(Round(0, [0] * 4, 4, [0] * 5))
-    result.add(Round(5, [0] * 2, 2, [0] * 3))
-    assert result.kept_share == 1
+def test_steps_are_warmed_up_and_then_take_turns(ticking: list[float]) -> None:
+    """Seconds of the warm-up count for nothing; each step's median, fastest and slowest are its own."""
+    order: list[str] = []
+
+    def step(name: str, *seconds: float) -> None:
+        ticking[0] += seconds[order.count(name)]
+        order.append(name)
+
+    steps = [lambda: step("a", 99, 1, 5, 2), lambda: step("b", 99, 30, 10, 20)]
+    timings = benchmark.take_turns(steps, 3, CPU)
+    assert order == ["a", "b"] * 4
+    assert timings == [Timing(2, 1, 5, 3), Timing(20, 10, 30, 3)]
+    assert timings[1].row("b", timings[0], tokens=7) == {
+        "name": "b", "median": 20, "fastest": 10, "slowest": 30, "count": 3, "ratio": 10, "tokens": 7,
+    }  # fmt: skip
+
+
+def test_contenders_take_turns_on_each_prompt_after_a_warm_up(ticking: list[float]) -> None:
+    calls: list[tuple[str, int, int]] = []
+
+    def contender(name: str, seconds: float) -> Contender:
+        def write(prompt: list[int], count: int) -> Written:
+            calls.append((name, prompt[0], count))
+            ticking[0] += seconds * count
+            return Written([7] * count)
+
+        return Contender(write)
+
+    prompts = [("story", "one", [1]), ("code", "two", [2])]
+    results = benchmark.run({"a": contender("a", 0.25), "b": contender("b", 0.5)}, prompts, 20, 2, CPU)
+    warm_up = [("a", 1, benchmark.WARM_UP_TOKENS), ("b", 1, benchmark.WARM_UP_TOKENS)]
+    assert calls == warm_up + [(name, prompt, 20) for prompt in (1, 2) for name in "ab"] * 2
+    assert results["a"].seconds == {("story", "one"): [5.0, 5.0], ("code", "two"): [5.0, 5.0]}
+    assert benchmark.speedups(results["a"], results["b"]) == [2.0, 2.0]
+    assert benchmark.speedups(results["a"], results["b"], "code") == [2.0]
+
+
+def written(tokens: int, drafted: list[int], prefill: float) -> Written:
+    """A text whose rounds drafted so much, however much of it was accepted."""
+    return Written([0] * tokens, [Round(0, [0] * length, 0, [0]) for length in drafted], prefill)
+
+
+def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
+    """8 plain tokens take 8 s after a prompt of 2 s, so a step is one second."""
+    plain, result, costs = Result(), Result(), CostTable(0.5, (1.0, 1.25, 1.5))
+    for key in (("story", "one"), ("code", "two")):
+        plain.add(key, 10.0, written(8, [0] * 8, 2.0))
+    result.add(("story", "one"), 99.0, written(8, [2, 0, 1], 3.0))
+    result.add(("code", "two"), 99.0, written(8, [0] * 8, 2.0))
+    rounds = (2 * 0.5 + 1.5) + 1.0 + (0.5 + 1.25)
+    assert benchmark.predicted_speedups(result, plain, costs) == pytest.approx([10 / (3 + rounds), 1.0])
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_of_a_draft_always_accepted_it_is_the_formulas_speedup(gamma: int) -> None:
+    plain, result, costs = Result(), Result(), CostTable(0.25, (1.0, 1.1, 1.2, 1.5))
+    tokens = 5 * (gamma + 1)
+    plain.add(("story", "one"), 7.0, written(tokens, [0] * tokens, 0.0))
+    result.add(("story", "one"), 99.0, written(tokens, [gamma] * 5, 0.0))
+    expected = predicted_speedup(1.0, gamma, costs)
+    assert benchmark.predicted_speedups(result, plain, costs) == pytest.approx([expected])
+
+
+def test_cost_tables_are_the_measured_ratios() -> None:
+    steps = {"verify": [{"ratio": 1.0}, {"ratio": 1.5}], "draft": [{"draft": "exit 2", "ratio": 0.5}]}
+    assert benchmark.cost_tables(steps) == {
+        "lookup": CostTable(0.0, (1.0, 1.5)),
+        "exit 2": CostTable(0.5, (1.0, 1.5)),
+    }
+
+
+def test_the_kept_part_of_a_draft_step_is_its_forward_pass_under_the_plan(tmp_path: Path) -> None:
+    model = load_model(write_folder(tmp_path / "model"))
+    plan = LayerPlan.early_exit(4, 2)
+    with torch.inference_mode():
+        cache = filled_cache(model, 4)
+        found = benchmark.kept_part(benchmark.ModelDraft(model, plan), cache)()
+        token = torch.zeros(1, 1, dtype=torch.int64)
+        assert torch.equal(found, model(token, cache, benchmark.CONTEXT, plan))
+        assert not torch.equal(found, model(token, cache, benchmark.CONTEXT))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_floor_is_the_time_to_read_every_weight_once_but_of_a_mere_table_one_row(
+    tied: bool, tmp_path: Path, ticking: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "take_turns", lambda steps, repeats, device: [Timing(9, 0.5, 9, 7)])
+    monkeypatch.setattr(benchmark, "BANDWIDTH_BYTES", 4000)
+    folder = write_folder(tmp_path / "model", LLAMA | {"tie_word_embeddings": tied}, dtype=torch.bfloat16)
+    model = load_model(folder)
+    options = benchmark.parse_arguments([])
+    floor = benchmark.measure_floor(benchmark.Bench(options, folder, model, []))
+    table = 0 if tied else model.config.vocab_size * model.config.hidden_size
+    read = 2 * (parameter_count(model.config) - table)
+    assert floor == {"weight_bytes": read, "bytes_per_second": 8000.0, "seconds_per_token": read / 8000}
+
+
+def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
+    """The tensors of this tiny model are all counted; its decoding stays in the estimate's order of size."""
+    folder = write_folder(tmp_path / "model")
+    bench = benchmark.Bench(benchmark.parse_arguments([]), folder, benchmark.accelerate(load_model(folder)), [])
+    weights, decoding = benchmark.measure_memory(bench)
+    assert weights["measured"] == pytest.approx(weights["estimated"], rel=0.001)
+    assert decoding["estimated"] / 2 < decoding["measured"] < decoding["estimated"] * 2
+
+
+def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(prompt: list[int], count: int) -> Written:
+        raise RuntimeError("no such\nthing")
+
+    def refuse(*options: object) -> Contender:
+        raise InputError("not this family")
+
+    good = Contender(lambda prompt, count: Written([0] * count))
+    monkeypatch.setattr(benchmark, "transformers_contenders", lambda *of: {"good": good, "bad": Contender(fail)})
+    monkeypatch.setattr(benchmark, "llama_cpp_contender", refuse)
+    folder = write_folder(tmp_path / "model", GEMMA2)
+    options = benchmark.parse_arguments(["--against", "transformers,llama.cpp"])
+    bench = benchmark.Bench(options, folder, load_model(folder), [("story", "one", [1])])
+    assert list(benchmark.other_contenders(bench)) == ["good"]
+    assert bench.notes == [
+        "llama.cpp: not possible with this model: not this family",
+        "bad: not possible with this model: no such thing",
+    ]
+
+
+def test_auto_drafts_with_the_folders_own_plan_and_else_by_lookup(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    model = load_model(folder)
+    drafts = benchmark.find_drafts(folder, model, None, quick=True)
+    assert benchmark.our_contenders(folder, model, drafts)["auto"].costs == "lookup"
+    (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
+    drafts = benchmark.find_drafts(folder, model, None, quick=True)
+    assert drafts["plan.json"].plan == LayerPlan.skipping(4, [1], [])
+    assert benchmark.our_contenders(folder, model, drafts)["auto"].costs == "plan.json"
 
 
 def test_there_are_at_least_four_different_prompts_of_every_kind() -> None:

@@ -20,6 +20,7 @@ from decoding.streaming import TextStream
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights import fetch
 from weights.device import pick_device
+from weights.fingerprint import model_fingerprint
 from weights.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -403,6 +404,24 @@ def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(run: Run, tmp_pa
     measured = run("the", "--model", str(folder), "--max-new-tokens", "12")
     assert measured.status == 0
     assert json.loads((folder / "costs.json").read_text()) == costs, "a kept table is not measured again"
+
+
+def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "planned")
+    (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2], "gamma": 0}')
+    options = ["the", "--model", str(folder), "--max-new-tokens", "6"]
+    assert "plain: by the plan, no draft pays" in run(*options, "--draft", "skip").err
+    assert "prompt lookup" in run(*options, "--draft", "auto").err
+    assert "skipping 2 attention" in run(*options, "--draft", "skip", "--gamma", "2").err
+
+
+def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    for fingerprint in (model_fingerprint(Path(model)), "0123456789abcdef"):
+        plan.write_text(json.dumps({"attn": [1], "mlp": [], "model": fingerprint}))
+        outcome = run("a", "--model", model, "--draft", "skip", "--plan", str(plan), "--max-new-tokens", "2")
+        assert (outcome.status == 2) == (fingerprint == "0123456789abcdef")
+    assert f"{plan} was made for another model than {model}" in outcome.err
 
 
 @pytest.mark.parametrize("damage", ["not json", "[]", '{"KEY": {"draft": "x"}}', '{"KEY": {"draft": 1}}'])

@@ -6,18 +6,21 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from decoding.costs import CostTable
+from decoding.costs import CostTable, SublayerCosts
+from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan
 from weights.files import read_optional_json, write_json
 
 FILE = "costs.json"
 LARGEST_COST = 1e6  # plain steps; also keeps out infinity and NaN
+
+Costs = TypeVar("Costs", CostTable, SublayerCosts)
 
 
 def kept_costs(folder: Path, model: Decoder, plan: LayerPlan | None, measure: Callable[[], CostTable]) -> CostTable:
@@ -26,12 +29,26 @@ def kept_costs(folder: Path, model: Decoder, plan: LayerPlan | None, measure: Ca
     A folder that cannot be written, or a damaged file, only means measuring again.
     """
     drafts = "lookup" if plan is None else f"skip {plan.skipped_attention} {plan.skipped_mlp}"
-    key = f"{_machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {drafts}"
+    return _kept(folder, model, drafts, CostTable, measure)
+
+
+def kept_sublayer_costs(
+    folder: Path, model: Decoder, params: SamplingParams, measure: Callable[[], SublayerCosts]
+) -> SublayerCosts:
+    """The costs of this model's sublayers, kept as ``kept_costs`` keeps its tables.
+
+    They depend on the sampling parameters: top-p, for one, sorts the vocabulary.
+    """
+    return _kept(folder, model, f"sublayers, {params}", SublayerCosts, measure)
+
+
+def _kept(folder: Path, model: Decoder, what: str, kind: type[Costs], measure: Callable[[], Costs]) -> Costs:
+    key = f"{machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {what}"
     try:
         kept = read_optional_json(folder / FILE)
     except InputError:
         kept = {}
-    costs = _parse(kept.get(key))
+    costs = _parse(kept.get(key), kind)
     if costs is None:
         costs = measure()
         with suppress(OSError, ValueError):  # no place to keep it, or a damaged file that cannot be written again
@@ -39,17 +56,20 @@ def kept_costs(folder: Path, model: Decoder, plan: LayerPlan | None, measure: Ca
     return costs
 
 
-def _parse(entry: Any) -> CostTable | None:
-    """The table of an entry; None if it is not one that was measured."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("verify"), list) or not entry["verify"]:
+def _parse(entry: Any, kind: type[Costs]) -> Costs | None:
+    """The costs of an entry; None if they are none that were measured."""
+    names = {field.name for field in fields(kind)}
+    if not isinstance(entry, dict) or set(entry) != names or not isinstance(entry["verify"], list):
         return None
-    costs = [entry.get("draft"), *entry["verify"]]
-    if not all(type(cost) in (int, float) and 0 <= cost < LARGEST_COST for cost in costs) or 0 in entry["verify"]:
+    verify, single = entry["verify"], {name: cost for name, cost in entry.items() if name != "verify"}
+    costs = [*single.values(), *verify]
+    if not all(type(cost) in (int, float) and 0 <= cost < LARGEST_COST for cost in costs) or 0 in verify or not verify:
         return None
-    return CostTable(float(costs[0]), tuple(map(float, costs[1:])))
+    return kind(**{name: float(cost) for name, cost in single.items()}, verify=tuple(map(float, verify)))
 
 
-def _machine(device: torch.device) -> str:
+def machine(device: torch.device) -> str:
+    """What costs depend on besides the model: the processor or GPU, the threads, the version of torch."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -1,28 +1,65 @@
-"""Plan files: which sublayers a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``."""
+"""Plan files: which sublayers a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
+
+``gamma``, ``threshold`` and ``model``, the fingerprint of the model the plan was made for, may follow, and
+whatever else its maker wants to be remembered.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
-from weights.files import read_json
+from weights.files import read_json, write_json
+from weights.fingerprint import model_fingerprint
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A layer plan with the draft length and exit threshold that were chosen with it (None: not given)."""
+    """A layer plan with the draft length and exit threshold that were chosen with it (None: not given).
+
+    A ``gamma`` of 0 means that no draft pays: decode plainly.
+    """
 
     plan: LayerPlan
     gamma: int | None = None
     threshold: float | None = None
 
+    def new_policy(self, default_gamma: int) -> Policy:
+        """The policy the plan was chosen with: drafts of its length, ended early by its fixed threshold, if any."""
+        gamma = default_gamma if self.gamma is None else self.gamma
+        return AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
 
-def read_plan(path: Path, num_layers: int) -> DraftPlan:
-    """Read a plan file for a model of ``num_layers`` layers. Raises InputError naming what is wrong."""
+
+def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict[str, Any]) -> None:
+    """Write a plan file for the model of this fingerprint, atomically. Raises InputError when it cannot be written."""
+    content = {
+        "attn": chosen.plan.skipped_attention,
+        "mlp": chosen.plan.skipped_mlp,
+        "gamma": chosen.gamma,
+        "threshold": chosen.threshold,
+        "model": fingerprint,
+        **provenance,
+    }
+    try:
+        write_json(path, content)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
+    """Read a plan file for a model of ``num_layers`` layers. Raises InputError naming what is wrong.
+
+    With the model's ``folder`` a plan that was made for another model is refused; a file that names none is not.
+    """
     raw = read_json(path)
     if not isinstance(raw, dict) or not {"attn", "mlp"} & set(raw):
         raise InputError(f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}')
+    made_for = raw.get("model")
+    if folder is not None and made_for is not None and made_for != model_fingerprint(folder):
+        raise InputError(f"{path} was made for another model than {folder}: run python -m search for this one")
     lists = {}
     for key in ("attn", "mlp"):
         layers = raw.get(key, [])

@@ -1,0 +1,81 @@
+"""Measures what the objective charges for: every sublayer of a draft step, and a round of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from decoding.costs import CONTEXT, LONGEST_DRAFT, SublayerCosts, draft_step, filled_cache, median_seconds, verification
+from decoding.drafters import NoDraft, raw_probability
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.sampling import Sampler, SamplingParams
+from decoding.speculate import speculate
+from decoding.stopping import StopRules
+from model import Decoder, LayerPlan
+
+REPEATS, PATIENCE = 21, 15.0  # more than for one draft: a whole search is built on these
+IN_A_ROW = 4  # draft steps and plain steps come in rows, the processor's caches full of what the last one used
+
+
+@torch.inference_mode()
+def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
+    """Time draft steps of five plans, verifications and the plain loop, in turns, with these sampling parameters.
+
+    The five draft steps are fitted by base + attention · attentions + mlp · MLPs (least squares).
+    """
+    cache, layers = filled_cache(model, LONGEST_DRAFT), model.num_layers
+    plans = [
+        LayerPlan.full(layers),
+        LayerPlan.skipping(layers, range(0, layers, 2), ()),
+        LayerPlan.skipping(layers, (), range(1, layers, 2)),
+        LayerPlan.skipping(layers, range(0, layers, 2), range(0, layers, 2)),
+        LayerPlan.skipping(layers, range(layers), range(layers)),
+    ]
+    steps: list[Callable[[], None]] = [
+        verification(model, count, cache, params) for count in range(1, LONGEST_DRAFT + 2)
+    ]
+    steps[0] = _row(steps[0])
+    steps += [_row(draft_step(model, cache, plan, params)) for plan in plans]
+    steps += [_confidence(model), _plain_loop(model, params)]
+    seconds = torch.tensor(median_seconds(steps, REPEATS, PATIENCE), dtype=torch.float64)
+    for row in (0, *range(LONGEST_DRAFT + 1, len(seconds) - 2), -1):
+        seconds[row] /= IN_A_ROW
+    plain, verify, drafts = seconds[0], seconds[: LONGEST_DRAFT + 1], seconds[LONGEST_DRAFT + 1 : -2] / seconds[0]
+    sizes = torch.tensor([[sum(plan.attention), sum(plan.mlp), 1.0] for plan in plans], dtype=torch.float64)
+    attention, mlp, base = torch.linalg.lstsq(sizes, drafts[:, None]).solution[:, 0].clamp(min=0).tolist()
+    overhead = max(0.0, (seconds[-1] / plain - 1).item())
+    return SublayerCosts(attention, mlp, base, (seconds[-2] / plain).item(), overhead, tuple((verify / plain).tolist()))
+
+
+def _row(step: Callable[[], None]) -> Callable[[], None]:
+    def steps() -> None:
+        for _ in range(IN_A_ROW):
+            step()
+
+    return steps
+
+
+def _confidence(model: Decoder) -> Callable[[], None]:
+    logits, token = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device), torch.tensor(0)
+
+    def step() -> None:
+        raw_probability(logits, token)
+
+    return step
+
+
+def _plain_loop(model: Decoder, params: SamplingParams) -> Callable[[], None]:
+    cache, prompt = filled_cache(model, IN_A_ROW), [0] * (CONTEXT + 1)
+    drafter, stop, randomness = (
+        NoDraft(model.vocab_size, model.device),
+        StopRules(IN_A_ROW),
+        SeededRandomness(0, model.device),
+    )
+
+    def step() -> None:
+        for _ in speculate(model, cache, prompt, drafter, FixedLength(0), Sampler(params), stop, randomness):
+            pass
+
+    return step

@@ -1,0 +1,215 @@
+"""The search: a binary choice for each sublayer, Optuna proposing, the predicted speed-up disposing.
+
+The study lives in a journal file: any number of processes may work on it, on one machine or several that share the
+file, and a killed search goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from decoding.costs import SublayerCosts
+from model import InputError, LayerPlan
+from search.acceptance import Calibration
+from search.prediction import Prediction, predict
+from weights.files import one_line
+
+SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
+    # Each sublayer by itself: with so many choices and so few trials, whole good plans (multivariate) say too little.
+    "tpe": lambda seed: TPESampler(seed=seed, multivariate=False),
+    "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=20),
+    "random": lambda seed: RandomSampler(seed=seed),
+}
+NAME = "layer plan"
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Plan -> predicted speed-up, on given texts and costs."""
+
+    calibration: Calibration
+    costs: SublayerCosts
+
+    def __call__(self, plan: LayerPlan) -> Prediction:
+        return predict(self.calibration.acceptance(plan), self.calibration.texts, plan, self.costs)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was tried, and what was predicted for it."""
+
+    plan: LayerPlan
+    prediction: Prediction
+    draft_cost: float
+
+
+def parameters(plan: LayerPlan) -> dict[str, bool]:
+    """The plan as Optuna's parameters: whether each sublayer runs."""
+    runs = {"attn": plan.attention, "mlp": plan.mlp}
+    return {f"{kind} {layer}": run for kind, layers in runs.items() for layer, run in enumerate(layers)}
+
+
+def plan_of(params: Mapping[str, bool]) -> LayerPlan:
+    """The plan of Optuna's parameters: the inverse of ``parameters``."""
+    layers = range(len(params) // 2)
+    return LayerPlan(tuple(params[f"attn {n}"] for n in layers), tuple(params[f"mlp {n}"] for n in layers))
+
+
+def toggled(plan: LayerPlan, sublayer: int) -> LayerPlan:
+    """The plan with one sublayer changed; attentions count first, then MLPs."""
+    kind, layer = ("attention", sublayer) if sublayer < plan.num_layers else ("mlp", sublayer - plan.num_layers)
+    runs = list(getattr(plan, kind))
+    runs[layer] = not runs[layer]
+    return replace(plan, **{kind: tuple(runs)})
+
+
+def untried_neighbour(plan: LayerPlan, tried: Collection[LayerPlan], rng: random.Random) -> LayerPlan | None:
+    """A plan that differs in one sublayer and was not tried yet; None if there is none."""
+    neighbours = [toggled(plan, sublayer) for sublayer in range(2 * plan.num_layers)]
+    fresh = [neighbour for neighbour in neighbours if neighbour not in tried]
+    return rng.choice(fresh) if fresh else None
+
+
+def importance(calibration: Calibration, on_sublayer: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
+    """What skipping each sublayer alone costs: the share of first drafted tokens that are no longer accepted."""
+    layers = range(calibration.model.num_layers)
+    found: dict[str, list[float]] = {"attn": [], "mlp": []}
+    for kind, losses in found.items():
+        for layer in layers:
+            skipped = ([layer], []) if kind == "attn" else ([], [layer])
+            losses.append(1 - calibration.first_token_rate(LayerPlan.skipping(len(layers), *skipped)))
+            on_sublayer()
+    return found
+
+
+def starts(losses: Mapping[str, list[float]], costs: SublayerCosts) -> list[LayerPlan]:
+    """Plans worth trying first: without the least important sublayers, evenly thinned out, and early exits."""
+    layers = len(losses["attn"])
+    price = {"attn": max(costs.attention, 1e-9), "mlp": max(costs.mlp, 1e-9)}
+    order = sorted(
+        ((kind, layer) for kind in price for layer in range(layers)),
+        key=lambda sublayer: losses[sublayer[0]][sublayer[1]] / price[sublayer[0]],
+    )
+    plans = []
+    for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        skipped = order[: max(1, round(share * len(order)))]
+        plans.append(LayerPlan.skipping(layers, *([n for kind, n in skipped if kind == k] for k in ("attn", "mlp"))))
+    for every in (2, 3, 4):
+        inner = range(1, layers - 1, every)
+        plans += [LayerPlan.skipping(layers, inner, which) for which in (inner, ())]
+    for share in (0.25, 0.4, 0.5, 0.6, 0.75, 0.9):
+        plans.append(LayerPlan.early_exit(layers, max(1, round(share * layers))))
+    full = LayerPlan.full(layers)
+    return [plan for plan in dict.fromkeys(plans) if plan != full]
+
+
+def open_study(
+    path: Path | None, identity: Mapping[str, Any], sampler: str, seed: int, *, resume: bool
+) -> optuna.Study:
+    """The study kept in the journal ``path`` (None: in memory), made if there is none.
+
+    ``identity`` says what was searched for: model, texts, sampling parameters. Raises InputError when there is a
+    study but not to ``resume``, when it is one of something else, and when the file cannot be used.
+    """
+    if path is None:
+        study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed))
+        study.set_user_attr("identity", dict(identity))
+        return study
+    exists = path.exists() and path.stat().st_size > 0
+    if exists and not resume:
+        raise InputError(f"{path} holds an earlier search: give --resume to go on with it, or remove it")
+    try:
+        if exists:
+            _drop_torn_line(path)
+        storage = JournalStorage(JournalFileBackend(str(path)))
+        study = optuna.create_study(study_name=NAME, storage=storage, direction="maximize", load_if_exists=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be used: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} is not a search's journal ({one_line(error)}): remove it or give another --out"
+        ) from None
+    found = study.user_attrs.setdefault("identity", dict(identity))
+    if found != identity:
+        differ = ", ".join(key for key in identity if found.get(key) != identity[key])
+        raise InputError(f"{path} holds a search of something else (other {differ}): give another --out, or remove it")
+    study.set_user_attr("identity", dict(identity))
+    # A resumed search must not draw the same numbers again.
+    study.sampler = SAMPLERS[sampler](seed + len(study.get_trials(deepcopy=False)))
+    return study
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A process that was killed while it wrote may have left half a line; what follows it would be lost."""
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def enqueue(study: optuna.Study, plans: Iterable[LayerPlan]) -> None:
+    """Have these plans tried first, but none that the study knows."""
+    for plan in plans:
+        study.enqueue_trial(parameters(plan), skip_if_exists=True)
+
+
+def finished(study: optuna.Study) -> list[FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+
+def optimise(
+    study: optuna.Study,
+    evaluate: Callable[[LayerPlan], Prediction],
+    costs: SublayerCosts,
+    num_layers: int,
+    trials: int,
+    on_trial: Callable[[], None] = lambda: None,
+) -> None:
+    """Work on the study until it has ``trials`` finished trials, whoever else works on it too.
+
+    A plan that was tried before keeps its value and is not evaluated again; instead of it, a neighbour that was not
+    tried comes next. Workers side by side may finish one trial more each.
+    """
+    names = list(parameters(LayerPlan.full(num_layers)))
+
+    def objective(trial: Trial) -> float:
+        plan = plan_of({name: trial.suggest_categorical(name, [True, False]) for name in names})
+        known = {plan_of(old.params): old for old in finished(study)}
+        if plan in known:
+            found = known[plan].user_attrs
+            neighbour = untried_neighbour(plan, known, random.Random(trial.number))
+            enqueue(study, [neighbour] if neighbour else [])
+        else:
+            found = {**asdict(evaluate(plan)), "draft_cost": costs.draft(plan)}
+        for name, value in found.items():
+            trial.set_user_attr(name, value)
+        return found["speedup"]
+
+    def after(study: optuna.Study, trial: FrozenTrial) -> None:
+        on_trial()
+        if len(finished(study)) >= trials:
+            study.stop()
+
+    if len(finished(study)) < trials:
+        study.optimize(objective, callbacks=[after])
+
+
+def candidates(study: optuna.Study) -> list[Candidate]:
+    """Every plan that was tried, once, the best first."""
+    best = sorted(finished(study), key=lambda trial: (-trial.value, trial.number))
+    found: dict[LayerPlan, Candidate] = {}
+    for trial in best:
+        values = dict(trial.user_attrs)
+        cost = values.pop("draft_cost")
+        found.setdefault(plan_of(trial.params), Candidate(plan_of(trial.params), Prediction(**values), cost))
+    return list(found.values())
