@@ -7,6 +7,7 @@ Whatever is compared takes turns, so that a slow spell of the machine hits all a
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import re
 import statistics
@@ -20,6 +21,8 @@ from importlib import metadata, util
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read when torch is loaded; see generate.py
 
 import torch
 from rich.console import Console

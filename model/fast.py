@@ -18,9 +18,10 @@ from model.cache import KVCache
 from model.decoder import Decoder
 from model.gemma2 import Gemma2Block
 from model.graphs import GraphedDecoder
-from model.layers import Attention, GatedMLP, Positions, RMSNorm, attend, rotate, wide_dtype
+from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
 
+FEW, LONG = 17, 1024  # new tokens up to which, and positions from which, attend_far is the faster on a CPU
 LINEAR = torch.ops.mkldnn._linear_pointwise.default
 LINEAR_ADD = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -99,8 +100,29 @@ class FusedAttention(FastPart):
         q, k, v = turned[:, : self.queries], turned[:, self.queries :], heads[:, self.rotated :]
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
-        out = attend(q, k, v, positions.sights[self.window], scale=self.scale, soft_cap=self.soft_cap)
+        sees = positions.sights[self.window]
+        if self.soft_cap is None and count <= FEW and k.shape[2] - sees.first >= LONG and q.device.type == "cpu":
+            out = attend_far(q, k, v, sees, scale=self.scale)
+        else:
+            out = attend(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1), residual)
+
+
+def attend_far(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float) -> Tensor:
+    """``attend`` for a few queries over many positions: two products, each reading its operand as it lies.
+
+    torch's fused kernel on the CPU splits its work by heads and queries, of which there are few here, and reads
+    keys at a seventh of the memory's bandwidth; the product of keys by queries (not of queries by keys) is twice as
+    fast at 4096 positions. Its scores are rounded to the model's dtype, as in any attention that is not fused.
+    """
+    batch, heads, count, size = q.shape
+    k, v = k[:, :, sees.first :], v[:, :, sees.first :]
+    q = q.reshape(batch, k.shape[1], -1, size)
+    scores = (k @ q.transpose(2, 3)).transpose(2, 3)
+    scores = scores.to(wide_dtype(q.dtype), copy=True, memory_format=torch.contiguous_format).mul_(scale)
+    if sees.mask is not None:
+        scores.masked_fill_(~sees.mask, float("-inf"))
+    return (torch.softmax(scores, dim=-1).to(q.dtype) @ v).reshape(batch, heads, count, size)
 
 
 class FusedMLP(FastPart):
