@@ -1,11 +1,17 @@
-# Two commands are all a newcomer needs: `make generate` and `make test`.
+# Two commands are all a newcomer needs: `make trace` and `make test`.
 PYTHON ?= python3
 PROMPT ?= Tell me a short story about a fox who learns to share.
 ARGS ?= --temperature 0.7 --top-p 0.9
 BIN := .venv/bin
 MODEL := weights/smollm2-135m-instruct/model.safetensors
 
-.PHONY: generate test prove lint clean
+.PHONY: trace generate test prove lint clean
+
+# Rewriting a text is where a draft copied from it comes true, except at the words that change.
+trace: PROMPT = Repeat this sentence word for word, but write Dora in place of Carla: Carla said that the budget \
+allows one fan only, and Ben asked Carla for a quieter one than the fan that Carla bought last year.
+trace: .venv/ready $(MODEL)
+	@$(BIN)/python generate.py "$${PROMPT}" --draft lookup --gamma 4 --trace
 
 generate: .venv/ready $(MODEL)
 	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 import benchmark
 import generate
+import search.__main__
+import search.calibration
+import train
 from tests.mutants import table_rows
+from weights import fetch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,12 +35,38 @@ def test_every_function_stands_in_the_file_it_is_said_to(name: str, path: str) -
     assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b|^{name} = ", source, re.MULTILINE)
 
 
-@pytest.mark.parametrize("option", sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", README))))
-def test_every_option_is_one_of_a_command_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (generate.main, benchmark.main):
-        with pytest.raises(SystemExit):
-            command(["--help"])
-    assert re.search(rf"{option}\b", capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def helps() -> str:
+    """What every command line says of its options."""
+    said = io.StringIO()
+    for command in (generate, benchmark, train, search.__main__, search.calibration, fetch):
+        with redirect_stdout(said), pytest.raises(SystemExit):
+            command.main(["--help"])
+    return said.getvalue()
+
+
+OURS = re.sub(r"torchrun .*? train\.py", "", README)  # torchrun's options are its own
+
+
+@pytest.mark.parametrize("option", sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", OURS))))
+def test_every_option_is_one_of_a_command_line(option: str, helps: str) -> None:
+    assert re.search(rf"{option}\b", helps)
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z]+)", README))))
+def test_every_make_target_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m ([a-z_.]+)", README))))
+def test_every_module_that_is_run_exists(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("anchor", sorted(set(re.findall(r"\]\(#([a-z-]+)\)", README))))
+def test_every_section_that_is_linked_exists(anchor: str) -> None:
+    headings = [re.sub(r"[^a-z -]", "", line.lower()) for line in re.findall(r"^#+ (.*)$", README, re.MULTILINE)]
+    assert anchor in [heading.strip().replace(" ", "-") for heading in headings]
 
 
 def test_the_table_of_defects_is_the_one_its_command_prints() -> None:
