@@ -28,6 +28,7 @@ from torch import Tensor
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
 from model.layers import place
+from weights.command_line import OneLineParser
 from weights.corpus import Tokens, pick_rows, read_documents, tokenized, train_tokenizer
 from weights.device import keep_freed_memory, matmul_rate, pick_device
 from weights.files import read_json
@@ -43,17 +44,7 @@ MAX_NORM = 1.0
 LAST_RATE = 0.1  # of the peak learning rate, where the cosine ends
 HELD_OUT_ROWS = 64
 # Options that leave the losses alone, and files, whose contents count and not their names.
-WITHOUT_EFFECT = (
-    "device",
-    "out",
-    "evaluate_every",
-    "save_every",
-    "data",
-    "config",
-    "tokenizer",
-    "accumulate",
-    "vocab_size",
-)
+WITHOUT_EFFECT = ["device", "out", "evaluate_every", "save_every", "data", "config", "tokenizer", "accumulate"]
 
 
 def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_scratch: bool) -> list[float]:
@@ -173,7 +164,7 @@ class Trainer:
         self.state_file = options.out / "training" / "state.safetensors"
         self.device = pick_device(options.device)
         if self.device.type == "cuda" and group.size > 1:
-            self.device = torch.device("cuda", group.local_rank)
+            self.device = torch.device("cuda", group.local_rank)  # see join
         self.tokens, config = prepare(options, group)
         if options.start_from is None:
             self.model = build(config)
@@ -220,8 +211,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM).item()
         if not math.isfinite(total) or not math.isfinite(norm):
             raise InputError(
-                f"the loss or its gradient is no number in step {self.step + 1}: the checkpoint of an earlier step is "
-                "kept; continue with a lower --learning-rate"
+                f"the loss or its gradient is no number in step {self.step + 1}: what was saved before is kept; "
+                "start again with a lower --learning-rate and another --out"
             )
         rate = learning_rate(self.step, options.steps, options.warm_up, options.learning_rate)
         for part in self.optimiser.param_groups:
@@ -240,11 +231,13 @@ class Trainer:
         for _ in range(parts):
             rows = pick_rows(self.tokens.held_out, 8, self.options.context + 1, generator).to(self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.autocast):
-                exits = [self.model.logits(hidden).float() for hidden in layer_outputs(self.model, rows[:, :-1])]
-            following = rows[:, 1:].flatten()
-            losses += np.array([F.cross_entropy(each.flatten(0, 1), following).item() for each in exits])
-            best = exits[-1].argmax(-1)
-            agreement += np.array([(each.argmax(-1) == best).float().mean().item() for each in exits])
+                means, guesses = [], []
+                for hidden in layer_outputs(self.model, rows[:, :-1]):  # one exit's logits at a time
+                    logits = self.model.logits(hidden).float().flatten(0, 1)
+                    means.append(F.cross_entropy(logits, rows[:, 1:].flatten()).item())
+                    guesses.append(logits.argmax(-1))
+            losses += np.array(means)
+            agreement += np.array([(guess == guesses[-1]).float().mean().item() for guess in guesses])
         return {
             "step": self.step,
             "held_out_loss": np.round(losses / parts, 4).tolist(),
@@ -253,10 +246,11 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state to go on from, and the model as an ordinary bf16 folder. Each file is replaced as a whole."""
-        save_state(self.state_file, self.model, self.optimiser, self.step, self.settings())
         published = build(self.model.config).to(torch.bfloat16)
         published.load_state_dict(self.model.state_dict())
-        save_model(published, self.options.out, tokenizer_from=self.options.out)
+        save_model(published, self.options.out, tokenizer_from=tokenizer_source(self.options) or self.options.out)
+        # Last: a run that is killed before this makes the model of its last steps again.
+        save_state(self.state_file, self.model, self.optimiser, self.step, self.settings())
 
     def settings(self) -> dict[str, Any]:
         """Every option that the losses depend on, the model's shape and the text, by name."""
@@ -266,20 +260,42 @@ class Trainer:
         return {**chosen, "model": repr(self.model.config), "rows a step": rows, "text": self.tokens.fingerprint}
 
 
+def tokenizer_source(options: argparse.Namespace) -> Path | None:
+    """The model folder whose tokenizer the run takes over; None where it learns its own."""
+    named = options.start_from or options.tokenizer
+    return model_folder(named) if named else None
+
+
+def check_folder(out: Path, source: Path | None, start: Path | None) -> None:
+    """Raises InputError, before anything is written, when ``out`` holds what this run must not replace."""
+    if start and start.resolve() == out.resolve():
+        raise InputError("--out must be another folder than --start-from")
+    if (out / "config.json").exists() and not (out / "training").exists():
+        raise InputError(f"{out} holds a model that train.py did not make: give another --out")
+    goes_on = (out / "training" / "state.safetensors").exists()
+    if goes_on and source and Tokenizer(source).vocabulary.pieces != Tokenizer(out).vocabulary.pieces:
+        raise InputError(f"{out} holds a run with another tokenizer than {source}: give the same, or another --out")
+
+
 def prepare(options: argparse.Namespace, group: Group) -> tuple[Tokens, ModelConfig]:
     """Tokenizer, token files and config in the run's folder; the first process makes them, the others wait."""
     folder, documents = options.out / "training", read_documents(options.data)
-    start = None if options.start_from is None else model_folder(options.start_from)
-    source = start or (options.tokenizer and model_folder(options.tokenizer))
+    start, source = options.start_from and model_folder(options.start_from), tokenizer_source(options)
     raw = read_json(start / "config.json" if start else options.config)
+    if not start:
+        raw = {**raw, "vocab_size": options.vocab_size} if isinstance(raw, dict) else raw
+        parse_config(raw)  # refuse it before a tokenizer is learnt
     if group.rank == 0:
-        if source:
+        check_folder(options.out, source, start)
+        if (folder / "state.safetensors").exists():
+            pass  # the run that goes on has its tokenizer
+        elif source:
             options.out.mkdir(parents=True, exist_ok=True)
             copy_tokenizer(source, options.out)
-        elif not (options.out / "tokenizer.model").exists():
+        else:
             train_tokenizer(documents, options.vocab_size, options.out)
     group.wait()
-    tokenizer = Tokenizer(options.out)
+    tokenizer = Tokenizer(source or options.out)
     if not start:
         raw["vocab_size"] = len(tokenizer.vocabulary.pieces)
     config = parse_config(raw)
@@ -328,7 +344,7 @@ def run(options: argparse.Namespace, group: Group, console: Console) -> None:
         used, most = 6 * size * rate, matmul_rate(trainer.device, torch.bfloat16 if options.autocast else torch.float32)
         console.print(
             f"{size / 1e6:.2f} M parameters, {rate:.0f} tokens/s: {used / 1e9:.0f} GFLOP/s at 6 a parameter and token, "
-            f"{used / most:.0%} of this machine's matrix products ({most / 1e9:.0f} GFLOP/s)"
+            f"{used / most / group.size:.0%} of this machine's matrix products ({most / 1e9:.0f} GFLOP/s)"
         )
     if leads:
         plot_losses(log, trainer.state_file.parent / "losses.svg")
@@ -341,16 +357,31 @@ def check_options(options: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(options, name)}")
     if not 0 <= options.layer_dropout < 1:
         raise InputError(f"--layer-dropout must be from 0 to below 1, found {options.layer_dropout}")
-    if not (options.exit_scale >= 0 and options.exit_power >= 0 and options.learning_rate > 0):
-        raise InputError("--exit-scale and --exit-power must be at least 0, and --learning-rate above 0")
+    if not (0 <= options.exit_scale < math.inf and 0 <= options.exit_power <= 1):
+        raise InputError("--exit-scale must be at least 0, and --exit-power from 0 to 1")
+    if not 0 < options.learning_rate < math.inf:
+        raise InputError(f"--learning-rate must be above 0, found {options.learning_rate}")
+    if not (0 <= options.seed < 2**63 and options.warm_up >= 0):
+        raise InputError("--seed and --warm-up must be whole numbers of at least 0")
     if (options.config is None) == (options.start_from is None):
         raise InputError(
             "give the model's shape with --config FILE, or a checkpoint to go on from with --start-from DIR"
         )
 
 
+def join(options: argparse.Namespace, group: Group) -> None:
+    """Join the other processes, each on a GPU of its own where there are any. Raises InputError for too few GPUs."""
+    if options.device == "cpu" or not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return
+    if group.local_rank >= torch.cuda.device_count():
+        raise InputError(f"{torch.cuda.device_count()} GPUs are too few: lower torchrun's --nproc-per-node")
+    torch.cuda.set_device(group.local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", group.local_rank))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="train.py", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="model folder; a run found there goes on"
@@ -391,16 +422,19 @@ def main(arguments: list[str] | None = None) -> int:
         check_options(options)
         keep_freed_memory()
         if group.size > 1:
-            dist.init_process_group("nccl" if torch.cuda.is_available() and options.device != "cpu" else "gloo")
+            join(options, group)
         run(options, group, console)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except torch.OutOfMemoryError:
+        print("error: out of memory: lower --batch and raise --accumulate", file=sys.stderr)
+        return 2
     except OSError as error:
-        print(f"error: {error.filename or options.out} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or options.out} cannot be read or written: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"stopped: the same command goes on from the last checkpoint in {options.out}", file=sys.stderr)
+        print(f"stopped: the same command goes on from what was last saved in {options.out}", file=sys.stderr)
         return 130
     finally:
         if dist.is_initialized():

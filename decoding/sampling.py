@@ -83,7 +83,7 @@ def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
         scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
     if params.top_p < 1:
         probs = scores.softmax(-1)
-        find = unlikely_by_sorting if scores.is_cuda else unlikely_among_candidates
+        find = unlikely_among_candidates if scores.device.type == "cpu" else unlikely_by_sorting
         scores = scores.masked_fill(find(probs, 1 - params.top_p), -math.inf)
     if params.min_p:
         probs = scores.softmax(-1)

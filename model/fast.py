@@ -22,8 +22,9 @@ from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend,
 from model.llama import LlamaBlock
 
 FEW, LONG = 17, 1024  # new tokens up to which, and positions from which, attend_far is the faster on a CPU
-LINEAR = torch.ops.mkldnn._linear_pointwise.default
-LINEAR_ADD = torch.ops.mkldnn._linear_pointwise.binary
+if torch.backends.mkldnn.is_available():  # else nothing is packed
+    LINEAR = torch.ops.mkldnn._linear_pointwise.default
+    LINEAR_ADD = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -42,6 +43,7 @@ class FastPart:
 class PackedLinear(FastPart):
     """x Wᵀ + b, where W stacks the rows of several linear layers, in oneDNN's layout where there is one."""
 
+    @torch.no_grad()
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None = None) -> None:
         """``weights``: ``[out_i, in]`` each; ``biases``: ``[out_i]`` each, or None."""
         weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()

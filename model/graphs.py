@@ -11,6 +11,7 @@ Without a GPU the same static step runs uncaptured; the tests compare it with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -40,6 +41,14 @@ class StaticCache:
         for entries, new in zip(kept, (keys, values), strict=True):
             entries.index_copy_(2, self.index, new)
         return kept[0][:, :, : self.span], kept[1][:, :, : self.span]
+
+
+class Recorder:
+    """The stream that all graphs of a model are recorded on, and the memory they share: they never run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
 
 class StaticStep:
@@ -73,17 +82,17 @@ class StaticStep:
         x = self.model.run_blocks(self.model.embed(self.tokens), positions, cache, self.plan)
         return self.model.logits(x)
 
-    def capture(self) -> None:
-        """Record the step as a CUDA graph: twice as it is, so that libraries settle, then once recorded."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
+    def capture(self, recorder: Recorder) -> None:
+        """Record the step as a CUDA graph, after one run on the recording stream in which libraries settle."""
+        with torch.cuda.device(self.tokens.device):
+            recorder.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(recorder.stream):
                 self.compute()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = self.compute()
+            torch.cuda.current_stream().wait_stream(recorder.stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=recorder.pool, stream=recorder.stream):
+                self.logits = self.compute()
+            self.logits.fill_(math.nan)  # only a replay that really computes can pass the comparison
         self.replay = graph.replay
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
@@ -99,13 +108,15 @@ class GraphedDecoder:
     """A ``Decoder`` whose short steps are static and, on a GPU, captured. Everything else is the decoder's own.
 
     A captured step is trusted only after it has given the ordinary step's logits; where capturing fails, or the
-    logits differ, the decoder goes on without graphs and ``trouble`` says why.
+    logits differ, the decoder goes on without graphs and ``trouble`` says why. A cache whose tensors were replaced
+    (``KVCache.keep_rows``) must not be used here again: graphs hold addresses.
     """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
         self.steps: WeakKeyDictionary[KVCache, dict[Any, StaticStep]] = WeakKeyDictionary()
         self.trouble: str | None = None
+        self.recorder = Recorder(model.device) if model.device.type == "cuda" else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -132,17 +143,21 @@ class GraphedDecoder:
         if not steps:
             cache.clear_unused()
         logits = self.model(tokens, cache, start, key[0])
-        step = StaticStep(self.model, cache, *key)
+        entries = (*cache.keys, *cache.values)
+        kept = [tensor[:, :, : key[2]].clone() for tensor in entries]
         try:
-            if self.model.device.type == "cuda":
+            step = StaticStep(self.model, cache, *key)
+            if self.recorder:
                 step(tokens, start)  # fills the buffers: recording must see valid positions
-                step.capture()
+                step.capture(self.recorder)
             difference = (step(tokens, start) - logits).abs().max()
-        except RuntimeError as error:
-            self.trouble = f"capturing failed: {error}"
-            return logits
-        if difference > TOLERANCE * logits.abs().max():
+            if difference <= TOLERANCE * logits.abs().max():  # false for NaN too
+                steps[key] = step
+                return logits
             self.trouble = f"a captured step's logits are {difference.item():.3g} away from the ordinary step's"
-        else:
-            steps[key] = step
+        except RuntimeError as error:
+            self.trouble = f"capturing failed: {(str(error).splitlines() or ['for no reason given'])[0]}"
+        self.steps.clear()
+        for tensor, before in zip(entries, kept, strict=True):  # a wrong step may have written anywhere
+            tensor[:, :, : key[2]] = before
         return logits

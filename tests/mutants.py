@@ -271,8 +271,9 @@ MUTANTS = [
         "a sliding-window cache drops what has left the window",
         KVCache,
         "write",
-        "self.lengths[layer] = end",
-        "self.lengths[layer] = end\n    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",
+        "self.values[layer][:, :, start:end] = values",
+        "self.values[layer][:, :, start:end] = values\n"
+        "    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",
         for_family(SELF_DRAFT, "gemma2"),
     ),
     Mutant(

@@ -105,6 +105,15 @@ def test_token_files_are_made_again_only_when_the_text_changed(learnt: Path, tmp
     assert (tmp_path / "train.bin").stat().st_mtime_ns != before and changed.train.dtype == np.uint16
 
 
+def test_text_that_is_refused_leaves_the_token_files_of_the_text_before(learnt: Path, tmp_path: Path) -> None:
+    first = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist()
+    with pytest.raises(InputError, match="too few"):
+        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
+    assert tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist() == first
+    (tmp_path / "held_out.bin").unlink()
+    assert tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist() == first
+
+
 def test_rows_are_windows_of_the_file(learnt: Path) -> None:
     tokens = np.arange(40, dtype=np.uint16)
     rows = pick_rows(tokens, 200, 33, torch.Generator().manual_seed(0))
@@ -121,6 +130,7 @@ def test_rows_are_windows_of_the_file(learnt: Path) -> None:
         ("a.jsonl", '{"text": "fine"}\n{"text"\n', "a.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", '{"prompt": "no response"}\n', 'line 1 needs "text", or "prompt" and "response"'),
         ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
+        ("a.jsonl", '{"text": "\\ud800"}\n', "line 1 holds half of a surrogate pair"),
         ("a.csv", "a,b", "neither .txt nor .jsonl"),
         ("a.txt", b"\xff\xfe", "cannot be read as UTF-8"),
     ],

@@ -88,7 +88,7 @@ def test_attention_scores_are_those_of_the_file_under_its_own_rotation() -> None
     def per_head(rows: np.ndarray) -> torch.Tensor:
         return (x @ torch.from_numpy(rows).T).view(count, heads, dim).transpose(0, 1)
 
-    theirs = [rotate_neighbours(per_head(rows), cos[:, : dim // 2], sin[:, : dim // 2]) for rows in stored]
+    theirs = [rotate_neighbours(per_head(rows), cos[:, : dim // 2], sin[:, dim // 2 :]) for rows in stored]
     ours = [rotate(per_head(uninterleave(rows, heads))[None], cos, sin)[0] for rows in stored]
     scores = [query @ key.transpose(1, 2) for query, key in (theirs, ours)]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-10)

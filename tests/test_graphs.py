@@ -82,6 +82,32 @@ def test_a_static_step_that_computes_something_else_is_never_used(monkeypatch: p
     check_gives_up(model, "away from the ordinary step's")
 
 
+def test_a_static_step_that_gives_nan_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", vocab=19)
+    compute = StaticStep.compute
+    monkeypatch.setattr(StaticStep, "compute", lambda step: compute(step) * math.nan)
+    check_gives_up(model, "away from the ordinary step's")
+
+
+def test_a_static_step_that_wrote_to_wrong_places_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = StaticStep.compute
+
+    def misplaced(step: StaticStep) -> torch.Tensor:
+        step.start -= 1
+        return compute(step)
+
+    model = tiny_model("llama", vocab=19)
+    static, first = GraphedDecoder(model), torch.tensor([[3, 4, 5]])
+    caches = model.new_cache(16), static.new_cache(16)
+    with torch.inference_mode():
+        model.prefill(first, caches[0]), static.prefill(first, caches[1])
+        monkeypatch.setattr(StaticStep, "compute", misplaced)
+        for start in range(3, 7):
+            tokens = torch.tensor([[start]])
+            assert torch.equal(static(tokens, caches[1], start), model(tokens, caches[0], start))
+    assert static.trouble is not None
+
+
 def test_where_capturing_fails_decoding_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(step: StaticStep) -> torch.Tensor:
         raise RuntimeError("operation not permitted when stream is capturing")

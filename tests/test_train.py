@@ -77,8 +77,10 @@ def test_without_a_curriculum_only_the_last_layer_learns_to_speak() -> None:
 
 def test_power_0_makes_every_exit_count_alike_and_power_1_is_the_paper() -> None:
     flat = weights(5, 0, power=0.0)
-    assert flat[1] == pytest.approx(flat[3]) and flat[4] == pytest.approx(flat[3] * (4 + 6) / 6)
-    assert weights(5, 0, power=1.0)[3] == pytest.approx(flat[3] / sum(flat) * sum(flat) * 34 / 20)
+    # L = 5: each early exit weighs what the paper gives the last of them, 0+1+2+3 = 6; the last layer 4 + 6
+    assert flat == pytest.approx([6 / 34, 6 / 34, 6 / 34, 6 / 34, 10 / 34])
+    # the paper: 0, 1, 3, 6 and 10
+    assert weights(5, 0, power=1.0) == pytest.approx([0, 1 / 20, 3 / 20, 6 / 20, 10 / 20])
 
 
 def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
@@ -202,6 +204,41 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(tmp_path / "killed").items())
 
 
+@pytest.mark.parametrize("place", ["save_model", "save_state", "trim_log"])
+def test_a_run_killed_while_it_saves_ends_with_the_same_model(
+    data: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save is cut: before the model, between model and state, or the next run's beginning."""
+    assert train.main(arguments(data, tmp_path / "whole", save_every=100)) == 0
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    original = getattr(train, place)
+    monkeypatch.setattr(train, place, killed)
+    assert train.main(arguments(data, tmp_path / "killed", save_every=100)) == 130
+    monkeypatch.setattr(train, place, original)
+    assert train.main(arguments(data, tmp_path / "killed", save_every=100)) == 0
+    expected = load_model(tmp_path / "whole")
+    for name, parameter in load_model(tmp_path / "killed").named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name))
+
+
+def test_a_run_never_replaces_a_model_that_it_did_not_make(data: Path, tmp_path: Path, capsys: Any) -> None:
+    other = write_folder(tmp_path / "other", {**LLAMA, **SHAPE, "head_dim": 8}, eos_ids=(263,))
+    before = (other / "model.safetensors").read_bytes()
+    assert train.main(arguments(data, other)) == 2
+    assert "holds a model that train.py did not make" in one_line(capsys)
+    assert train.main(arguments(data, other, config=None, start_from=other)) == 2
+    assert "--out must be another folder than --start-from" in one_line(capsys)
+    out = tmp_path / "run"
+    assert train.main(arguments(data, out)) == 0
+    assert train.main(arguments(data, out, tokenizer=other)) == 2
+    assert "holds a run with another tokenizer" in one_line(capsys)
+    assert train.main(arguments(data, out)) == 0, "the run itself still goes on"
+    assert (other / "model.safetensors").read_bytes() == before
+
+
 def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path) -> None:
     assert train.main(arguments(data, tmp_path / "one", vocab_size=300)) == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -259,7 +296,10 @@ def one_line(capsys: Any) -> str:
     [
         ({"steps": 0}, "--steps must be at least 1"),
         ({"layer_dropout": 1}, "--layer-dropout must be from 0 to below 1"),
-        ({"learning_rate": 0}, "--learning-rate above 0"),
+        ({"learning_rate": 0}, "--learning-rate must be above 0"),
+        ({"learning_rate": "inf"}, "--learning-rate must be above 0"),
+        ({"exit_power": 2}, "--exit-power from 0 to 1"),
+        ({"seed": -1}, "--seed and --warm-up must be whole numbers of at least 0"),
         ({"config": None}, "give the model's shape with --config FILE"),
         ({"context": 4096}, "more than the config's 256 positions"),
         ({"vocab_size": 9000}, "--vocab-size 9000 does not suit this text; it supports at most"),

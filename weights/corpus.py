@@ -64,8 +64,8 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
 def _parse_line(place: str, line: str) -> Document:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{place} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place} is not valid JSON: {one_line(error)}") from None
     fields = [row.get(key) for key in ("text", "prompt", "response")] if isinstance(row, dict) else [None] * 3
     match fields:
         case [str(text), _, _]:
@@ -74,6 +74,10 @@ def _parse_line(place: str, line: str) -> Document:
             text = f"{prompt.strip()}\n\n{response.strip()}"
         case _:
             raise InputError(f'{place} needs "text", or "prompt" and "response", each a string')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place} holds half of a surrogate pair, which is no text") from None
     return Document(text, ended=row.get("finished", True) is not False)
 
 
@@ -129,10 +133,10 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path
         "chat_template": CHAT_TEMPLATE,
     }
     try:
-        with atomic_path(folder / "tokenizer.model") as temporary:
-            temporary.write_bytes(learned.getvalue())
         write_json(folder / "tokenizer_config.json", settings)
         write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+        with atomic_path(folder / "tokenizer.model") as temporary:  # last: where it is, the others are
+            temporary.write_bytes(learned.getvalue())
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from None
 
@@ -159,12 +163,15 @@ def tokenized(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: i
     Raises InputError when a token is not among the model's ``vocab_size``, and when the disk is full.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-    digest = hashlib.sha256(json.dumps([dtype.name, tokenizer.settings], sort_keys=True).encode())
+    made_by = [dtype.name, tokenizer.settings, sorted(tokenizer.eos_ids)]
+    digest = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode())
     digest.update(b"".join(tokenizer.vocabulary.pieces))
     for document in documents:
         digest.update(document.text.encode() + bytes([document.ended]))
     fingerprint = digest.hexdigest()
-    if read_optional_json(folder / INDEX).get("fingerprint") != fingerprint:
+    known = read_optional_json(folder / INDEX).get("fingerprint") == fingerprint
+    if not (known and all((folder / name).exists() for name in (TRAIN, HELD_OUT))):
+        (folder / INDEX).unlink(missing_ok=True)  # a kill from here on leaves no index to files of another text
         _write_tokens(documents, tokenizer, vocab_size, dtype, folder)
         write_json(folder / INDEX, {"fingerprint": fingerprint})
     train, held_out = (np.memmap(folder / name, dtype=dtype, mode="r") for name in (TRAIN, HELD_OUT))
@@ -182,9 +189,9 @@ def _write_tokens(
             raise InputError(f"the tokenizer gives id {max(row)}, but the model has {vocab_size} tokens")
         held_out = zlib.crc32(document.text.encode()) % HELD_OUT_SHARE == 0
         ids[HELD_OUT if held_out else TRAIN].append(np.asarray(row, dtype=dtype))
+    if not all(ids.values()):
+        raise InputError(f"{len(documents)} documents are too few to hold one in {HELD_OUT_SHARE} out: add text")
     for name, rows in ids.items():
-        if not rows:
-            raise InputError(f"{len(documents)} documents are too few to hold one in {HELD_OUT_SHARE} out: add text")
         try:
             with atomic_path(folder / name) as temporary:
                 np.concatenate(rows).tofile(temporary)

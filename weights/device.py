@@ -36,7 +36,7 @@ def keep_freed_memory() -> None:
 
     It would give large blocks back to the system, which then clears them anew, page by page.
     """
-    with suppress(OSError, AttributeError):  # a C library without this setting
+    with suppress(OSError, AttributeError, TypeError):  # a C library without this setting
         for setting, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**28)):
             ctypes.CDLL(None).mallopt(setting, value)
 

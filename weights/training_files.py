@@ -35,7 +35,7 @@ class State:
         for name, parameter in model.named_parameters():
             parameter.data.copy_(self.tensors[name])
             moments = {moment: self.tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
-            optimiser.state[parameter] = {"step": torch.tensor(float(self.step)), **moments}
+            optimiser.state[parameter] = {"step": torch.tensor(float(self.step), device=parameter.device), **moments}
 
 
 def save_state(path: Path, model: nn.Module, optimiser: torch.optim.AdamW, step: int, settings: dict[str, Any]) -> None:
