@@ -17,7 +17,7 @@ generate: .venv/ready $(MODEL)
 	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)
 
 test: lint $(MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The full product of drafters, parameters, policies, stops and rules, and larger vocabularies.
 prove: .venv/ready-dev

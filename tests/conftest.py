@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,10 +18,30 @@ settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")
 
 
+WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes, each with a part of the tests
+
+
 def pytest_configure() -> None:
     import torch
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if WORKER else 2)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells how much it has proven."""
+    if WORKER:
+        from tests.laws import PROVEN
+
+        session.config.workeroutput["proven"] = asdict(PROVEN)
+
+
+def pytest_testnodedown(node: Any) -> None:
+    from tests.laws import PROVEN
+
+    told = getattr(node, "workeroutput", {}).get("proven")
+    if told:
+        PROVEN.laws, PROVEN.paths = PROVEN.laws + told["laws"], PROVEN.paths + told["paths"]
+        PROVEN.largest = max(PROVEN.largest, told["largest"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
