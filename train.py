@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,9 +31,10 @@ from weights.device import keep_freed_memory, matmul_rate, pick_device
 from weights.files import read_json
 from weights.load import load_model
 from weights.names import model_folder
+from weights.processes import Group
 from weights.save import copy_tokenizer, save_model
 from weights.tokenizer import Tokenizer
-from weights.training_files import plot_losses, read_state, save_state, trim_log
+from weights.training_files import check_folder, plot_losses, read_state, save_state, trim_log
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -127,30 +125,6 @@ def learning_rate(step: int, steps: int, warm_up: int, peak: float) -> float:
     return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned)))
 
 
-@dataclass(frozen=True)
-class Group:
-    """The processes that train together: this one's number, how many there are, and its place on the machine."""
-
-    rank: int = int(os.environ.get("RANK", 0))
-    size: int = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank: int = int(os.environ.get("LOCAL_RANK", 0))
-
-    def average(self, gradients: list[Tensor], loss: float) -> float:
-        """Replace each gradient by its mean over the processes, in one exchange; returns the mean loss."""
-        if self.size == 1:
-            return loss
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor([loss])])
-        dist.all_reduce(flat)
-        flat /= self.size
-        for gradient, mean in zip(gradients, flat[:-1].split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-        return flat[-1].item()
-
-    def wait(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-
 def generator_of(*numbers: int) -> torch.Generator:
     """A stream of random numbers that these numbers name."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
@@ -162,9 +136,7 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, group: Group) -> None:
         self.options, self.group, self.step = options, group, 0
         self.state_file = options.out / "training" / "state.safetensors"
-        self.device = pick_device(options.device)
-        if self.device.type == "cuda" and group.size > 1:
-            self.device = torch.device("cuda", group.local_rank)  # see join
+        self.device = group.place(pick_device(options.device))
         self.tokens, config = prepare(options, group)
         if options.start_from is None:
             self.model = build(config)
@@ -196,7 +168,7 @@ class Trainer:
             curriculum=options.curriculum,
             rotation=options.rotation,
         )
-        total = 0.0
+        total, exits = 0.0, np.zeros(layers)
         for micro in range(self.group.rank, options.accumulate * self.group.size, self.group.size):
             generator = generator_of(options.seed, self.step, micro)
             rows = pick_rows(self.tokens.train, options.batch, options.context + 1, generator).to(self.device)
@@ -205,6 +177,7 @@ class Trainer:
                 loss, losses = recipe_loss(self.model, rows, kept, weights)
             (loss / options.accumulate).backward()
             total += loss.item() / options.accumulate
+            exits += np.array(losses) / options.accumulate
         for parameter in self.model.parameters():  # a layer that every row skipped has no gradient yet
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         total = self.group.average([parameter.grad for parameter in self.model.parameters()], total)
@@ -220,8 +193,8 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.step += 1
-        exits = {str(layer + 1): round(value, 4) for layer, value in enumerate(losses) if not math.isnan(value)}
-        return {"step": self.step, "loss": total, "exit_losses": exits, "norm": norm, "learning_rate": rate}
+        spoke = {str(layer + 1): round(value, 4) for layer, value in enumerate(exits.tolist()) if not math.isnan(value)}
+        return {"step": self.step, "loss": total, "exit_losses": spoke, "norm": norm, "learning_rate": rate}
 
     @torch.no_grad()
     def judge(self) -> dict[str, Any]:
@@ -264,17 +237,6 @@ def tokenizer_source(options: argparse.Namespace) -> Path | None:
     """The model folder whose tokenizer the run takes over; None where it learns its own."""
     named = options.start_from or options.tokenizer
     return model_folder(named) if named else None
-
-
-def check_folder(out: Path, source: Path | None, start: Path | None) -> None:
-    """Raises InputError, before anything is written, when ``out`` holds what this run must not replace."""
-    if start and start.resolve() == out.resolve():
-        raise InputError("--out must be another folder than --start-from")
-    if (out / "config.json").exists() and not (out / "training").exists():
-        raise InputError(f"{out} holds a model that train.py did not make: give another --out")
-    goes_on = (out / "training" / "state.safetensors").exists()
-    if goes_on and source and Tokenizer(source).vocabulary.pieces != Tokenizer(out).vocabulary.pieces:
-        raise InputError(f"{out} holds a run with another tokenizer than {source}: give the same, or another --out")
 
 
 def prepare(options: argparse.Namespace, group: Group) -> tuple[Tokens, ModelConfig]:
@@ -369,17 +331,6 @@ def check_options(options: argparse.Namespace) -> None:
         )
 
 
-def join(options: argparse.Namespace, group: Group) -> None:
-    """Join the other processes, each on a GPU of its own where there are any. Raises InputError for too few GPUs."""
-    if options.device == "cpu" or not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return
-    if group.local_rank >= torch.cuda.device_count():
-        raise InputError(f"{torch.cuda.device_count()} GPUs are too few: lower torchrun's --nproc-per-node")
-    torch.cuda.set_device(group.local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", group.local_rank))
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files")
@@ -417,13 +368,12 @@ def main(arguments: list[str] | None = None) -> int:
     loop.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
     loop.add_argument("--device", help="cpu, cuda ... (default: cuda if there is one)")
     options = parser.parse_args(arguments)
-    console, group = Console(stderr=True), Group()
+    group = Group()
     try:
         check_options(options)
         keep_freed_memory()
-        if group.size > 1:
-            join(options, group)
-        run(options, group, console)
+        group = Group.join(options.device)
+        run(options, group, Console(stderr=True))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -437,8 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"stopped: the same command goes on from what was last saved in {options.out}", file=sys.stderr)
         return 130
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        group.leave()
     return 0
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from model import InputError
 from weights.files import atomic_path, one_line
+from weights.tokenizer import Tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,6 +73,17 @@ def read_state(path: Path, settings: dict[str, Any]) -> State | None:
             found = one_line(state.settings.get(name))
             raise InputError(f"{path} is of a run with another {name} ({found}): give the same, or another --out")
     return state
+
+
+def check_folder(out: Path, source: Path | None, start: Path | None) -> None:
+    """Raises InputError, before anything is written, when ``out`` holds what this run must not replace."""
+    if start and start.resolve() == out.resolve():
+        raise InputError("--out must be another folder than --start-from")
+    if (out / "config.json").exists() and not (out / "training").exists():
+        raise InputError(f"{out} holds a model that train.py did not make: give another --out")
+    goes_on = (out / "training" / "state.safetensors").exists()
+    if goes_on and source and Tokenizer(source).vocabulary.pieces != Tokenizer(out).vocabulary.pieces:
+        raise InputError(f"{out} holds a run with another tokenizer than {source}: give the same, or another --out")
 
 
 def trim_log(path: Path, step: int) -> None:

@@ -1,0 +1,64 @@
+"""The processes that train together under ``torchrun``, and the one thing they exchange: gradients."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model import InputError
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's number, how many there are, and its number on this machine. Alone it needs no set-up."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def join(cls, device: str | None) -> Group:
+        """Meet the processes that torchrun started, each on a GPU of its own unless ``device`` is cpu.
+
+        Raises InputError when there are fewer GPUs than processes.
+        """
+        rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        if size <= 1:
+            return cls()
+        if device == "cpu" or not torch.cuda.is_available():
+            dist.init_process_group("gloo")
+        elif local_rank >= torch.cuda.device_count():
+            raise InputError(f"{torch.cuda.device_count()} GPUs are too few: lower torchrun's --nproc-per-node")
+        else:
+            torch.cuda.set_device(local_rank)
+            dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+        return cls(rank, size, local_rank)
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where this process trains: its own GPU, if it shares the machine with others."""
+        return torch.device("cuda", self.local_rank) if device.type == "cuda" and self.size > 1 else device
+
+    def average(self, gradients: list[Tensor], loss: float) -> float:
+        """Replace each gradient by its mean over the processes, in one exchange; returns the mean loss."""
+        if self.size == 1:
+            return loss
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor([loss])])
+        dist.all_reduce(flat)
+        flat /= self.size
+        for gradient, mean in zip(gradients, flat[:-1].split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+        return flat[-1].item()
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def leave(self) -> None:
+        """Part, if they met at all."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
