@@ -9,10 +9,23 @@ import pytest
 import torch
 
 import benchmark
-from benchmark import Contender, Result, Timing, Written
 from decoding.costs import CostTable, filled_cache, predicted_speedup
 from decoding.rounds import Round
 from model import InputError, LayerPlan
+from model.fast import accelerate
+from search.benchmark import clock, contenders, libraries, sections
+from search.benchmark.clock import Timing, take_turns
+from search.benchmark.contenders import (
+    WARM_UP_TOKENS,
+    Bench,
+    Contender,
+    ModelDraft,
+    Written,
+    find_drafts,
+    our_contenders,
+)
+from search.benchmark.libraries import other_contenders
+from search.benchmark.sections import Result
 from search.prompts import PROMPTS
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights.load import load_model
@@ -26,15 +39,16 @@ SMALL_PROMPTS = {"short": ["the hen"], "long": ["a thin hen in a tin"]}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to read, little to write."""
     monkeypatch.setattr(benchmark, "PROMPTS", SMALL_PROMPTS)
-    monkeypatch.setattr(benchmark, "BANDWIDTH_BYTES", 1 << 20)
-    monkeypatch.setattr(benchmark, "LONGEST_VERIFICATION", 6)
+    monkeypatch.setattr(sections, "BANDWIDTH_BYTES", 1 << 20)
+    monkeypatch.setattr(sections, "LONGEST_VERIFICATION", 6)
 
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still until a test moves it: ``ticking[0] += seconds``."""
     time = [0.0]
-    monkeypatch.setattr(benchmark, "now", lambda device: time[0])
+    for module in (clock, contenders, sections):
+        monkeypatch.setattr(module, "now", lambda device: time[0])
     return time
 
 
@@ -140,7 +154,7 @@ def test_steps_are_warmed_up_and_then_take_turns(ticking: list[float]) -> None:
         order.append(name)
 
     steps = [lambda: step("a", 99, 1, 5, 2), lambda: step("b", 99, 30, 10, 20)]
-    timings = benchmark.take_turns(steps, 3, CPU)
+    timings = take_turns(steps, 3, CPU)
     assert order == ["a", "b"] * 4
     assert timings == [Timing(2, 1, 5, 3), Timing(20, 10, 30, 3)]
     assert timings[1].row("b", timings[0], tokens=7) == {
@@ -160,12 +174,12 @@ def test_contenders_take_turns_on_each_prompt_after_a_warm_up(ticking: list[floa
         return Contender(write)
 
     prompts = [("story", "one", [1]), ("code", "two", [2])]
-    results = benchmark.run({"a": contender("a", 0.25), "b": contender("b", 0.5)}, prompts, 20, 2, CPU)
-    warm_up = [("a", 1, benchmark.WARM_UP_TOKENS), ("b", 1, benchmark.WARM_UP_TOKENS)]
+    results = sections.run({"a": contender("a", 0.25), "b": contender("b", 0.5)}, prompts, 20, 2, CPU)
+    warm_up = [("a", 1, WARM_UP_TOKENS), ("b", 1, WARM_UP_TOKENS)]
     assert calls == warm_up + [(name, prompt, 20) for prompt in (1, 2) for name in "ab"] * 2
     assert results["a"].seconds == {("story", "one"): [5.0, 5.0], ("code", "two"): [5.0, 5.0]}
-    assert benchmark.speedups(results["a"], results["b"]) == [2.0, 2.0]
-    assert benchmark.speedups(results["a"], results["b"], "code") == [2.0]
+    assert sections.speedups(results["a"], results["b"]) == [2.0, 2.0]
+    assert sections.speedups(results["a"], results["b"], "code") == [2.0]
 
 
 def written(tokens: int, drafted: list[int], prefill: float) -> Written:
@@ -181,7 +195,7 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
     result.add(("story", "one"), 99.0, written(8, [2, 0, 1], 3.0))
     result.add(("code", "two"), 99.0, written(8, [0] * 8, 2.0))
     rounds = (2 * 0.5 + 1.5) + 1.0 + (0.5 + 1.25)
-    assert benchmark.predicted_speedups(result, plain, costs) == pytest.approx([10 / (3 + rounds), 1.0])
+    assert sections.predicted_speedups(result, plain, costs) == pytest.approx([10 / (3 + rounds), 1.0])
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
@@ -191,12 +205,12 @@ def test_of_a_draft_always_accepted_it_is_the_formulas_speedup(gamma: int) -> No
     plain.add(("story", "one"), 7.0, written(tokens, [0] * tokens, 0.0))
     result.add(("story", "one"), 99.0, written(tokens, [gamma] * 5, 0.0))
     expected = predicted_speedup(1.0, gamma, costs)
-    assert benchmark.predicted_speedups(result, plain, costs) == pytest.approx([expected])
+    assert sections.predicted_speedups(result, plain, costs) == pytest.approx([expected])
 
 
 def test_cost_tables_are_the_measured_ratios() -> None:
     steps = {"verify": [{"ratio": 1.0}, {"ratio": 1.5}], "draft": [{"draft": "exit 2", "ratio": 0.5}]}
-    assert benchmark.cost_tables(steps) == {
+    assert sections.cost_tables(steps) == {
         "lookup": CostTable(0.0, (1.0, 1.5)),
         "exit 2": CostTable(0.5, (1.0, 1.5)),
     }
@@ -207,22 +221,22 @@ def test_the_kept_part_of_a_draft_step_is_its_forward_pass_under_the_plan(tmp_pa
     plan = LayerPlan.early_exit(4, 2)
     with torch.inference_mode():
         cache = filled_cache(model, 4)
-        found = benchmark.kept_part(benchmark.ModelDraft(model, plan), cache)()
+        found = sections.kept_part(ModelDraft(model, plan), cache)()
         token = torch.zeros(1, 1, dtype=torch.int64)
-        assert torch.equal(found, model(token, cache, benchmark.CONTEXT, plan))
-        assert not torch.equal(found, model(token, cache, benchmark.CONTEXT))
+        assert torch.equal(found, model(token, cache, sections.CONTEXT, plan))
+        assert not torch.equal(found, model(token, cache, sections.CONTEXT))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_floor_is_the_time_to_read_every_weight_once_but_of_a_mere_table_one_row(
     tied: bool, tmp_path: Path, ticking: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "take_turns", lambda steps, repeats, device: [Timing(9, 0.5, 9, 7)])
-    monkeypatch.setattr(benchmark, "BANDWIDTH_BYTES", 4000)
+    monkeypatch.setattr(sections, "take_turns", lambda steps, repeats, device: [Timing(9, 0.5, 9, 7)])
+    monkeypatch.setattr(sections, "BANDWIDTH_BYTES", 4000)
     folder = write_folder(tmp_path / "model", LLAMA | {"tie_word_embeddings": tied}, dtype=torch.bfloat16)
     model = load_model(folder)
     options = benchmark.parse_arguments([])
-    floor = benchmark.measure_floor(benchmark.Bench(options, folder, model, []))
+    floor = sections.measure_floor(Bench(options, folder, model, []))
     table = 0 if tied else model.config.vocab_size * model.config.hidden_size
     read = 2 * (parameter_count(model.config) - table)
     assert floor == {"weight_bytes": read, "bytes_per_second": 8000.0, "seconds_per_token": read / 8000}
@@ -231,8 +245,8 @@ def test_the_floor_is_the_time_to_read_every_weight_once_but_of_a_mere_table_one
 def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
     """The tensors of this tiny model are all counted; its decoding stays in the estimate's order of size."""
     folder = write_folder(tmp_path / "model")
-    bench = benchmark.Bench(benchmark.parse_arguments([]), folder, benchmark.accelerate(load_model(folder)), [])
-    weights, decoding = benchmark.measure_memory(bench)
+    bench = Bench(benchmark.parse_arguments([]), folder, accelerate(load_model(folder)), [])
+    weights, decoding = sections.measure_memory(bench)
     assert weights["measured"] == pytest.approx(weights["estimated"], rel=0.001)
     assert decoding["estimated"] / 2 < decoding["measured"] < decoding["estimated"] * 2
 
@@ -247,12 +261,12 @@ def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
         raise InputError("not this family")
 
     good = Contender(lambda prompt, count: Written([0] * count))
-    monkeypatch.setattr(benchmark, "transformers_contenders", lambda *of: {"good": good, "bad": Contender(fail)})
-    monkeypatch.setattr(benchmark, "llama_cpp_contender", refuse)
+    monkeypatch.setattr(libraries, "transformers_contenders", lambda *of: {"good": good, "bad": Contender(fail)})
+    monkeypatch.setattr(libraries, "llama_cpp_contender", refuse)
     folder = write_folder(tmp_path / "model", GEMMA2)
     options = benchmark.parse_arguments(["--against", "transformers,llama.cpp"])
-    bench = benchmark.Bench(options, folder, load_model(folder), [("story", "one", [1])])
-    assert list(benchmark.other_contenders(bench)) == ["good"]
+    bench = Bench(options, folder, load_model(folder), [("story", "one", [1])])
+    assert list(other_contenders(bench)) == ["good"]
     assert bench.notes == [
         "llama.cpp: not possible with this model: not this family",
         "bad: not possible with this model: no such thing",
@@ -262,12 +276,21 @@ def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
 def test_auto_drafts_with_the_folders_own_plan_and_else_by_lookup(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     model = load_model(folder)
-    drafts = benchmark.find_drafts(folder, model, None, quick=True)
-    assert benchmark.our_contenders(folder, model, drafts)["auto"].costs == "lookup"
+    drafts = find_drafts(folder, model, None, quick=True)
+    assert our_contenders(folder, model, drafts)["auto"].costs == "lookup"
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
-    drafts = benchmark.find_drafts(folder, model, None, quick=True)
+    drafts = find_drafts(folder, model, None, quick=True)
     assert drafts["plan.json"].plan == LayerPlan.skipping(4, [1], [])
-    assert benchmark.our_contenders(folder, model, drafts)["auto"].costs == "plan.json"
+    assert our_contenders(folder, model, drafts)["auto"].costs == "plan.json"
+
+
+def test_exits_are_measured_at_the_layers_asked_for_and_else_at_the_middle_and_late(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    model = load_model(folder)
+    assert list(find_drafts(folder, model, None, quick=True)) == ["exit 2", "exit 3"]
+    assert list(find_drafts(folder, model, None, quick=True, exits=[1, 3, 1])) == ["exit 1", "exit 3"]
+    with pytest.raises(InputError, match="exit layer 4 must be from 1 to 3"):
+        find_drafts(folder, model, None, quick=True, exits=[1, 4])
 
 
 def test_there_are_at_least_four_different_prompts_of_every_kind() -> None:

@@ -1,0 +1,1 @@
+"""What ``benchmark.py`` measures, and how it is shown."""
