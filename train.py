@@ -98,22 +98,28 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
         yield x
 
 
-def cross_entropy(model: Decoder, hidden: Tensor, following: Tensor) -> Tensor:
-    """Mean loss in nats of the tokens that follow ``[batch, T]``, if the model left with ``hidden``."""
-    return F.cross_entropy(model.logits(hidden).float().flatten(0, 1), following.flatten())
-
-
 def recipe_loss(
-    model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float]
+    model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
 ) -> tuple[Tensor, list[float]]:
-    """J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss (NaN where its weight is 0)."""
+    """J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss (NaN where its weight is 0).
+
+    The target of an early exit is the token that follows, and to the share ``taught`` what the last layer makes of
+    it, its probabilities: drafts are judged by the model, not by the text. 0 is the paper's (for self-distillation
+    see arXiv 1905.08094).
+    """
+    hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
+    following, last = tokens[:, 1:].flatten(), len(weights) - 1
     total = torch.zeros((), device=tokens.device)
-    losses = [math.nan] * len(weights)
-    for layer, hidden in enumerate(layer_outputs(model, tokens[:, :-1], kept)):
-        if weights[layer]:
-            loss = cross_entropy(model, hidden, tokens[:, 1:])
-            losses[layer] = loss.item()
-            total = total + weights[layer] * loss
+    losses, teacher = [math.nan] * len(weights), None
+    for layer in sorted(hidden, reverse=True):  # the last layer first: it teaches the others
+        log_probs = torch.log_softmax(model.logits(hidden[layer]).float(), -1).flatten(0, 1)
+        loss = F.nll_loss(log_probs, following)
+        losses[layer] = loss.item()
+        if taught and layer == last:
+            teacher = log_probs.detach().exp()
+        elif taught:
+            loss = (1 - taught) * loss - taught * (teacher * log_probs).sum(-1).mean()
+        total = total + weights[layer] * loss
     return total, losses
 
 
@@ -174,7 +180,7 @@ class Trainer:
             rows = pick_rows(self.tokens.train, options.batch, options.context + 1, generator).to(self.device)
             kept = torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
             with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
-                loss, losses = recipe_loss(self.model, rows, kept, weights)
+                loss, losses = recipe_loss(self.model, rows, kept, weights, options.exit_teaching)
             (loss / options.accumulate).backward()
             total += loss.item() / options.accumulate
             exits += np.array(losses) / options.accumulate
@@ -321,6 +327,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--layer-dropout must be from 0 to below 1, found {options.layer_dropout}")
     if not (0 <= options.exit_scale < math.inf and 0 <= options.exit_power <= 1):
         raise InputError("--exit-scale must be at least 0, and --exit-power from 0 to 1")
+    if not 0 <= options.exit_teaching <= 1:
+        raise InputError(f"--exit-teaching must be from 0 to 1, found {options.exit_teaching}")
     if not 0 < options.learning_rate < math.inf:
         raise InputError(f"--learning-rate must be above 0, found {options.learning_rate}")
     if not (0 <= options.seed < 2**63 and options.warm_up >= 0):
@@ -334,25 +342,16 @@ def check_options(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="model folder; a run found there goes on"
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="config.json of the model's shape, to start from scratch"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it goes on")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch")
     parser.add_argument("--start-from", metavar="DIR", help="a checkpoint to go on from, with its tokenizer")
     parser.add_argument("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: learn one)")
     parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="of the tokenizer to be learnt")
     recipe = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)")
-    recipe.add_argument(
-        "--layer-dropout", type=float, default=0.1, metavar="P", help="p_max, of the last layer at the end"
-    )
-    recipe.add_argument(
-        "--exit-scale", type=float, default=1.0, metavar="E", help="e_scale, of the early exits' losses"
-    )
-    recipe.add_argument(
-        "--exit-power", type=float, default=1.0, metavar="A", help="below 1 strengthens the first exits"
-    )
+    recipe.add_argument("--layer-dropout", type=float, default=0.1, metavar="P", help="p_max, of the last layer")
+    recipe.add_argument("--exit-scale", type=float, default=1.0, metavar="E", help="e_scale, of early exits' losses")
+    recipe.add_argument("--exit-power", type=float, default=1.0, metavar="A", help="below 1: stronger first exits")
+    recipe.add_argument("--exit-teaching", type=float, default=0.0, metavar="A", help="the last layer teaches exits")
     recipe.add_argument("--curriculum", choices=["rotational", "gradual", "none"], default="rotational")
     recipe.add_argument("--rotation", type=int, default=8, metavar="R", help="every R-th layer's exit is on in a step")
     loop = parser.add_argument_group("the loop")

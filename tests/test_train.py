@@ -121,6 +121,24 @@ def test_the_loss_is_the_weighted_sum_of_the_exits_losses() -> None:
     assert losses[0] == pytest.approx(by_hand[0]) and math.isnan(losses[1])
 
 
+def test_a_taught_exits_target_is_the_text_mixed_with_the_last_layers_probabilities() -> None:
+    model, tokens = tiny()
+    model.requires_grad_()
+    taught, losses = train.recipe_loss(model, tokens, None, [0.5, 0.0, 0.5], taught=0.75)
+    first, _, last = (model.logits(hidden).float() for hidden in train.layer_outputs(model, tokens[:, :-1]))
+    text = torch.nn.functional.one_hot(tokens[:, 1:], model.vocab_size)
+    target = 0.25 * text + 0.75 * torch.softmax(last, -1).detach()  # no gradient teaches the teacher
+    by_hand = [
+        -(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in ((target, first), (text, last))
+    ]
+    assert taught.item() == pytest.approx(0.5 * (by_hand[0] + by_hand[1]).item(), rel=1e-6)
+    assert losses[0] == pytest.approx(-(text * torch.log_softmax(first, -1)).sum(-1).mean().item(), rel=1e-6)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(0.5 * (by_hand[0] + by_hand[1]), parameters)
+    for found, each in zip(torch.autograd.grad(taught, parameters), expected, strict=True):
+        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
+
+
 def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine_to_a_tenth() -> None:
     rates = [train.learning_rate(step, 110, 10, 1.0) for step in (0, 4, 9, 10, 60, 110)]
     assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.55, 0.1])
@@ -271,13 +289,14 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
     out = tmp_path / "run"
     assert train.main(arguments(data, out)) == 0
     (out / "training" / "state.safetensors").rename(tmp_path / "kept")
-    loss = train.cross_entropy
+    loss = train.recipe_loss
     calls = iter(range(1000))
 
-    def breaks(*inputs: Any) -> Tensor:
-        return loss(*inputs) * (math.nan if next(calls) == 15 else 1)
+    def breaks(*inputs: Any) -> tuple[Tensor, list[float]]:
+        total, losses = loss(*inputs)
+        return total * (math.nan if next(calls) == 7 else 1), losses
 
-    monkeypatch.setattr(train, "cross_entropy", breaks)
+    monkeypatch.setattr(train, "recipe_loss", breaks)
     assert train.main(arguments(data, out)) == 2
     assert one_line(capsys).startswith("error: the loss or its gradient is no number in step")
     assert all(tensor.isfinite().all() for tensor in weights_of(out).values())
@@ -296,6 +315,7 @@ def one_line(capsys: Any) -> str:
     [
         ({"steps": 0}, "--steps must be at least 1"),
         ({"layer_dropout": 1}, "--layer-dropout must be from 0 to below 1"),
+        ({"exit_teaching": 1.5}, "--exit-teaching must be from 0 to 1"),
         ({"learning_rate": 0}, "--learning-rate must be above 0"),
         ({"learning_rate": "inf"}, "--learning-rate must be above 0"),
         ({"exit_power": 2}, "--exit-power from 0 to 1"),
