@@ -39,7 +39,7 @@ from model.fast import accelerate
 from model.graphs import GraphedDecoder
 from weights.command_line import OneLineParser
 from weights.cost_file import kept_costs
-from weights.device import pick_device
+from weights.device import now, pick_device
 from weights.draft_model import load_draft_model
 from weights.files import atomic_path, check_place, read_json
 from weights.load import DTYPES, load_model, stored_dtype
@@ -48,6 +48,7 @@ from weights.names import model_folder
 from weights.plan_file import DraftPlan, read_plan
 from weights.tokenizer import Tokenizer
 
+DRAFTS = ("auto", "none", "lookup", "skip", "exit", "model")
 DEFAULT_GAMMA = 4
 WARM_UP_TOKENS = 4  # written and thrown away before --compare times anything
 Reader = Callable[[Round, float], None]  # takes a round as it comes in, and the seconds decoding has taken so far
@@ -61,7 +62,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="default: if the model has a template")
     parser.add_argument("--system", metavar="S", help="system message of the chat")
     draft = parser.add_argument_group("drafting")
-    draft.add_argument("--draft", choices=["none", "skip", "exit", "model", "lookup", "auto"], default="auto")
+    draft.add_argument("--draft", choices=DRAFTS, default="auto")
     draft.add_argument("--plan", metavar="FILE", help="which sublayers --draft skip leaves out")
     draft.add_argument("--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)")
     draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
@@ -160,7 +161,7 @@ class Generator:
         )
         try:
             with closing(rounds):
-                began = time.perf_counter()
+                began = now(self.model.device)  # once the prompt's prefill is done
                 for round in rounds:
                     sample.seconds += time.perf_counter() - began
                     sample.statistics.add(round)
@@ -212,7 +213,7 @@ def check_options(options: argparse.Namespace) -> None:
     policy = FixedLength(options.gamma or 0)
     if options.min_target_confidence is not None:
         ConfidenceGate(policy, options.min_target_confidence)
-    drafting = ["auto", "skip", "exit", "model", "lookup"]
+    drafting = [kind for kind in DRAFTS if kind != "none"]
     useful_with = {
         "plan": ["skip", "auto"],
         "exit_layer": ["exit"],

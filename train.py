@@ -41,8 +41,9 @@ WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 LAST_RATE = 0.1  # of the peak learning rate, where the cosine ends
 HELD_OUT_ROWS = 64
-# Options that leave the losses alone, and files, whose contents count and not their names.
-WITHOUT_EFFECT = ["device", "out", "evaluate_every", "save_every", "data", "config", "tokenizer", "accumulate"]
+# Options that do not make a run another one: files by their names (their contents count), and those without effect.
+FILES = ("out", "data", "config", "tokenizer")
+WITHOUT_EFFECT = ("device", "evaluate_every", "save_every", "vocab_size", "accumulate")
 
 
 def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_scratch: bool) -> list[float]:
@@ -174,7 +175,7 @@ class Trainer:
             curriculum=options.curriculum,
             rotation=options.rotation,
         )
-        total, exits = 0.0, np.zeros(layers)
+        sums = np.zeros(layers + 1)  # of every exit's loss, and of the whole
         for micro in range(self.group.rank, options.accumulate * self.group.size, self.group.size):
             generator = generator_of(options.seed, self.step, micro)
             rows = pick_rows(self.tokens.train, options.batch, options.context + 1, generator).to(self.device)
@@ -182,11 +183,11 @@ class Trainer:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
                 loss, losses = recipe_loss(self.model, rows, kept, weights, options.exit_teaching)
             (loss / options.accumulate).backward()
-            total += loss.item() / options.accumulate
-            exits += np.array(losses) / options.accumulate
+            sums += np.array([*losses, loss.item()]) / options.accumulate
         for parameter in self.model.parameters():  # a layer that every row skipped has no gradient yet
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        total = self.group.average([parameter.grad for parameter in self.model.parameters()], total)
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        *exits, total = self.group.average(gradients, sums.tolist())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM).item()
         if not math.isfinite(total) or not math.isfinite(norm):
             raise InputError(
@@ -199,7 +200,7 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.step += 1
-        spoke = {str(layer + 1): round(value, 4) for layer, value in enumerate(exits.tolist()) if not math.isnan(value)}
+        spoke = {str(layer + 1): round(value, 4) for layer, value in enumerate(exits) if not math.isnan(value)}
         return {"step": self.step, "loss": total, "exit_losses": spoke, "norm": norm, "learning_rate": rate}
 
     @torch.no_grad()
@@ -234,8 +235,10 @@ class Trainer:
     def settings(self) -> dict[str, Any]:
         """Every option that the losses depend on, the model's shape and the text, by name."""
         options = vars(self.options).items()
-        chosen = {"--" + name.replace("_", "-"): value for name, value in options if name not in WITHOUT_EFFECT}
+        chosen = {"--" + name.replace("_", "-"): value for name, value in options if name not in FILES + WITHOUT_EFFECT}
         rows = self.group.size * self.options.accumulate * self.options.batch
+        if start := self.options.start_from:
+            chosen["--start-from"] = str(model_folder(start).resolve())
         return {**chosen, "model": repr(self.model.config), "rows a step": rows, "text": self.tokens.fingerprint}
 
 
@@ -333,6 +336,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--learning-rate must be above 0, found {options.learning_rate}")
     if not (0 <= options.seed < 2**63 and options.warm_up >= 0):
         raise InputError("--seed and --warm-up must be whole numbers of at least 0")
+    if options.start_from and options.tokenizer:
+        raise InputError("--start-from DIR brings its tokenizer: leave out --tokenizer")
     if (options.config is None) == (options.start_from is None):
         raise InputError(
             "give the model's shape with --config FILE, or a checkpoint to go on from with --start-from DIR"

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,18 @@ from search.compare import compare, comparison_table, remembering
 from search.confirm import Confirmation, confirm, draft_plan, without_speculation
 from search.costs import measure_sublayers
 from search.plots import draw_plots
-from search.study import SAMPLERS, Candidate, Evaluator, candidates, enqueue, importance, open_study, starts
+from search.study import (
+    SAMPLERS,
+    Candidate,
+    Evaluator,
+    candidates,
+    costs_of,
+    enqueue,
+    finished,
+    importance,
+    open_study,
+    starts,
+)
 from search.texts import encode_prompts, read_prompts, split, written_texts
 from search.workers import Job, quiet_optuna, run_alone, run_workers
 from weights.command_line import OneLineParser
@@ -55,7 +66,7 @@ SEARCHED, HELD_OUT = "searched", "held out"
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m search", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans to try (default: 200)")
+    parser.add_argument("--trials", type=int, default=200, metavar="N", help="of Optuna (default: 200)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)")
     parser.add_argument("--resume", action="store_true", help="go on with the search of this plan file")
     parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe")
@@ -172,7 +183,6 @@ def search(options: argparse.Namespace, setting: Setting, study: optuna.Study, j
         setting.params,
         setting.costs,
         journal,
-        setting.identity,
         options.sampler,
         options.seed,
         options.trials,
@@ -182,7 +192,7 @@ def search(options: argparse.Namespace, setting: Setting, study: optuna.Study, j
         if "importance" not in study.user_attrs:
             study.set_user_attr("importance", measured_importance(setting))
         enqueue(study, starts(study.user_attrs["importance"], setting.costs))
-        with progress(options.trials, len(candidates(study))) as (bar, task):
+        with progress(options.trials, len(finished(study))) as (bar, task):
 
             def on_trial() -> None:
                 best = candidates(study)[0].prediction
@@ -262,7 +272,7 @@ def conclude(out: Path, setting: Setting, found: list[Candidate], confirmed: lis
     write_plan(out, chosen, setting.fingerprint, provenance)
     how = "measured" if confirmed else "predicted, not run"
     if not pays:
-        return f"no plan beats plain decoding (best {speedup:.2f}x, {how}); {out} turns speculation off"
+        return f"no plan beats plain decoding (best {speedup:.2f}x, {how}); {out} turns self-speculation off"
     return f"{out}: {speedup:.2f}x plain decoding ({how}), drafting {best.prediction.gamma} tokens at most"
 
 
@@ -271,6 +281,7 @@ def run_comparison(options: argparse.Namespace, setting: Setting) -> None:
     first = starts(measured_importance(setting), setting.costs)
     evaluator = Evaluator(Calibration(setting.model, setting.texts[SEARCHED], setting.params), setting.costs)
     with progress((len(SAMPLERS) * options.compare + 1) * options.trials) as (bar, task):
+        bar.update(task, description="a plan that comes up again costs nothing")
         evaluate = remembering(evaluator, lambda: bar.advance(task))
         best_start = max(evaluate(plan).speedup for plan in first)
         results = compare(evaluate, setting.costs, first, options.trials, range(options.compare))
@@ -283,14 +294,18 @@ def run(options: argparse.Namespace) -> int:
     params, folder = check_options(options), model_folder(options.model)
     prompts = read_prompts(options.calibration)
     out = options.out or folder / "plan.json"
-    check_place(out)
+    journal = out.with_suffix(".journal")
+    if out == journal:
+        raise InputError(f"--out {out}: the search keeps its trials under that name: end it in .json")
+    for path in (out, journal):
+        check_place(path)
     setting = prepare(options, params, folder, prompts)
     if options.compare is not None:
         run_comparison(options, setting)
         return 0
-    journal = out.with_suffix(".journal")
     study = open_study(journal, setting.identity, options.sampler, options.seed, resume=options.resume)
-    complete = search(options, setting, study, journal)
+    searched = replace(setting, costs=costs_of(study, setting.costs))
+    complete = search(options, searched, study, journal)
     found = candidates(study)
     if not found:
         say("interrupted before the first plan was tried: no plan written")
@@ -304,14 +319,9 @@ def run(options: argparse.Namespace) -> int:
         complete = False
     say(conclude(out, setting, found, confirmed))
     if options.plots is not None:
-        draw_plots(options.plots, study.user_attrs["importance"], found, history(study), confirmed, setting.costs)
+        history = [trial.value for trial in finished(study)]
+        draw_plots(options.plots, study.user_attrs["importance"], found, history, confirmed, searched.costs)
     return 0 if complete else 130
-
-
-def history(study: optuna.Study) -> list[float]:
-    """The predicted speed-up of every finished trial, in order."""
-    trials = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    return [trial.value for trial in trials if trial.value is not None]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,13 +20,14 @@ from model import Decoder, KVCache, LayerPlan
 from search.acceptance import Calibration, Text
 from search.prediction import Prediction, predict
 from search.study import Candidate
+from weights.device import now
 from weights.plan_file import DraftPlan
 
 REPEATS = 2  # runs of every contender on every prompt, of which the faster counts
 WARM_UP_TOKENS = 4
 
 # A cache that holds a prompt -> a drafter and a fresh policy
-Contender = Callable[[KVCache], tuple[Drafter, Policy]]
+MakeDrafting = Callable[[KVCache], tuple[Drafter, Policy]]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,6 @@ class Confirmation:
     speedup: float
     acceptance_rate: float
     tokens_per_round: float
-
-    @property
-    def chosen(self) -> DraftPlan:
-        """What a plan file says of it."""
-        return draft_plan(self.candidate)
 
 
 def draft_plan(candidate: Candidate) -> DraftPlan:
@@ -64,62 +59,66 @@ def confirm(
 ) -> list[Confirmation]:
     """Decode every held-out prompt plainly and with each candidate, in turns; the fastest candidate comes first.
 
-    Timed is the loop, without the prompt's prefill. A speed is that of all prompts together.
+    Timed is the loop, without the prompt's prefill. A speed is that of all prompts together: tokens over seconds.
     """
-    contenders: list[Contender] = [lambda cache: (NoDraft(model.vocab_size, model.device), FixedLength(0))]
+    contenders: list[MakeDrafting] = [lambda cache: (NoDraft(model.vocab_size, model.device), FixedLength(0))]
     contenders += [_drafting(model, draft_plan(candidate)) for candidate in found]
     sums = [Statistics() for _ in contenders]
-    seconds_per_token = [0.0] * len(contenders)
+    seconds, tokens = [0.0] * len(contenders), [0] * len(contenders)
     sampler = Sampler(params)
+    cache = model.new_cache(max(len(text.prompt) for text in held_out) + max(max_new_tokens, WARM_UP_TOKENS))
     for contender in contenders:
-        _run(model, held_out[0].prompt, contender, sampler, StopRules(WARM_UP_TOKENS), seed, Statistics())
+        _run(model, cache, held_out[0].prompt, contender, sampler, StopRules(WARM_UP_TOKENS), seed, Statistics())
     for text in held_out:
         stop = StopRules(max_new_tokens, eos_ids)
-        best = [math.inf] * len(contenders)
+        best, written = [math.inf] * len(contenders), [0] * len(contenders)
         for _ in range(REPEATS):
             for number, contender in enumerate(contenders):
                 one = Statistics()
-                seconds = _run(model, text.prompt, contender, sampler, stop, seed, one, sums[number])
-                best[number] = min(best[number], seconds / one.tokens)
-        seconds_per_token = [total + each for total, each in zip(seconds_per_token, best, strict=True)]
+                took = _run(model, cache, text.prompt, contender, sampler, stop, seed, one, sums[number])
+                best[number] = min(best[number], took)
+                written[number] = one.tokens
+        seconds = [total + each for total, each in zip(seconds, best, strict=True)]
+        tokens = [total + each for total, each in zip(tokens, written, strict=True)]
         on_prompt()
     longest = max(candidate.prediction.gamma for candidate in found)
     calibration = Calibration(model, held_out, params, depths=longest)
     confirmed = []
-    for candidate, statistics, seconds in zip(found, sums[1:], seconds_per_token[1:], strict=True):
+    speeds = [count / total for count, total in zip(tokens, seconds, strict=True)]
+    for candidate, statistics, speed in zip(found, sums[1:], speeds[1:], strict=True):
         acceptance = calibration.acceptance(candidate.plan)
         gammas, thresholds = [candidate.prediction.gamma], [candidate.prediction.threshold]
         predicted = predict(acceptance, held_out, candidate.plan, costs, gammas, thresholds)
         rate = statistics.acceptance_rate or 0.0
-        speedup = seconds_per_token[0] / seconds
-        confirmed.append(Confirmation(candidate, predicted, speedup, rate, statistics.tokens_per_round))
+        confirmed.append(Confirmation(candidate, predicted, speed / speeds[0], rate, statistics.tokens_per_round))
     return sorted(confirmed, key=lambda one: -one.speedup)
 
 
-def _drafting(model: Decoder, chosen: DraftPlan) -> Contender:
+def _drafting(model: Decoder, chosen: DraftPlan) -> MakeDrafting:
     plan, gamma = chosen.plan, chosen.gamma or 0
     return lambda cache: (ModelDrafter(model, cache, plan), chosen.new_policy(gamma))
 
 
 def _run(
     model: Decoder,
+    cache: KVCache,
     prompt: Sequence[int],
-    contender: Contender,
+    contender: MakeDrafting,
     sampler: Sampler,
     stop: StopRules,
     seed: int,
     *sums: Statistics,
 ) -> float:
-    """Seconds that one text takes; its rounds are added to ``sums``."""
-    cache = model.new_cache(len(prompt) + stop.max_new_tokens)
+    """Seconds that one text takes; its rounds are added to ``sums``. What the cache held is forgotten."""
+    cache.truncate(0)
     with torch.inference_mode():
         model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64, device=model.device), cache)
     drafter, policy = contender(cache)
-    began = time.perf_counter()
+    began = now(model.device)
     for round in speculate(model, cache, prompt, drafter, policy, sampler, stop, SeededRandomness(seed, model.device)):
         for statistics in sums:
             statistics.add(round)
-    return time.perf_counter() - began
+    return now(model.device) - began
 
 
 def without_speculation(plan: LayerPlan) -> DraftPlan:

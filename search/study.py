@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import optuna
 from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from decoding.costs import SublayerCosts
@@ -25,9 +26,25 @@ from search.acceptance import Calibration
 from search.prediction import Prediction, predict
 from weights.files import one_line
 
+
+def tpe(seed: int) -> BaseSampler:
+    """Each sublayer by itself: with so many choices and so few trials, whole good plans (multivariate) say too little.
+
+    The good ones are the best tenth, so few that the prior, which pulls their shares to a half, must weigh little.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # prior_weight and gamma leave Optuna with version 6
+        return TPESampler(
+            seed=seed,
+            multivariate=False,
+            prior_weight=0.2,
+            gamma=lambda trials: min(max(3, trials // 10), 10),
+            n_ei_candidates=64,
+        )
+
+
 SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
-    # Each sublayer by itself: with so many choices and so few trials, whole good plans (multivariate) say too little.
-    "tpe": lambda seed: TPESampler(seed=seed, multivariate=False),
+    "tpe": tpe,
     "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=20),
     "random": lambda seed: RandomSampler(seed=seed),
 }
@@ -140,21 +157,49 @@ def open_study(
         raise InputError(
             f"{path} is not a search's journal ({one_line(error)}): remove it or give another --out"
         ) from None
-    found = study.user_attrs.setdefault("identity", dict(identity))
-    if found != identity:
+    found = study.user_attrs.get("identity")
+    if found is None:
+        study.set_user_attr("identity", dict(identity))
+    elif found != identity:
         differ = ", ".join(key for key in identity if found.get(key) != identity[key])
         raise InputError(f"{path} holds a search of something else (other {differ}): give another --out, or remove it")
-    study.set_user_attr("identity", dict(identity))
-    # A resumed search must not draw the same numbers again.
+    return _with_sampler(study, sampler, seed)
+
+
+def join_study(path: Path, sampler: str, seed: int) -> optuna.Study:
+    """The study that ``open_study`` has opened in another process."""
+    study = optuna.load_study(study_name=NAME, storage=JournalStorage(JournalFileBackend(str(path))))
+    return _with_sampler(study, sampler, seed)
+
+
+def _with_sampler(study: optuna.Study, sampler: str, seed: int) -> optuna.Study:
+    """With a sampler that does not draw again what was drawn for the study's trials."""
     study.sampler = SAMPLERS[sampler](seed + len(study.get_trials(deepcopy=False)))
     return study
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A process that was killed while it wrote may have left half a line; what follows it would be lost."""
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+    """A process that was killed while it wrote may have left half a line; what follows it would be lost.
+
+    Under the lock that writers take, half a line is nobody's who is still writing.
+    """
+    lock = JournalFileSymlinkLock(str(path))
+    lock.acquire()
+    try:
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+def costs_of(study: optuna.Study, measured: SublayerCosts) -> SublayerCosts:
+    """The costs that the study's values are predicted from: those measured by whoever began it, for all to compare."""
+    if "costs" not in study.user_attrs:
+        study.set_user_attr("costs", asdict(measured))
+        return measured
+    kept = dict(study.user_attrs["costs"])
+    return SublayerCosts(**{**kept, "verify": tuple(kept["verify"])})
 
 
 def enqueue(study: optuna.Study, plans: Iterable[LayerPlan]) -> None:

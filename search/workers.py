@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import optuna
 import torch
@@ -18,7 +17,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
 from search.acceptance import Calibration, Text
-from search.study import Evaluator, finished, open_study, optimise
+from search.study import Evaluator, finished, join_study, optimise
 from weights.load import load_model
 
 POLL_SECONDS = 0.5
@@ -35,7 +34,6 @@ class Job:
     params: SamplingParams
     costs: SublayerCosts
     journal: Path
-    identity: dict[str, Any]
     sampler: str
     seed: int
     trials: int
@@ -84,5 +82,5 @@ def _work(job: Job, number: int) -> None:
     with suppress(KeyboardInterrupt):  # the parent process says what there is to say
         quiet_optuna()
         torch.set_num_threads(job.threads)
-        study = open_study(job.journal, job.identity, job.sampler, job.seed + 1000 * number, resume=True)
+        study = join_study(job.journal, job.sampler, job.seed + 1000 * number)
         run_alone(study, accelerate(load_model(job.folder, job.dtype, job.device)), job, lambda: None)

@@ -268,8 +268,8 @@ def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
     bench = Bench(options, folder, load_model(folder), [("story", "one", [1])])
     assert list(other_contenders(bench)) == ["good"]
     assert bench.notes == [
-        "llama.cpp: not possible with this model: not this family",
         "bad: not possible with this model: no such thing",
+        "llama.cpp: not possible with this model: not this family",
     ]
 
 
@@ -277,11 +277,32 @@ def test_auto_drafts_with_the_folders_own_plan_and_else_by_lookup(tmp_path: Path
     folder = write_folder(tmp_path / "model")
     model = load_model(folder)
     drafts = find_drafts(folder, model, None, quick=True)
-    assert our_contenders(folder, model, drafts)["auto"].costs == "lookup"
+    assert our_contenders(folder, model, 64, drafts)["auto"].costs == "lookup"
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
     drafts = find_drafts(folder, model, None, quick=True)
     assert drafts["plan.json"].plan == LayerPlan.skipping(4, [1], [])
-    assert our_contenders(folder, model, drafts)["auto"].costs == "plan.json"
+    assert our_contenders(folder, model, 64, drafts)["auto"].costs == "plan.json"
+
+
+def test_a_plan_that_says_not_to_draft_leaves_auto_to_lookup_as_in_generate(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
+    model = load_model(folder)
+    drafts = find_drafts(folder, model, None, quick=True)
+    assert "plan.json" not in drafts
+    assert our_contenders(folder, model, 64, drafts)["auto"].costs == "lookup"
+
+
+def test_one_cache_serves_every_text_of_a_contender_and_changes_none(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    model = load_model(folder)
+    drafts = find_drafts(folder, model, load_model(folder), quick=True)
+    contenders = our_contenders(folder, model, 24, drafts)
+    prompts = [[5, 9, 2, 7, 5, 9], [1, 2], [7, 7, 7, 3]]
+    for name in ("plain", "lookup", "exit 2", "model"):
+        together = [contenders[name].write(prompt, 12).tokens for prompt in prompts]
+        alone = [our_contenders(folder, model, 24, drafts)[name].write(prompt, 12).tokens for prompt in prompts]
+        assert together == alone
 
 
 def test_exits_are_measured_at_the_layers_asked_for_and_else_at_the_middle_and_late(tmp_path: Path) -> None:

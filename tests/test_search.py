@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optuna.storages.journal import JournalFileSymlinkLock
 
 from decoding.costs import SublayerCosts
 from decoding.policies import AdaptiveExit, FixedLength
@@ -29,6 +30,7 @@ from search.study import (
     Candidate,
     Evaluator,
     candidates,
+    costs_of,
     enqueue,
     finished,
     importance,
@@ -170,7 +172,7 @@ def test_two_workers_share_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyP
     texts = texts_of(264)
     identity = {"model": "a"}
     path = tmp_path / "plan.journal"
-    job = Job(folder, torch.float32, torch.device("cpu"), texts, GREEDY, COSTS, path, identity, "random", 0, 12, 1)
+    job = Job(folder, torch.float32, torch.device("cpu"), texts, GREEDY, COSTS, path, "random", 0, 12, 1)
     study = open_study(path, identity, "random", 0, resume=False)
     enqueue(study, [LayerPlan.early_exit(2, 1)])
     heard: list[None] = []
@@ -181,6 +183,29 @@ def test_two_workers_share_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyP
     evaluate = Evaluator(Calibration(load_model(folder), texts, GREEDY), COSTS)
     for candidate in candidates(study):
         assert evaluate(candidate.plan).speedup == pytest.approx(candidate.prediction.speedup, rel=1e-6)
+
+
+def test_a_study_predicts_from_the_costs_of_whoever_began_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.journal"
+    assert costs_of(open_study(path, IDENTITY, "tpe", 0, resume=False), COSTS) == COSTS
+    elsewhere = replace(COSTS, attention=9 * COSTS.attention)
+    assert costs_of(open_study(path, IDENTITY, "tpe", 0, resume=True), elsewhere) == COSTS
+
+
+def test_opening_a_journal_leaves_a_line_that_is_being_written_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes holds the lock; half a line without it was left by a process that is gone."""
+    path = tmp_path / "plan.journal"
+    open_study(path, IDENTITY, "tpe", 0, resume=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"half a')
+    held: list[str] = []
+    monkeypatch.setattr(JournalFileSymlinkLock, "acquire", lambda lock: held.append("taken") or True)
+    monkeypatch.setattr(os, "truncate", lambda name, size: held.append("cut") or Path(name).write_bytes(whole))
+    monkeypatch.setattr(JournalFileSymlinkLock, "release", lambda lock: held.append("released"))
+    open_study(path, IDENTITY, "tpe", 0, resume=True)
+    assert held[:3] == ["taken", "cut", "released"]
 
 
 def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
@@ -401,6 +426,7 @@ def test_where_no_plan_pays_the_plan_file_turns_speculation_off(
         (["--workers", 0], "--workers must be at least 1"),
         (["--compare", 0], "--compare must be at least 1"),
         (["--seed", -1], "--seed must be from 0"),
+        (["--out", "x.journal"], "keeps its trials under that name"),
         (["--out", "/nowhere/plan.json"], "/nowhere/plan.json cannot be written"),
         (["--plots", "/dev/null/x"], "--plots: /dev/null/x"),
         (["--calibration", "/nowhere.txt"], "/nowhere.txt cannot be read"),

@@ -271,6 +271,9 @@ def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path)
     assert [row["loss"] for row in log_of(tmp_path / "two") if "loss" in row] == pytest.approx(
         [row["loss"] for row in log_of(tmp_path / "one") if "loss" in row], rel=1e-5
     )
+    exits_of = [[row["exit_losses"] for row in log_of(tmp_path / run) if "loss" in row] for run in ("one", "two")]
+    for exits, same in zip(*exits_of, strict=True):
+        assert exits == pytest.approx(same, abs=2e-4)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(data: Path, tmp_path: Path) -> None:
@@ -323,6 +326,7 @@ def one_line(capsys: Any) -> str:
         ({"config": None}, "give the model's shape with --config FILE"),
         ({"context": 4096}, "more than the config's 256 positions"),
         ({"vocab_size": 9000}, "--vocab-size 9000 does not suit this text; it supports at most"),
+        ({"start_from": "x", "config": None, "tokenizer": "y"}, "--start-from DIR brings its tokenizer"),
         ({"data": "nowhere.txt"}, "nowhere.txt cannot be read"),
         ({"config": "nowhere.json"}, "nowhere.json does not exist"),
         ({"tokenizer": "nowhere"}, "no folder 'nowhere'"),

@@ -1,4 +1,4 @@
-"""Device names -> devices."""
+"""Device names -> devices, and what to know of a device: the time, its speed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "meta":
         raise InputError("device 'meta' holds no numbers: give cpu or cuda")
     return device
+
+
+def now(device: torch.device) -> float:
+    """Seconds, read once everything asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def keep_freed_memory() -> None:

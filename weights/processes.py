@@ -42,16 +42,17 @@ class Group:
         """Where this process trains: its own GPU, if it shares the machine with others."""
         return torch.device("cuda", self.local_rank) if device.type == "cuda" and self.size > 1 else device
 
-    def average(self, gradients: list[Tensor], loss: float) -> float:
-        """Replace each gradient by its mean over the processes, in one exchange; returns the mean loss."""
+    def average(self, gradients: list[Tensor], losses: list[float]) -> list[float]:
+        """Replace each gradient by its mean over the processes, in one exchange; returns the mean losses."""
         if self.size == 1:
-            return loss
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor([loss])])
+            return losses
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), gradients[0].new_tensor(losses)])
         dist.all_reduce(flat)
         flat /= self.size
-        for gradient, mean in zip(gradients, flat[:-1].split([each.numel() for each in gradients]), strict=True):
+        *means, kept = flat.split([*(gradient.numel() for gradient in gradients), len(losses)])
+        for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
-        return flat[-1].item()
+        return kept.tolist()
 
     def wait(self) -> None:
         """Return when every process has come here."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from weights.device import now
 
 Report = dict[str, Any]  # what --json writes; the tables and the picture are made from it
 
@@ -29,13 +30,6 @@ class Timing:
     def row(self, name: str, unit: Timing, **more: object) -> Report:
         """A row of the report: what was timed, and the ratio to another time."""
         return {"name": name, **asdict(self), "ratio": self.median / unit.median, **more}
-
-
-def now(device: torch.device) -> float:
-    """Seconds, read once everything asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @torch.inference_mode()

@@ -19,14 +19,14 @@ from decoding.sampling import Sampler
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from model import Decoder, InputError, KVCache, LayerPlan
-from search.benchmark.clock import now
 from weights.cost_file import kept_costs
+from weights.device import now
 from weights.plan_file import read_plan
 
 GAMMA = 4
 CONFIDENT = 0.8  # the adaptive exit's first threshold in greedy decoding
 WARM_UP_TOKENS = 8
-GREEDY = Sampler()
+ARGMAX = Sampler()
 
 Prompt = tuple[str, str, list[int]]  # kind, text, token ids
 
@@ -63,17 +63,25 @@ MakeDrafter = Callable[[Tensor, KVCache], Drafter]  # for a prompt, [1, n], and 
 
 def our_contender(
     model: Decoder,
+    capacity: int,
     make: MakeDrafter,
     policy: Callable[[], Policy],
     costs: str | None = None,
-    sampler: Sampler = GREEDY,
+    sampler: Sampler = ARGMAX,
 ) -> Contender:
-    """Our loop, the prompt's prefill included."""
+    """Our loop, the prompt's prefill included. All texts, of ``capacity`` tokens at most, use one cache.
+
+    CUDA graphs belong to a cache: with a new one for every text, recording them would be timed.
+    """
+    caches: list[KVCache] = []
 
     @torch.inference_mode()
     def write(prompt: list[int], count: int) -> Written:
         began = now(model.device)
-        cache = model.new_cache(len(prompt) + count)
+        if not caches:
+            caches.append(model.new_cache(capacity))
+        cache = caches[0]
+        cache.truncate(0)
         ids = torch.tensor([prompt[:-1]], dtype=torch.int64, device=model.device)
         model.prefill(ids, cache)
         drafter, randomness = make(ids, cache), SeededRandomness(0, model.device)
@@ -85,19 +93,22 @@ def our_contender(
 
 
 def drafting(target: Decoder, draft: ModelDraft) -> MakeDrafter:
-    """How to make the drafter of a model draft; a model of its own reads the prompt too."""
+    """How to make the drafter of a model draft; a model of its own reads the prompt too, into one cache for all."""
+    caches: list[KVCache] = []
 
     def make(prompt: Tensor, cache: KVCache) -> Drafter:
         if draft.model is target:
             return ModelDrafter(target, cache, draft.plan)
-        own = draft.model.new_cache(cache.capacity)
-        draft.model.prefill(prompt, own)
-        return ModelDrafter(draft.model, own)
+        if not caches:
+            caches.append(draft.model.new_cache(cache.capacity))
+        caches[0].truncate(0)
+        draft.model.prefill(prompt, caches[0])
+        return ModelDrafter(draft.model, caches[0])
 
     return make
 
 
-def our_contenders(folder: Path, model: Decoder, drafts: dict[str, ModelDraft]) -> dict[str, Contender]:
+def our_contenders(folder: Path, model: Decoder, capacity: int, drafts: dict[str, ModelDraft]) -> dict[str, Contender]:
     """Plain decoding, lookup, each model draft as it is and with adaptive exit, and what generate.py's auto chooses."""
 
     def lookup(prompt: Tensor, cache: KVCache) -> Drafter:
@@ -107,18 +118,18 @@ def our_contenders(folder: Path, model: Decoder, drafts: dict[str, ModelDraft]) 
         return NoDraft(model.vocab_size, model.device)
 
     found = {
-        "plain": our_contender(model, no_draft, lambda: FixedLength(0)),
-        "lookup": our_contender(model, lookup, lambda: FixedLength(GAMMA), "lookup"),
+        "plain": our_contender(model, capacity, no_draft, lambda: FixedLength(0)),
+        "lookup": our_contender(model, capacity, lookup, lambda: FixedLength(GAMMA), "lookup"),
     }
     for name, draft in drafts.items():
         make, start = drafting(model, draft), draft.threshold
-        found[name] = our_contender(model, make, draft.policy, name)
-        found[f"{name}, adaptive"] = our_contender(model, make, lambda start=start: AdaptiveExit(start), name)
+        found[name] = our_contender(model, capacity, make, draft.policy, name)
+        found[f"{name}, adaptive"] = our_contender(model, capacity, make, lambda start=start: AdaptiveExit(start), name)
     own = drafts.get("plan.json")
     draft_model, plan = (own.model, own.plan) if own else (None, None)
     costs = kept_costs(folder, model, plan, lambda: measure_costs(model, draft_model, plan))
     make, name = (drafting(model, own), "plan.json") if own else (lookup, "lookup")
-    return found | {"auto": our_contender(model, make, lambda: BreakEven(costs), name)}
+    return found | {"auto": our_contender(model, capacity, make, lambda: BreakEven(costs), name)}
 
 
 def find_drafts(
@@ -135,8 +146,8 @@ def find_drafts(
     middle, late = layers // 2, exit_layer(layers)
     tried = exits or ([middle, late] if quick else [middle, layers * 2 // 3, late])
     drafts = {f"exit {at}": ModelDraft(model, LayerPlan.early_exit(layers, at)) for at in tried if at}
-    if (folder / "plan.json").exists():
-        own = read_plan(folder / "plan.json", layers, folder)
+    own = read_plan(folder / "plan.json", layers, folder) if (folder / "plan.json").exists() else None
+    if own is not None and own.gamma != 0:  # 0: the search found that the model should not draft for itself
         start = CONFIDENT if own.threshold is None else own.threshold
         drafts["plan.json"] = ModelDraft(model, own.plan, lambda: own.new_policy(GAMMA), start)
     if draft_model is not None:
@@ -144,9 +155,9 @@ def find_drafts(
     return drafts
 
 
-def exit_layer(layers: int) -> int:
-    """The deepest exit measured, and the one that transformers is given too."""
-    return max(1, layers * 4 // 5)
+def exit_layer(layers: int, exits: Sequence[int] = ()) -> int:
+    """The exit of which transformers is measured too: the deepest."""
+    return max(exits, default=max(1, layers * 4 // 5))
 
 
 @dataclass

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from model import Decoder, InputError
+from model import Decoder
 from search.benchmark.contenders import GAMMA, WARM_UP_TOKENS, Bench, Contender, Written, exit_layer
 from weights.files import one_line
 
 LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # --against -> the module it needs
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}
 
+Result = TypeVar("Result")
 
-def transformers_contenders(folder: Path, model: Decoder, draft_folder: Path | None) -> dict[str, Contender]:
+
+def transformers_contenders(
+    folder: Path, model: Decoder, draft_folder: Path | None, exit_at: int
+) -> dict[str, Contender]:
     """``generate`` of transformers on the same checkpoint, dtype and device, by each of its ways to draft."""
     import transformers
 
@@ -26,7 +32,10 @@ def transformers_contenders(folder: Path, model: Decoder, draft_folder: Path | N
     def load(folder: Path) -> Any:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
         loaded.generation_config.eos_token_id = None  # end-of-text is ignored, as in our contenders
+        # As many tokens as ours, always: not more after a success, nor fewer after an unsure token.
         loaded.generation_config.num_assistant_tokens = GAMMA
+        loaded.generation_config.num_assistant_tokens_schedule = "constant"
+        loaded.generation_config.assistant_confidence_threshold = 0.0
         return loaded
 
     theirs = load(folder)
@@ -40,7 +49,6 @@ def transformers_contenders(folder: Path, model: Decoder, draft_folder: Path | N
 
         return Contender(write)
 
-    exit_at = exit_layer(model.num_layers)
     found = {
         "transformers": contender(),
         "transformers, lookup": contender(prompt_lookup_num_tokens=GAMMA),
@@ -66,18 +74,23 @@ def llama_cpp_contender(folder: Path, model: Decoder, longest: int) -> Contender
 
 def other_contenders(bench: Bench) -> dict[str, Contender]:
     """The libraries of --against, less what they cannot do with this model: that goes into the notes."""
+    deepest = exit_layer(bench.model.num_layers, bench.options.exit_layer)
+    makers: dict[str, Callable[[], dict[str, Contender]]] = {
+        "transformers": lambda: transformers_contenders(bench.folder, bench.model, bench.draft_folder, deepest),
+        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, bench.longest_text)},
+    }
     found: dict[str, Contender] = {}
-    if "transformers" in bench.options.against:
-        found |= transformers_contenders(bench.folder, bench.model, bench.draft_folder)
-    if "llama.cpp" in bench.options.against:
-        try:
-            found["llama.cpp"] = llama_cpp_contender(bench.folder, bench.model, bench.longest_text)
-        except InputError as error:
-            bench.notes.append(f"llama.cpp: not possible with this model: {one_line(error)}")
-    for name, contender in list(found.items()):
-        try:
-            contender.write(bench.prompts[0][2], WARM_UP_TOKENS)
-        except Exception as error:  # a library may fail in any way on a model that it does not know well
-            bench.notes.append(f"{name}: not possible with this model: {one_line(error)}")
-            del found[name]
+    for library in bench.options.against:
+        for name, contender in (attempt(bench, library, makers[library]) or {}).items():
+            if attempt(bench, name, partial(contender.write, bench.prompts[0][2], WARM_UP_TOKENS)):
+                found[name] = contender
     return found
+
+
+def attempt(bench: Bench, name: str, work: Callable[[], Result]) -> Result | None:
+    """What ``work`` returns; None, and a note, where it fails: on a model that it does not know, a library may."""
+    try:
+        return work()
+    except Exception as error:
+        bench.notes.append(f"{name}: not possible with this model: {one_line(error)}")
+        return None

@@ -18,7 +18,7 @@ from decoding.rounds import Round, Statistics
 from decoding.sampling import Sampler, SamplingParams
 from model import KVCache, LayerPlan
 from model.decoder import PREFILL_CHUNK
-from search.benchmark.clock import Report, now, take_turns
+from search.benchmark.clock import Report, take_turns
 from search.benchmark.contenders import (
     WARM_UP_TOKENS,
     Bench,
@@ -31,6 +31,7 @@ from search.benchmark.contenders import (
     our_contenders,
 )
 from search.benchmark.libraries import other_contenders
+from weights.device import now
 from weights.memory import ROUND_TOKENS, estimate, held_bytes, parameter_count, peak_bytes
 
 SECTIONS = ("speed", "costs", "context", "first-token", "memory", "floor")
@@ -111,7 +112,7 @@ def predicted_speedups(result: Result, plain: Result, costs: CostTable) -> list[
 def measure_speed(bench: Bench, costs: dict[str, CostTable]) -> list[Report]:
     """One row for each contender: tokens a second, speed-up over plain decoding, agreement with its texts."""
     model, count = bench.model, bench.options.max_new_tokens
-    contenders = our_contenders(bench.folder, model, bench.drafts) | other_contenders(bench)
+    contenders = our_contenders(bench.folder, model, bench.longest_text, bench.drafts) | other_contenders(bench)
     results = run(contenders, bench.prompts, count, bench.options.repeats, model.device)
     plain = results["plain"]
     kinds = list(dict.fromkeys(kind for kind, _ in plain.seconds))
@@ -221,7 +222,7 @@ def measure_memory(bench: Bench) -> list[Report]:
     positions = min(PREFILL_CHUNK + PREFILL_CHUNK // 2, model.max_positions)
     prompt = [0] * max(1, positions - 2 * ROUND_TOKENS)
     drafter = drafting(model, ModelDraft(model, LayerPlan.full(model.num_layers)))
-    contender = our_contender(model, drafter, lambda: FixedLength(ROUND_TOKENS - 1), sampler=FILTERED)
+    contender = our_contender(model, positions, drafter, lambda: FixedLength(ROUND_TOKENS - 1), sampler=FILTERED)
     needed = estimate(model.config, model.dtype, positions, prompt=len(prompt), fast_on=model.device)
     measured = peak_bytes(lambda: contender.write(prompt, positions - len(prompt)), model.device)
     decoding = f"cache and workspace, a prompt of {len(prompt)} tokens and {positions - len(prompt)} more"
