@@ -1,8 +1,9 @@
 """Train a Llama or Gemma-2 whose early layers can speak: the LayerSkip recipe (arXiv 2404.16710, section 4.1).
 
-Two ideas, ``dropout_rates`` and ``exit_weights`` below, on top of an ordinary training loop. Every random
-choice of a step follows from (seed, step, micro-batch) alone, so a run that was killed goes on as if it had
-not been, and several processes (``torchrun``) share a batch exactly as accumulation on one would.
+Two ideas, ``dropout_rates`` and ``exit_weights`` below, on top of an ordinary training loop, and one that the paper
+does not have: in ``recipe_loss`` the last layer may teach the exits. Every random choice of a step follows from
+(seed, step, micro-batch) alone, so a run that was killed goes on as if it had not been, and several processes
+(``torchrun``) share a batch exactly as accumulation on one would.
 """
 
 from __future__ import annotations
