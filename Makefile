@@ -28,7 +28,7 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv weights/smollm2-135m-instruct
+	rm -rf .venv
 
 # The shell receives the prompt through the environment, so that quotes in it stay quotes ($ is written $$).
 export PROMPT

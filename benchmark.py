@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import sys
 from datetime import datetime, timezone
 from importlib import metadata, util
@@ -135,14 +134,10 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, Report]:
 
 def describe(bench: Bench) -> Report:
     """With what was measured: machine, date, versions, sizes."""
-    processor = platform.processor() or platform.machine()
-    if (path := Path("/proc/cpuinfo")).exists():
-        named = re.search(r"model name\s*: (.*)", path.read_text())
-        processor = named[1] if named else processor
     packages = ["torch", *(PACKAGES[name] for name in bench.options.against)]
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{processor}, {machine(bench.model.device)}",
+        "machine": machine(bench.model.device),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
         "model": bench.folder.name,
         "dtype": str(bench.model.dtype).removeprefix("torch."),

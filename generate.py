@@ -41,7 +41,7 @@ from weights.command_line import OneLineParser
 from weights.cost_file import kept_costs
 from weights.device import now, pick_device
 from weights.draft_model import load_draft_model
-from weights.files import atomic_path, check_place, read_json
+from weights.files import atomic_path, check_place, check_utf8, read_json
 from weights.load import DTYPES, load_model, stored_dtype
 from weights.memory import Memory, check_fits, estimate
 from weights.names import model_folder
@@ -179,8 +179,9 @@ class Generator:
 
     def warm_up(self) -> None:
         """Write a few tokens, with the draft and without, to be thrown away before anything is timed."""
-        stop, randomness = StopRules(WARM_UP_TOKENS), SeededRandomness(self.seed, self.model.device)
-        self.write(self.drafter, self.new_policy(), stop, randomness, lambda _: None)
+        policy, randomness = self.new_policy(), SeededRandomness(self.seed, self.model.device)
+        stop = StopRules(max(WARM_UP_TOKENS, policy.gamma + 2))  # a draft of full length too, and one token after it
+        self.write(self.drafter, policy, stop, randomness, lambda _: None)
         self.write_plainly(stop)
 
     def write_plainly(self, stop: StopRules) -> Sample:
@@ -284,14 +285,6 @@ def read_prompt(options: argparse.Namespace) -> str:
     return text
 
 
-def check_utf8(name: str, value: str) -> None:
-    """Raises InputError for text that came from bytes which are no UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"the {name} holds bytes that are not UTF-8: {value!a:.80}") from None
-
-
 def encode_prompt(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> list[int]:
     """Token ids of the prompt, as a chat turn or as plain text. Raises InputError for --system without a chat."""
     chat = options.chat if options.chat is not None else tokenizer.chat_template is not None
@@ -360,13 +353,14 @@ def policy_maker(
 
     def measure() -> CostTable:
         print("[measuring once what drafts cost on this machine]", file=sys.stderr)
-        return measure_costs(generator.model, draft_model, plan)
+        return measure_costs(generator.model, draft_model, plan, generator.params)
 
     if options.draft == "auto" and not options.adaptive and options.gamma is None:
         costs = kept_costs(
             generator.folder,
             generator.model,
             plan,
+            generator.params,
             measure,
         )
 

@@ -22,6 +22,7 @@ from model.plan import LayerPlan
 CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
 REPEATS = 7
+IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
 
@@ -72,19 +73,24 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
 
 @torch.inference_mode()
 def measure_costs(
-    target: Model, draft_model: Model | None, plan: LayerPlan | None, *, longest: int = LONGEST_DRAFT
+    target: Model,
+    draft_model: Model | None,
+    plan: LayerPlan | None,
+    params: SamplingParams = GREEDY,
+    *,
+    longest: int = LONGEST_DRAFT,
 ) -> CostTable:
-    """Time the loop's own steps, interleaved, and take medians; the first repeat is warm-up.
+    """Time the loop's own steps with these sampling parameters, interleaved, and take medians; the first is warm-up.
 
     ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
     """
     cache = filled_cache(target, longest)
-    steps = [verification(target, count, cache) for count in range(1, longest + 2)]
+    steps = [verification(target, count, cache, params) for count in range(1, longest + 2)]
     if draft_model is not None:
-        steps.append(draft_step(draft_model, filled_cache(draft_model, longest), plan))
+        steps.append(draft_steps(draft_model, filled_cache(draft_model, IN_A_ROW), plan, params))
     plain, *rest = median_seconds(steps, REPEATS, PATIENCE)
     verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
-    return CostTable(rest[-1] / plain if draft_model is not None else 0.0, verify_costs)
+    return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs)
 
 
 def verification(target: Model, count: int, cache: Any, params: SamplingParams = GREEDY) -> Callable[[], None]:
@@ -100,16 +106,22 @@ def verification(target: Model, count: int, cache: Any, params: SamplingParams =
     return step
 
 
-def draft_step(model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY) -> Callable[[], None]:
-    """A step that drafts one token as ModelDrafter does."""
+def draft_steps(
+    model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, count: int = IN_A_ROW
+) -> Callable[[], None]:
+    """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
     sampler, randomness = Sampler(params), SeededRandomness(0, model.device)
-    tokens = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
+    before = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
 
-    def step() -> None:
-        probs = sampler.distribution(model(tokens[None, CONTEXT:], cache, CONTEXT, plan)[0], tokens)
-        randomness.draw(probs[0]).item()
+    def steps() -> None:
+        cache.truncate(CONTEXT)
+        context = before
+        for start in range(CONTEXT, CONTEXT + count):
+            probs = sampler.distribution(model(context[None, start:], cache, start, plan)[0], context)
+            context = torch.cat((context, randomness.draw(probs[0])[None]))
+        context.tolist()
 
-    return step
+    return steps
 
 
 def filled_cache(model: Model, longest: int) -> Any:

@@ -163,4 +163,4 @@ class NoDraft:
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:
     """Confidence: the softmax probability of ``token`` under unprocessed logits ``[vocab]``. Reads the host."""
-    return torch.softmax(logits.float(), dim=-1)[token].item()
+    return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()

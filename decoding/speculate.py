@@ -54,17 +54,20 @@ def speculate(
         # Invariant: the cache holds every token but the last.
         position = len(text.tokens)
         limit = min(policy.draft_length(), stop.room(text, target.max_positions) - 1)
+        context = torch.tensor(text.tokens, device=target.device)  # copied before the draft is queued behind it
         draft = drafter.propose(text.tokens, limit, sampler, policy, randomness)
 
-        context = torch.cat((torch.tensor(text.tokens, device=target.device), draft.tokens))
+        context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
         target_probs = sampler.distribution(logits, context)
         kept, own = verify(target_probs, draft.probs, draft.tokens, randomness)
-        # The one read of the host in a round. A row needs a finite largest logit; others may be -inf.
-        report = torch.stack((kept, own, ~logits.amax(-1).isfinite().all()))
+        # Judged is the row that the own token came from: those after it belong to no text, those before it accepted.
+        # It needs a finite largest logit; others may be -inf.
+        broken = ~logits.index_select(0, kept[None]).amax().isfinite()
+        report = torch.stack((kept, own, broken))  # what the host reads of a round, at once
         *drafted, accepted, own_token, broken = torch.cat((draft.tokens, report)).tolist()
         if broken:
-            raise explain_nonfinite(target, cache, context)
+            raise explain_nonfinite(target, cache, context[: position + accepted])
 
         finish, retracted, emitted = None, 0, []
         for token in [*drafted[:accepted], own_token]:

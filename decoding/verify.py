@@ -27,8 +27,9 @@ def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomnes
     # A token that its own q calls impossible (a draft whose numbers broke) was not drawn from q: never accepted.
     kept = torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
     accepted = randomness.accept(kept).long().cumprod(0).sum()
-    p = target_probs[accepted]
-    q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:])))[accepted]
+    # By index_select: an index in brackets is read by the host, which on a GPU would wait for it.
+    p = target_probs.index_select(0, accepted[None])[0]
+    q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:]))).index_select(0, accepted[None])[0]
     residual = (p - q).clamp(min=0)
     # p = q up to rounding leaves nothing over; such a rejection has probability ~0, and p is its limit.
     return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p))

@@ -143,9 +143,9 @@ class GraphedDecoder:
         if not steps:
             cache.clear_unused()
         logits = self.model(tokens, cache, start, key[0])
-        entries = (*cache.keys, *cache.values)
-        kept = [tensor[:, :, : key[2]].clone() for tensor in entries]
+        entries, kept = (*cache.keys, *cache.values), []
         try:
+            kept += [tensor[:, :, : key[2]].clone() for tensor in entries]
             step = StaticStep(self.model, cache, *key)
             if self.recorder:
                 step(tokens, start)  # fills the buffers: recording must see valid positions
@@ -158,6 +158,6 @@ class GraphedDecoder:
         except RuntimeError as error:
             self.trouble = f"capturing failed: {(str(error).splitlines() or ['for no reason given'])[0]}"
         self.steps.clear()
-        for tensor, before in zip(entries, kept, strict=True):  # a wrong step may have written anywhere
+        for tensor, before in zip(entries, kept, strict=False):  # a wrong step may have written anywhere
             tensor[:, :, : key[2]] = before
         return logits

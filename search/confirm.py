@@ -24,7 +24,6 @@ from weights.device import now
 from weights.plan_file import DraftPlan
 
 REPEATS = 2  # runs of every contender on every prompt, of which the faster counts
-WARM_UP_TOKENS = 4
 
 # A cache that holds a prompt -> a drafter and a fresh policy
 MakeDrafting = Callable[[KVCache], tuple[Drafter, Policy]]
@@ -66,9 +65,11 @@ def confirm(
     sums = [Statistics() for _ in contenders]
     seconds, tokens = [0.0] * len(contenders), [0] * len(contenders)
     sampler = Sampler(params)
-    cache = model.new_cache(max(len(text.prompt) for text in held_out) + max(max_new_tokens, WARM_UP_TOKENS))
+    longest = max(candidate.prediction.gamma for candidate in found)
+    warm_up = StopRules(longest + 2)  # a draft of full length, and one token after it
+    cache = model.new_cache(max(len(text.prompt) for text in held_out) + max(max_new_tokens, warm_up.max_new_tokens))
     for contender in contenders:
-        _run(model, cache, held_out[0].prompt, contender, sampler, StopRules(WARM_UP_TOKENS), seed, Statistics())
+        _run(model, cache, held_out[0].prompt, contender, sampler, warm_up, seed, Statistics())
     for text in held_out:
         stop = StopRules(max_new_tokens, eos_ids)
         best, written = [math.inf] * len(contenders), [0] * len(contenders)
@@ -81,7 +82,6 @@ def confirm(
         seconds = [total + each for total, each in zip(seconds, best, strict=True)]
         tokens = [total + each for total, each in zip(tokens, written, strict=True)]
         on_prompt()
-    longest = max(candidate.prediction.gamma for candidate in found)
     calibration = Calibration(model, held_out, params, depths=longest)
     confirmed = []
     speeds = [count / total for count, total in zip(tokens, seconds, strict=True)]

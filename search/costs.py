@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from decoding.costs import CONTEXT, LONGEST_DRAFT, SublayerCosts, draft_step, filled_cache, median_seconds, verification
+from decoding.costs import (
+    CONTEXT,
+    IN_A_ROW,
+    LONGEST_DRAFT,
+    SublayerCosts,
+    draft_steps,
+    filled_cache,
+    median_seconds,
+    verification,
+)
 from decoding.drafters import NoDraft, raw_probability
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
@@ -16,7 +25,6 @@ from decoding.stopping import StopRules
 from model import Decoder, LayerPlan
 
 REPEATS, PATIENCE = 21, 15.0  # more than for one draft: a whole search is built on these
-IN_A_ROW = 4  # draft steps and plain steps come in rows, the processor's caches full of what the last one used
 
 
 @torch.inference_mode()
@@ -37,7 +45,7 @@ def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
         verification(model, count, cache, params) for count in range(1, LONGEST_DRAFT + 2)
     ]
     steps[0] = _row(steps[0])
-    steps += [_row(draft_step(model, cache, plan, params)) for plan in plans]
+    steps += [draft_steps(model, cache, plan, params) for plan in plans]
     steps += [_confidence(model), _plain_loop(model, params)]
     seconds = torch.tensor(median_seconds(steps, REPEATS, PATIENCE), dtype=torch.float64)
     for row in (0, *range(LONGEST_DRAFT + 1, len(seconds) - 2), -1):
@@ -58,7 +66,8 @@ def _row(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def _confidence(model: Decoder) -> Callable[[], None]:
-    logits, token = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device), torch.tensor(0)
+    token = torch.tensor(0, device=model.device)
+    logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
 
     def step() -> None:
         raw_probability(logits, token)

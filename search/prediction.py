@@ -57,6 +57,15 @@ def expected_rounds(
 
     Exact for drafts of full length. With a threshold, a draft that has left the text (its token was rejected) goes
     on as long as a draft of the text itself would from there: what it would have drafted is not known.
+
+    The walk goes token by token through all texts at once and carries probabilities: ``begin``, that a round begins
+    at this token, and by the number d of tokens drafted so far ``live[d]``, that a round is here with all of them
+    accepted, and ``astray[d]``, that one was rejected and the draft goes on beyond it, for nothing but its cost.
+    Where a draft of d tokens ends, ``drafted[d]`` counts it. The next round begins after the token that the target
+    added: at the token after a rejected one (which the target replaced by the text's), after the bonus token of a
+    full draft, and, where a draft stops behind an unsure token, two tokens on (``soon``: the bonus comes between).
+    For γ = 2 and a text of 3 tokens kept with probabilities a, b, c: rounds begin at the first token surely, at the
+    second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
     """
     longest = max(gammas)
     accept, unsure, sure_to_stop = _tables(acceptance, longest, thresholds)

@@ -14,7 +14,7 @@ from model import Decoder, InputError
 from search.acceptance import Text
 from search.calibration import sample_texts
 from search.prompts import PROMPTS
-from weights.files import read_optional_json, write_json
+from weights.files import check_utf8, read_optional_json, write_json
 from weights.tokenizer import Tokenizer
 
 FILE = "calibration.json"
@@ -31,11 +31,14 @@ def read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return [prompt for prompts in PROMPTS.values() for prompt in prompts]
     try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as UTF-8 text: {error}") from None
     if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+        rows = enumerate(text.split("\n"), start=1)  # splitlines would cut at U+2028 too
+        lines = [_prompt_of(row, f"{path}, line {number}") for number, row in rows if row.strip()]
+    else:
+        lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) < 2:
         raise InputError(f"{path} holds {len(lines)} prompts: a search needs at least 2, one of them to confirm with")
     taken = min(len(lines), MOST_PROMPTS)
@@ -49,6 +52,7 @@ def _prompt_of(line: str, where: str) -> str:
         prompt = None
     if not isinstance(prompt, str) or not prompt.strip():
         raise InputError(f'{where}: expected an object like {{"prompt": "Tell me a story."}}')
+    check_utf8(f"prompt in {where}", prompt)
     return prompt
 
 

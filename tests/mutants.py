@@ -181,8 +181,9 @@ MUTANTS = [
         "a sampled acceptance with a greedy bonus token",
         S,
         "verify",
-        "p = target_probs[accepted]",
-        "p = target_probs[accepted]\n    p = (p == p.max()).to(p.dtype) if accepted == len(drafted) else p",
+        "p = target_probs.index_select(0, accepted[None])[0]",
+        "p = target_probs.index_select(0, accepted[None])[0]\n"
+        "    p = (p == p.max()).to(p.dtype) if accepted == len(drafted) else p",
         law(SAMPLED),
     ),
     Mutant(

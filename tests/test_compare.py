@@ -29,5 +29,5 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
         assert generate.main(options) == 0
     drafters, budgets, beyond_prompt = zip(*runs, strict=True)
     assert drafters == ("ModelDrafter", "NoDraft", "ModelDrafter", "NoDraft")
-    assert budgets == (generate.WARM_UP_TOKENS, generate.WARM_UP_TOKENS, 9, 9)
+    assert budgets == (6, 6, 9, 9), "the warm-up has room for a draft of full length, 4 tokens"
     assert beyond_prompt[0] == -1, "the first run finds the prompt but its last token, as speculate wants it"

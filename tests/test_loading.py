@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.costs import CostTable
+from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from tests.folders import GEMMA2, LLAMA, random_state
 from weights.cost_file import kept_costs
@@ -437,7 +438,7 @@ MEASURED = CostTable(0.5, (1.0, 1.25, 1.5))
 def costs_of(folder: Path, model: torch.nn.Module) -> tuple[CostTable, bool]:
     """The table that comes back, and whether it had to be measured."""
     calls = []
-    costs = kept_costs(folder, model, None, lambda: calls.append(1) or MEASURED)
+    costs = kept_costs(folder, model, None, SamplingParams(), lambda: calls.append(1) or MEASURED)
     return costs, bool(calls)
 
 

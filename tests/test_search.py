@@ -452,6 +452,8 @@ def test_bad_input_is_refused_in_one_line(
         ("p.txt", "only one\n", "holds 1 prompts"),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "line 2"),
         ("p.jsonl", '["a"]\nno json\n', "line 1"),
+        ("p.jsonl", '\n{"prompt": "a"}\n\n{"prompt": 3}\n', "line 4"),
+        ("p.jsonl", '{"prompt": "\\ud800"}\n{"prompt": "a"}\n', "line 1 holds bytes that are not UTF-8"),
         ("p.txt", b"\xff\xfe\n", "cannot be read as UTF-8"),
     ],
 )
@@ -460,6 +462,12 @@ def test_a_bad_calibration_file_is_refused(name: str, content: str | bytes, comp
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError, match=complaint):
         read_prompts(path)
+
+
+def test_a_prompt_may_hold_any_line_separator_of_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c\x85d"}\n', encoding="utf-8")
+    assert read_prompts(path) == ["a\u2028b", "c\x85d"]
 
 
 def test_a_journal_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from decoding.rounds import Round
 from decoding.sampling import Sampler, SamplingParams
 from decoding.stopping import StopRules
 from model import Decoder, InputError, KVCache, LayerPlan
-from tests.laws import tiny_model
+from tests.laws import DRAFT_PLAN, Drafting, Request, TableModel, run_loop, tiny_model
 from tests.test_drafters import plans
 from tests.test_randomness import Scripted
 
@@ -237,3 +237,17 @@ def test_measuring_costs_of_a_slow_model_ends_early(monkeypatch: pytest.MonkeyPa
     model.register_forward_hook(lambda *_: calls.append(1))
     measure_costs(model, None, None, longest=1)
     assert len(calls) == 2 * 2, "one warm-up and one counted repeat of two steps"
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_follows_a_rejected_token_may_be_no_number(broken: float) -> None:
+    """Plain decoding never comes to a text that holds it; so its numbers, an overflow say, are nobody's concern."""
+    target = torch.tensor([[0.0, 0.0, broken], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    always_two = torch.tensor([[0.0, 0.0, 1.0]] * 3, dtype=torch.float64)  # and after a 2 row 0 of the target answers
+    model, rounds = TableModel(target, always_two), []
+    model.tables[None][0] = torch.tensor([0.0, 0.0, broken])
+    self_draft = Drafting(lambda target, cache: ModelDrafter(target, cache, DRAFT_PLAN), lambda: FixedLength(2))
+    request = Request(prompt=(0,), max_new_tokens=6)
+    outcome = run_loop(model, request, self_draft, SeededRandomness(0), rounds)
+    assert [token for round in rounds for token in round.emitted] == [1, 0, 1, 0, 1, 0], outcome
+    assert rounds[0].drafted == [2, 2] and rounds[0].accepted == 0

@@ -215,7 +215,7 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     assert train.main(arguments(data, tmp_path / "killed")) == 130
     monkeypatch.setattr(train.Trainer, "take_step", take_step)
     with (tmp_path / "killed" / "training" / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 99, "lo')  # the line that the kill cut
+        file.write('\0\0\n[1]\n{"step": 99, "lo')  # what a failing disk left, and the line that the kill cut
     assert train.main(arguments(data, tmp_path / "killed")) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
     expected = weights_of(tmp_path / "whole")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -15,6 +14,7 @@ import torch
 from decoding.costs import CostTable, SublayerCosts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan
+from weights.device import processor
 from weights.files import read_optional_json, write_json
 
 FILE = "costs.json"
@@ -23,22 +23,21 @@ LARGEST_COST = 1e6  # plain steps; also keeps out infinity and NaN
 Costs = TypeVar("Costs", CostTable, SublayerCosts)
 
 
-def kept_costs(folder: Path, model: Decoder, plan: LayerPlan | None, measure: Callable[[], CostTable]) -> CostTable:
-    """The cost table of this model, plan (None: lookup), dtype and machine: from ``costs.json``, else measured.
+def kept_costs(
+    folder: Path, model: Decoder, plan: LayerPlan | None, params: SamplingParams, measure: Callable[[], CostTable]
+) -> CostTable:
+    """The cost table of this model, plan (None: lookup), sampling, dtype and machine: of ``costs.json``, else measured.
 
     A folder that cannot be written, or a damaged file, only means measuring again.
     """
     drafts = "lookup" if plan is None else f"skip {plan.skipped_attention} {plan.skipped_mlp}"
-    return _kept(folder, model, drafts, CostTable, measure)
+    return _kept(folder, model, f"{drafts}, {params}", CostTable, measure)
 
 
 def kept_sublayer_costs(
     folder: Path, model: Decoder, params: SamplingParams, measure: Callable[[], SublayerCosts]
 ) -> SublayerCosts:
-    """The costs of this model's sublayers, kept as ``kept_costs`` keeps its tables.
-
-    They depend on the sampling parameters: top-p, for one, sorts the vocabulary.
-    """
+    """The costs of this model's sublayers, kept as ``kept_costs`` keeps its tables."""
     return _kept(folder, model, f"sublayers, {params}", SublayerCosts, measure)
 
 
@@ -72,4 +71,4 @@ def machine(device: torch.device) -> str:
     """What costs depend on besides the model: the processor or GPU, the threads, the version of torch."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

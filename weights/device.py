@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import re
 import time
 import warnings
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -26,9 +29,17 @@ def pick_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = (str(error).splitlines() or ["unknown"])[0]
         raise InputError(f"device {name!r} is not there: {reason:.120}") from None
-    if device.type == "meta":
-        raise InputError("device 'meta' holds no numbers: give cpu or cuda")
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {name!r} is none that this was written for: give cpu or cuda")
     return device
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    with suppress(OSError):
+        if named := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return named[1]
+    return platform.processor() or platform.machine()
 
 
 def now(device: torch.device) -> float:

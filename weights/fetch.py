@@ -6,7 +6,6 @@ again checks them and mends what is missing or damaged.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from model import InputError
+from weights.command_line import OneLineParser
 from weights.files import is_file, one_line, read_optional_json, write_json
 from weights.names import WEIGHTS
 
@@ -33,7 +33,7 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.m
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
     parser.add_argument("name", help=f"{SMOLLM2}, or hf:ORG/NAME for a model of the Hugging Face hub")
     parser.add_argument("--out", type=Path, help="folder to write (default: weights/NAME)")
     options = parser.parse_args(arguments)

@@ -88,3 +88,11 @@ def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_utf8(name: str, value: str) -> None:
+    """Raises InputError for text that came from bytes which are no UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"the {name} holds bytes that are not UTF-8: {value!a:.80}") from None

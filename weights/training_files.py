@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,17 @@ def check_folder(out: Path, source: Path | None, start: Path | None) -> None:
 def trim_log(path: Path, step: int) -> None:
     """Keep the whole lines up to ``step``: what a killed run logged after its last checkpoint is made again."""
     if path.exists():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         with atomic_path(path) as temporary:
-            temporary.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+            temporary.write_text("".join(line for line in lines if _step_of(line) <= step), encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    """The step that a line of the log tells of; infinity where a kill or a failing disk has left half of one."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def plot_losses(log: Path, picture: Path) -> None:

@@ -127,7 +127,7 @@ def our_contenders(folder: Path, model: Decoder, capacity: int, drafts: dict[str
         found[f"{name}, adaptive"] = our_contender(model, capacity, make, lambda start=start: AdaptiveExit(start), name)
     own = drafts.get("plan.json")
     draft_model, plan = (own.model, own.plan) if own else (None, None)
-    costs = kept_costs(folder, model, plan, lambda: measure_costs(model, draft_model, plan))
+    costs = kept_costs(folder, model, plan, ARGMAX.params, lambda: measure_costs(model, draft_model, plan))
     make, name = (drafting(model, own), "plan.json") if own else (lookup, "lookup")
     return found | {"auto": our_contender(model, capacity, make, lambda: BreakEven(costs), name)}
 

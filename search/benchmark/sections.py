@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from decoding.costs import CONTEXT, CostTable, draft_step, filled_cache, verification
+from decoding.costs import CONTEXT, CostTable, draft_steps, filled_cache, verification
 from decoding.policies import FixedLength
 from decoding.rounds import Round, Statistics
 from decoding.sampling import Sampler, SamplingParams
@@ -153,7 +153,7 @@ def measure_steps(bench: Bench) -> Report:
     steps = [verification(model, count, cache) for count in range(1, longest + 1)]
     for draft in drafts.values():
         own = cache if draft.model is model else filled_cache(draft.model, longest)
-        steps += [draft_step(draft.model, own, draft.plan), kept_part(draft, own)]
+        steps += [draft_steps(draft.model, own, draft.plan, count=1), kept_part(draft, own)]
     timings = take_turns(steps, bench.step_repeats, model.device)
     plain, verify, rest = timings[0], timings[:longest], timings[longest:]
     report: Report = {
