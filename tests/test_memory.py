@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,17 @@ from model import InputError, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from tests.oracle import FAMILIES, configs
 from weights import memory
-from weights.memory import Memory, check_fits, estimate, free_bytes, held_bytes, in_words, parameter_count, peak_bytes
+from weights.memory import (
+    Memory,
+    check_fits,
+    container_room,
+    estimate,
+    free_bytes,
+    held_bytes,
+    in_words,
+    parameter_count,
+    peak_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -222,3 +234,12 @@ def test_the_packed_copy_of_a_tied_embedding_is_counted(tied: bool) -> None:
     model = accelerate(build(config).float())
     estimated = estimate(config, torch.float32, 8, prompt=1, fast_on=CPU).weights
     assert estimated == pytest.approx(held_bytes(model), rel=0.001)
+
+
+def test_a_containers_limit_bounds_what_is_free(tmp_path: Path) -> None:
+    (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 250\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("4000\n")
+    assert container_room(tmp_path) == 3250, "files kept in memory give way"
+    (tmp_path / "memory.max").write_text("max\n")
+    assert container_room(tmp_path) == container_room(tmp_path / "nowhere") == sys.maxsize

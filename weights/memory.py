@@ -6,6 +6,7 @@ Sizes are decimal, as checkpoints are advertised: 1 GB is 10⁹ bytes, 1 MB is 1
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from model.fast import FastPart, can_pack
 from model.layers import wide_dtype
 
 ROUND_TOKENS = 9  # that a verification reads at once: a draft of 8 and the token before it
+CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container of its limits
 LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
 
 
@@ -159,9 +161,20 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + reusable
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: what is installed bounds what is free
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(free, container_room(CGROUP))
+
+
+def container_room(cgroup: Path) -> int:
+    """Bytes left to this container by its control group (version 2); a huge number where it has no limit."""
+    try:
+        held = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(held["inactive_file"])  # cached files give way
+        return max(0, int((cgroup / "memory.max").read_text()) - used)
+    except (OSError, KeyError, ValueError):  # no control group, or "max"
+        return sys.maxsize
 
 
 def check_fits(memory: Memory, device: torch.device) -> str:
