@@ -57,7 +57,9 @@ def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(config: dict[
 
 @pytest.mark.parametrize("more", [{}, {"rope_scaling": LLAMA3}, {"tie_word_embeddings": True}, {"head_dim": 16}])
 def test_llama_cpp_writes_the_same_greedy_text(more: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
+    pytest.importorskip(
+        "llama_cpp", reason="needs llama-cpp-python, which compiles for minutes: pip install it to run this"
+    )
     folder = write_folder(tmp_path / "model", LLAMA | more)
     model, tokens = load_model(folder), [5, 9, 200, 31] * 20
     theirs = open_in_llama_cpp(folder, torch.float32, torch.device("cpu"), 128)
