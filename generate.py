@@ -22,30 +22,31 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import torch
 
 from decoding.banned import BannedWords
+from decoding.cost_file import kept_costs
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.labels import Labels
-from decoding.page import Heading, Recording, render_page
+from decoding.plan_file import DraftPlan, read_plan
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round, Statistics
 from decoding.sampling import Sampler, SamplingParams
+from decoding.show.labels import Labels
+from decoding.show.page import Heading, Recording, render_page
+from decoding.show.streaming import TextStream
+from decoding.show.trace import LiveTrace, TraceConsole
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
-from decoding.streaming import TextStream
-from decoding.trace import LiveTrace, TraceConsole
 from model import Decoder, InputError, LayerPlan, parse_config
+from model.clock import now
 from model.fast import accelerate
-from model.graphs import GraphedDecoder
+from model.fast.graphs import GraphedDecoder
 from weights.command_line import OneLineParser
-from weights.cost_file import kept_costs
-from weights.device import now, pick_device
+from weights.device import pick_device
 from weights.draft_model import load_draft_model
 from weights.files import atomic_path, check_place, check_utf8, read_json
 from weights.load import DTYPES, load_model, stored_dtype
 from weights.memory import Memory, check_fits, estimate
 from weights.names import model_folder
-from weights.plan_file import DraftPlan, read_plan
 from weights.tokenizer import Tokenizer
 
 DRAFTS = ("auto", "none", "lookup", "skip", "exit", "model")

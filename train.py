@@ -27,15 +27,15 @@ from torch import Tensor
 from model import Decoder, InputError, ModelConfig, build, parse_config
 from model.layers import place
 from weights.command_line import OneLineParser
-from weights.corpus import Tokens, pick_rows, read_documents, tokenized, train_tokenizer
 from weights.device import keep_freed_memory, matmul_rate, pick_device
 from weights.files import read_json
 from weights.load import load_model
 from weights.names import model_folder
-from weights.processes import Group
 from weights.save import copy_tokenizer, save_model
 from weights.tokenizer import Tokenizer
-from weights.training_files import check_folder, plot_losses, read_state, save_state, trim_log
+from weights.training.corpus import Tokens, pick_rows, read_documents, tokenized, train_tokenizer
+from weights.training.files import check_folder, plot_losses, read_state, save_state, trim_log
+from weights.training.processes import Group
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

@@ -5,8 +5,6 @@ All costs are in units of one plain decoding step, so a table says directly what
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ from decoding.model_port import Model
 from decoding.randomness import SeededRandomness
 from decoding.sampling import Sampler, SamplingParams
 from decoding.verify import verify
+from model.clock import take_turns
 from model.plan import LayerPlan
 
 CONTEXT = 128  # tokens in the cache while measuring
@@ -88,7 +87,7 @@ def measure_costs(
     steps = [verification(target, count, cache, params) for count in range(1, longest + 2)]
     if draft_model is not None:
         steps.append(draft_steps(draft_model, filled_cache(draft_model, IN_A_ROW), plan, params))
-    plain, *rest = median_seconds(steps, REPEATS, PATIENCE)
+    plain, *rest = (took.median for took in take_turns(steps, REPEATS, target.device, PATIENCE))
     verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
     return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs)
 
@@ -129,21 +128,3 @@ def filled_cache(model: Model, longest: int) -> Any:
     cache = model.new_cache(CONTEXT + longest + 1)
     model.prefill(torch.zeros(1, CONTEXT, dtype=torch.int64, device=model.device), cache)
     return cache
-
-
-def median_seconds(steps: list[Callable[[], None]], repeats: int, patience: float) -> list[float]:
-    """Median time of every step over repeats of the whole list, so that a slow spell hits all alike.
-
-    The first repeat is warm-up; after ``patience`` seconds no further one begins.
-    """
-    began = time.perf_counter()
-    times: list[list[float]] = [[] for _ in steps]
-    for repeat in range(repeats + 1):
-        if repeat > 1 and time.perf_counter() - began > patience:
-            break
-        for step, seconds in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            step()
-            if repeat:
-                seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in times]

@@ -1,6 +1,6 @@
 """The port through which the loop draws: two verbs, so that chance can be replaced.
 
-In production a ``torch.Generator`` serves them; in a proof, ``decoding.enumeration`` walks every outcome.
+In production a ``torch.Generator`` serves them; in a proof, ``decoding.proof.enumeration`` walks every outcome.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from decoding.banned import BannedWords
-from decoding.details import examine
 from decoding.drafters import Drafter, raw_probability
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import Sampler
+from decoding.show.details import examine
 from decoding.stopping import StopRules
 from decoding.text import TokenBytes, Transcript
 from decoding.verify import verify

@@ -26,7 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from decoding.cost_file import kept_sublayer_costs, machine
 from decoding.costs import SublayerCosts
+from decoding.plan_file import write_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
@@ -50,13 +52,11 @@ from search.study import (
 from search.texts import encode_prompts, read_prompts, split, written_texts
 from search.workers import Job, quiet_optuna, run_alone, run_workers
 from weights.command_line import OneLineParser
-from weights.cost_file import kept_sublayer_costs, machine
 from weights.device import pick_device
 from weights.files import check_place
 from weights.fingerprint import model_fingerprint
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
-from weights.plan_file import write_plan
 from weights.tokenizer import Tokenizer
 
 CONFIRMED = 3  # plans that are run for real

@@ -10,6 +10,7 @@ import torch
 
 from decoding.costs import SublayerCosts
 from decoding.drafters import Drafter, ModelDrafter, NoDraft
+from decoding.plan_file import DraftPlan
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
@@ -17,11 +18,10 @@ from decoding.sampling import Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from model import Decoder, KVCache, LayerPlan
+from model.clock import now
 from search.acceptance import Calibration, Text
 from search.prediction import Prediction, predict
 from search.study import Candidate
-from weights.device import now
-from weights.plan_file import DraftPlan
 
 REPEATS = 2  # runs of every contender on every prompt, of which the faster counts
 

@@ -13,7 +13,6 @@ from decoding.costs import (
     SublayerCosts,
     draft_steps,
     filled_cache,
-    median_seconds,
     verification,
 )
 from decoding.drafters import NoDraft, raw_probability
@@ -23,6 +22,7 @@ from decoding.sampling import Sampler, SamplingParams
 from decoding.speculate import speculate
 from decoding.stopping import StopRules
 from model import Decoder, LayerPlan
+from model.clock import take_turns
 
 REPEATS, PATIENCE = 21, 15.0  # more than for one draft: a whole search is built on these
 
@@ -47,7 +47,9 @@ def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
     steps[0] = _row(steps[0])
     steps += [draft_steps(model, cache, plan, params) for plan in plans]
     steps += [_confidence(model), _plain_loop(model, params)]
-    seconds = torch.tensor(median_seconds(steps, REPEATS, PATIENCE), dtype=torch.float64)
+    seconds = torch.tensor(
+        [took.median for took in take_turns(steps, REPEATS, model.device, PATIENCE)], dtype=torch.float64
+    )
     for row in (0, *range(LONGEST_DRAFT + 1, len(seconds) - 2), -1):
         seconds[row] /= IN_A_ROW
     plain, verify, drafts = seconds[0], seconds[: LONGEST_DRAFT + 1], seconds[LONGEST_DRAFT + 1 : -2] / seconds[0]

@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from decoding.batch import sample_texts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from search.acceptance import Text
-from search.calibration import sample_texts
 from search.prompts import PROMPTS
 from weights.files import check_utf8, read_optional_json, write_json
 from weights.tokenizer import Tokenizer

@@ -11,14 +11,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding import speculate as loop
 from decoding.banned import BannedWords
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.enumeration import output_law, total_variation
 from decoding.policies import FixedLength, Policy
-from decoding.randomness import Randomness
+from decoding.proof.enumeration import output_law, total_variation
+from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import Constraint, Sampler, SamplingParams, distribution
 from decoding.stopping import StopRules
@@ -275,3 +276,20 @@ REAL_DRAFTERS = {
     "lookup": prompt_lookup,
     "none": no_draft,
 }
+
+
+class Scripted(SeededRandomness):
+    """The production verbs over uniform numbers given in advance."""
+
+    def __init__(self, *uniforms: float) -> None:
+        super().__init__(0)
+        self.script = list(uniforms)
+
+    def uniform(self, count: int) -> Tensor:
+        taken, self.script = self.script[:count], self.script[count:]
+        return torch.tensor(taken, dtype=torch.float64)
+
+
+def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:
+    flags = st.lists(st.booleans(), min_size=layers, max_size=layers).map(tuple)
+    return st.builds(LayerPlan, flags, flags)

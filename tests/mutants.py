@@ -21,16 +21,17 @@ import decoding.sampling
 import decoding.speculate
 import generate
 from decoding.drafters import ModelDrafter
-from decoding.enumeration import output_law, total_variation
 from decoding.policies import AdaptiveExit
+from decoding.proof.enumeration import output_law, total_variation
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import Sampler, SamplingParams
+from decoding.show.streaming import TextStream
 from decoding.stopping import StopRules
-from decoding.streaming import TextStream
 from model import KVCache
-from tests import test_compare, test_drafters, test_randomness, test_speculate, test_text
+from tests.decoding import test_drafters, test_randomness, test_speculate, test_text
 from tests.laws import Drafting, Request, TableModel, plain_law, run_loop
+from tests.scripts import test_compare
 
 EXACT = 1e-9
 

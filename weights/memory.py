@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
-from model.fast import FastPart, can_pack
+from model.fast.parts import FastPart, can_pack
 from model.layers import wide_dtype
 
 ROUND_TOKENS = 9  # that a verification reads at once: a draft of 8 and the token before it

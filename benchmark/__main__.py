@@ -1,0 +1,184 @@
+"""Measure what decoding costs on this machine: every way of drafting, other libraries, and the steps they are made of.
+
+``python -m benchmark --quick`` takes about a minute on two idle cores, and as much again for each ``--against``.
+Whatever is compared takes turns, so that a slow spell of the machine hits all alike; what counts are the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from importlib import metadata, util
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read when torch is loaded; see generate.py
+
+from rich.console import Console
+
+from benchmark import Report
+from benchmark.contenders import GAMMA, Bench, find_drafts
+from benchmark.libraries import LIBRARIES, PACKAGES
+from benchmark.report import DRAWN, draw, tables
+from benchmark.sections import SECTIONS, measure, measure_memory
+from decoding.cost_file import machine
+from model import InputError, parse_config
+from model.fast import accelerate
+from search.prompts import PROMPTS
+from search.texts import encode_prompts
+from weights.command_line import OneLineParser
+from weights.device import pick_device
+from weights.draft_model import load_draft_model
+from weights.files import check_place, read_json, write_json
+from weights.load import DTYPES, load_model, stored_dtype
+from weights.memory import check_fits, estimate
+from weights.names import model_folder
+from weights.tokenizer import Tokenizer
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = OneLineParser(prog="python -m benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
+    parser.add_argument("--draft-model", metavar="DIR", help="draft with this model too, of the same vocabulary")
+    parser.add_argument(
+        "--exit-layer",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="draft by leaving after these layers (default: the middle and later ones)",
+    )
+    parser.add_argument(
+        "--against",
+        type=names,
+        action="extend",
+        default=[],
+        metavar="LIBRARY",
+        help=f"measure it too: {', '.join(LIBRARIES)} (for several: a comma, or the option again)",
+    )
+    parser.add_argument(
+        "--only", type=names, action="extend", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="about a minute: fewer prompts, tokens and repeats")
+    parser.add_argument("--repeats", type=int, metavar="N", help="of every text (default: 3, quick: 1)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of a text (default: 96, quick: 32)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+    parser.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .svg or .png")
+    options = parser.parse_args(arguments)
+    options.only = options.only or list(SECTIONS)
+    if options.repeats is None:
+        options.repeats = 1 if options.quick else 3
+    if options.max_new_tokens is None:
+        options.max_new_tokens = 32 if options.quick else 96
+    return options
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises InputError for what can be known to be wrong before anything is loaded."""
+    if options.max_new_tokens < 2 * GAMMA:
+        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA} to measure anything")
+    if options.repeats < 1:
+        raise InputError(f"--repeats must be at least 1, found {options.repeats}")
+    for option, named, known in (("--against", options.against, LIBRARIES), ("--only", options.only, SECTIONS)):
+        for name in named:
+            if name not in known:
+                raise InputError(f"{option} {name!r:.80} is unknown: give {', '.join(known)}")
+    if options.against and "speed" not in options.only:
+        raise InputError("--against is measured in the section speed only: add --only speed")
+    for name in options.against:
+        if util.find_spec(LIBRARIES[name]) is None:
+            raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
+    for path in filter(None, (options.json, options.plot)):
+        check_place(path)
+    if options.plot and options.plot.suffix not in (".svg", ".png"):
+        raise InputError(f"--plot {options.plot} must end in .svg or .png")
+    if options.plot and not set(DRAWN) & set(options.only):
+        raise InputError(f"--plot draws {', '.join(DRAWN)}: add one of them with --only")
+
+
+def prepare(options: argparse.Namespace) -> tuple[Bench, Report]:
+    """Load what is needed; the second result is the section memory, measured while the target is alone."""
+    folder, device = model_folder(options.model), pick_device(options.device)
+    draft_folder = model_folder(options.draft_model) if options.draft_model else None
+    tokenizer, config = Tokenizer(folder), parse_config(read_json(folder / "config.json"))
+    draft_config = parse_config(read_json(draft_folder / "config.json")) if draft_folder else None
+    prompts = [
+        (kind, text, list(*encode_prompts([text], tokenizer)))
+        for kind, texts in PROMPTS.items()
+        for text in (texts[:1] if options.quick else texts)
+    ]
+    prompt = max(len(ids) for _, _, ids in prompts)
+    positions = prompt + options.max_new_tokens
+    if positions > config.max_positions:
+        raise InputError(
+            f"a prompt of {prompt} tokens and {options.max_new_tokens} more exceed the model's context of "
+            f"{config.max_positions}: lower --max-new-tokens"
+        )
+    dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
+    check_fits(estimate(config, dtype, positions, prompt=prompt, draft=draft_config, fast_on=device), device)
+    bench = Bench(options, folder, accelerate(load_model(folder, dtype, device)), prompts, draft_folder)
+    memory = {"memory": measure_memory(bench)} if "memory" in options.only else {}
+    draft_model = None
+    if draft_folder:
+        draft_model = load_draft_model(draft_folder, bench.model, tokenizer.vocabulary, positions)
+    bench.drafts = find_drafts(folder, bench.model, draft_model, quick=options.quick, exits=options.exit_layer)
+    return bench, memory
+
+
+def describe(bench: Bench) -> Report:
+    """With what was measured: machine, date, versions, sizes."""
+    packages = ["torch", *(PACKAGES[name] for name in bench.options.against)]
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(bench.model.device),
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
+        "model": bench.folder.name,
+        "dtype": str(bench.model.dtype).removeprefix("torch."),
+        "device": str(bench.model.device),
+        "tokens": bench.options.max_new_tokens,
+        "repeats": bench.options.repeats,
+        "gamma": GAMMA,
+    }
+
+
+def benchmark(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    check_options(options)
+    bench, memory = prepare(options)
+    about = describe(bench)
+    report = {"about": about} | measure(bench) | memory | {"notes": bench.notes}
+    shown = Console(width=None if sys.stdout.isatty() else 170)
+    for part in (f"{about['model']} in {about['dtype']}; {about['machine']}", *tables(report)):
+        shown.print(part, highlight=False)
+    for path, write in (
+        (options.json, lambda: write_json(options.json, report)),
+        (options.plot, lambda: draw(report, options.plot)),
+    ):
+        if path:
+            try:
+                write()
+            except OSError as error:
+                raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        benchmark(options)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Contenders of other libraries, on the same weights in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmark.contenders import GAMMA, WARM_UP_TOKENS, Bench, Contender, Written, exit_layer
+from model import Decoder
+from weights.files import one_line
+
+LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # --against -> the module it needs
+PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}
+
+Result = TypeVar("Result")
+
+
+def transformers_contenders(
+    folder: Path, model: Decoder, draft_folder: Path | None, exit_at: int
+) -> dict[str, Contender]:
+    """``generate`` of transformers on the same checkpoint, dtype and device, by each of its ways to draft."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    def load(folder: Path) -> Any:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
+        loaded.generation_config.eos_token_id = None  # end-of-text is ignored, as in our contenders
+        # As many tokens as ours, always: not more after a success, nor fewer after an unsure token.
+        loaded.generation_config.num_assistant_tokens = GAMMA
+        loaded.generation_config.num_assistant_tokens_schedule = "constant"
+        loaded.generation_config.assistant_confidence_threshold = 0.0
+        return loaded
+
+    theirs = load(folder)
+
+    def contender(**options: object) -> Contender:
+        def write(prompt: list[int], count: int) -> Written:
+            ids = torch.tensor([prompt], device=model.device)
+            seen = torch.ones_like(ids)
+            written = theirs.generate(ids, attention_mask=seen, max_new_tokens=count, do_sample=False, **options)
+            return Written(written[0, len(prompt) :].tolist())
+
+        return Contender(write)
+
+    found = {
+        "transformers": contender(),
+        "transformers, lookup": contender(prompt_lookup_num_tokens=GAMMA),
+        f"transformers, exit {exit_at}": contender(assistant_early_exit=exit_at),
+    }
+    if draft_folder is not None:
+        found["transformers, model"] = contender(assistant_model=load(draft_folder))
+    return found
+
+
+def llama_cpp_contender(folder: Path, model: Decoder, longest: int) -> Contender:
+    """Plain decoding of llama.cpp with the same weights in the same dtype, for texts up to ``longest`` tokens."""
+    from weights.gguf.export import open_in_llama_cpp
+
+    theirs = open_in_llama_cpp(folder, model.dtype, model.device, longest)
+
+    def write(prompt: list[int], count: int) -> Written:
+        theirs.reset()  # or a prompt that it has just read would cost nothing
+        return Written(list(islice(theirs.generate(prompt, temp=0.0), count)))
+
+    return Contender(write)
+
+
+def other_contenders(bench: Bench) -> dict[str, Contender]:
+    """The libraries of --against, less what they cannot do with this model: that goes into the notes."""
+    deepest = exit_layer(bench.model.num_layers, bench.options.exit_layer)
+    makers: dict[str, Callable[[], dict[str, Contender]]] = {
+        "transformers": lambda: transformers_contenders(bench.folder, bench.model, bench.draft_folder, deepest),
+        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, bench.longest_text)},
+    }
+    found: dict[str, Contender] = {}
+    for library in bench.options.against:
+        for name, contender in (attempt(bench, library, makers[library]) or {}).items():
+            if attempt(bench, name, partial(contender.write, bench.prompts[0][2], WARM_UP_TOKENS)):
+                found[name] = contender
+    return found
+
+
+def attempt(bench: Bench, name: str, work: Callable[[], Result]) -> Result | None:
+    """What ``work`` returns; None, and a note, where it fails: on a model that it does not know, a library may."""
+    try:
+        return work()
+    except Exception as error:
+        bench.notes.append(f"{name}: not possible with this model: {one_line(error)}")
+        return None

@@ -1,0 +1,128 @@
+"""The run as a page: one self-contained file in which a reader replays it round by round.
+
+What the model wrote is data, never markup: it is embedded as JSON in which no character can end the script
+element, and the page shows it through ``textContent`` only. The page's own policy allows nothing but its own
+script and style, and no network.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decoding.policies import Policy
+from decoding.rounds import Detail, Round
+from decoding.show.labels import Labels
+from model.plan import LayerPlan
+
+TEMPLATE = Path(__file__).with_name("page.html")
+DIGITS = 6  # of a probability: more than a reader compares, and a file half as large
+
+
+@dataclass
+class Recording:
+    """The rounds of one text as they come in, with the exit threshold each was drafted under."""
+
+    policy: Policy
+    rounds: list[Round] = field(default_factory=list)
+    thresholds: list[float | None] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.threshold = self.policy.threshold
+
+    def add(self, round: Round, seconds: float) -> None:
+        """Take in a round; ``seconds`` is the time that decoding has taken so far."""
+        self.rounds.append(round)
+        self.thresholds.append(self.threshold)
+        self.threshold = self.policy.threshold  # the policy has learnt from this round already
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What the page says about the whole run: ``facts`` are pairs of a name and a value."""
+
+    prompt: str
+    facts: Sequence[tuple[str, str]]
+    plan: LayerPlan | None  # which sublayers the draft runs; None where no plan of the target drafts
+    greedy: bool
+
+
+def render_page(heading: Heading, recordings: Iterable[Recording], labels: Labels) -> str:
+    """The whole page as HTML. The rounds must carry details (``speculate(..., details=True)``)."""
+    samples = [_sample(recording) for recording in recordings]
+    plan = heading.plan and {"attention": heading.plan.attention, "mlp": heading.plan.mlp}
+    data = {
+        "prompt": heading.prompt,
+        "facts": heading.facts,
+        "plan": plan,
+        "greedy": heading.greedy,
+        "samples": samples,
+        "labels": {token: labels(token) for token in sorted(_tokens(samples))},
+    }
+    template = TEMPLATE.read_text(encoding="utf-8")
+    page = template.replace("{{policy}}", _content_security_policy(template))
+    return page.replace("{{data}}", embed(data))
+
+
+def embed(data: Any) -> str:
+    """JSON that may stand inside a script element: ASCII without <, > and &, so nothing in it can end the element."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _content_security_policy(template: str) -> str:
+    """Allows the template's own script and style by their hashes, and nothing else."""
+    allowed = []
+    for kind, tag in (("script-src", "script"), ("style-src", "style")):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        allowed.append(f"{kind} 'sha256-{digest}'")
+    return "; ".join(["default-src 'none'", *allowed])
+
+
+def _sample(recording: Recording) -> dict[str, Any]:
+    rounds = [
+        {
+            "position": round.position,
+            "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), round.details, strict=False)],
+            "drafted": len(round.drafted),
+            "accepted": min(round.accepted, len(round.emitted)),
+            "emitted": len(round.emitted),
+            "retracted": round.retracted,
+            "threshold": threshold,
+        }
+        for round, threshold in zip(recording.rounds, recording.thresholds, strict=True)
+    ]
+    finish = recording.rounds[-1].finish if recording.rounds else None
+    return {"rounds": rounds, "finish": finish or "interrupted", "seconds": recording.seconds}
+
+
+def _token(token: int, verdict: str, detail: Detail) -> dict[str, Any]:
+    return {
+        "id": token,
+        "verdict": verdict,
+        "q": None if detail.draft_prob is None else _short(detail.draft_prob),
+        "p": _short(detail.target_prob),
+        "draftTop": [(other, _short(prob)) for other, prob in detail.draft_top],
+        "targetTop": [(other, _short(prob)) for other, prob in detail.target_top],
+    }
+
+
+def _short(probability: float) -> float:
+    return float(f"{probability:.{DIGITS}g}")
+
+
+def _tokens(samples: list[dict[str, Any]]) -> set[int]:
+    """Every token that the page names."""
+    shown = [token for sample in samples for round in sample["rounds"] for token in round["tokens"]]
+    return {token["id"] for token in shown} | {
+        other for token in shown for side in ("draftTop", "targetTop") for other, _ in token[side]
+    }

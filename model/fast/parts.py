@@ -1,0 +1,195 @@
+"""The speed room: a loaded model, prepared in place to read its weights as fast as the machine can.
+
+Decoding reads every weight once per step, so a step should cost what that reading costs. Three things stand in
+the way on a CPU and are mended here, without the readable files knowing. ``F.linear`` reads a bf16 matrix at
+a third of the memory's bandwidth, unless it lies in the blocked layout of oneDNN. Three products over the same
+input cost three calls where one over stacked rows would do. And of the small operators between the products,
+each of which costs some microseconds whatever its size, several can be spared: a residual is added by the
+product before it, and a norm takes six operators instead of eight. Results differ by rounding only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.cache import KVCache
+from model.decoder import Decoder
+from model.fast.graphs import GraphedDecoder
+from model.gemma2 import Gemma2Block
+from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
+from model.llama import LlamaBlock
+
+FEW, LONG = 17, 1024  # new tokens up to which, and positions from which, attend_far is the faster on a CPU
+if torch.backends.mkldnn.is_available():  # else nothing is packed
+    LINEAR = torch.ops.mkldnn._linear_pointwise.default
+    LINEAR_ADD = torch.ops.mkldnn._linear_pointwise.binary
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this machine has oneDNN kernels for packed products on this device in this dtype."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
+
+
+class FastPart:
+    """A part of a prepared model that is no ``Module``: to look up a ``Module`` and to call it take microseconds."""
+
+
+class PackedLinear(FastPart):
+    """x Wᵀ + b, where W stacks the rows of several linear layers, in oneDNN's layout where there is one."""
+
+    @torch.no_grad()
+    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None = None) -> None:
+        """``weights``: ``[out_i, in]`` each; ``biases``: ``[out_i]`` each, or None."""
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0].detach()
+        self.bias = torch.cat(biases) if biases else None
+        self.packed = can_pack(weight.device, weight.dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+
+    @staticmethod
+    def stacking(*layers: nn.Linear) -> PackedLinear:
+        """One product in place of several over the same input."""
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return PackedLinear([layer.weight for layer in layers], biases)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``[..., in]`` -> ``[..., out]``, with ``residual`` of the result's shape added."""
+        if not self.packed:
+            product = F.linear(x, self.weight, self.bias)
+            return product if residual is None else residual + product
+        if residual is None:
+            return LINEAR(x, self.weight, self.bias, "none", [], "")
+        return LINEAR_ADD(x, residual, self.weight, self.bias, "add")
+
+
+class FastNorm(FastPart):
+    """Either family's RMSNorm, scaled in the wide dtype and rounded once."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        wide = wide_dtype(norm.weight.dtype)
+        self.scale = norm.weight.detach().to(wide) + (1.0 - norm.neutral)
+        self.eps = torch.tensor(norm.eps, dtype=wide, device=norm.weight.device)
+        self.share = 1 / norm.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.scale.dtype)
+        inverse = torch.rsqrt(torch.addcmul(self.eps, norm, norm, value=self.share))
+        return (x * inverse * self.scale).to(x.dtype)
+
+
+class FusedAttention(FastPart):
+    """``Attention`` whose queries, keys and values come from one product and are rotated in one go."""
+
+    def __init__(self, attention: Attention) -> None:
+        config = attention.config
+        self.layer, self.window, self.head_dim = attention.layer, config.windows[attention.layer], config.head_dim
+        self.queries, self.rotated = config.num_heads, config.num_heads + config.num_kv_heads
+        self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
+        self.qkv_proj = PackedLinear.stacking(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj = PackedLinear.stacking(attention.o_proj)
+
+    def __call__(
+        self, x: Tensor, positions: Positions, cache: KVCache | None, residual: Tensor | None = None
+    ) -> Tensor:
+        batch, count, _ = x.shape
+        heads = self.qkv_proj(x).view(batch, count, -1, self.head_dim).transpose(1, 2)
+        turned = rotate(heads[:, : self.rotated], positions.cos, positions.sin)
+        q, k, v = turned[:, : self.queries], turned[:, self.queries :], heads[:, self.rotated :]
+        if cache is not None:
+            k, v = cache.write(self.layer, positions.start, k, v)
+        sees = positions.sights[self.window]
+        if self.soft_cap is None and count <= FEW and k.shape[2] - sees.first >= LONG and q.device.type == "cpu":
+            out = attend_far(q, k, v, sees, scale=self.scale)
+        else:
+            out = attend(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1), residual)
+
+
+def attend_far(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float) -> Tensor:
+    """``attend`` for a few queries over many positions: two products, each reading its operand as it lies.
+
+    torch's fused kernel on the CPU splits its work by heads and queries, of which there are few here, and reads
+    keys at a seventh of the memory's bandwidth; the product of keys by queries (not of queries by keys) is twice as
+    fast at 4096 positions. Its scores are rounded to the model's dtype, as in any attention that is not fused.
+    """
+    batch, heads, count, size = q.shape
+    k, v = k[:, :, sees.first :], v[:, :, sees.first :]
+    q = q.reshape(batch, k.shape[1], -1, size)
+    scores = (k @ q.transpose(2, 3)).transpose(2, 3)
+    scores = scores.to(wide_dtype(q.dtype), copy=True, memory_format=torch.contiguous_format).mul_(scale)
+    if sees.mask is not None:
+        scores.masked_fill_(~sees.mask, float("-inf"))
+    return (torch.softmax(scores, dim=-1).to(q.dtype) @ v).reshape(batch, heads, count, size)
+
+
+class FusedMLP(FastPart):
+    """``GatedMLP`` whose gate and up projections are one product."""
+
+    def __init__(self, mlp: GatedMLP) -> None:
+        self.activation = mlp.activation
+        self.gate_up_proj = PackedLinear.stacking(mlp.gate_proj, mlp.up_proj)
+        self.down_proj = PackedLinear.stacking(mlp.down_proj)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate) * up, residual)
+
+
+class FusedLlamaBlock(nn.Module):
+    """``LlamaBlock`` whose residuals are added by the last product of each sublayer."""
+
+    def __init__(self, block: LlamaBlock) -> None:
+        super().__init__()
+        self.input_layernorm = FastNorm(block.input_layernorm)
+        self.self_attn = FusedAttention(block.self_attn)
+        self.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
+        self.mlp = FusedMLP(block.mlp)
+
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
+        if attention:
+            x = self.self_attn(self.input_layernorm(x), positions, cache, residual=x)
+        if mlp:
+            x = self.mlp(self.post_attention_layernorm(x), residual=x)
+        return x
+
+
+class FusedGemma2Block(nn.Module):
+    """``Gemma2Block`` of fast parts. Its norms after the products leave no residual for them to add."""
+
+    def __init__(self, block: Gemma2Block) -> None:
+        super().__init__()
+        self.input_layernorm = FastNorm(block.input_layernorm)
+        self.self_attn = FusedAttention(block.self_attn)
+        self.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
+        self.pre_feedforward_layernorm = FastNorm(block.pre_feedforward_layernorm)
+        self.mlp = FusedMLP(block.mlp)
+        self.post_feedforward_layernorm = FastNorm(block.post_feedforward_layernorm)
+
+    forward = Gemma2Block.forward
+
+
+FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {LlamaBlock: FusedLlamaBlock, Gemma2Block: FusedGemma2Block}
+
+
+def accelerate(model: Decoder) -> Decoder | GraphedDecoder:
+    """Replace the model's norms, attentions, MLPs and head by fast ones, layer by layer, and return it.
+
+    The weights are moved, not copied: memory peaks at one layer more. Only a tied embedding is held twice,
+    once to be looked up and once packed as the head. The prepared model decodes but can no longer be trained
+    or saved. On a GPU its short steps are replayed as CUDA graphs.
+    """
+    for number, block in enumerate(model.layers):
+        model.layers[number] = FUSED_BLOCKS[type(block)](block)
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    norm = FastNorm(model.norm)
+    if model.lm_head is not None or can_pack(head.weight.device, head.weight.dtype):
+        del model.lm_head
+        model.lm_head = PackedLinear([head.weight])
+    del model.norm
+    model.norm = norm
+    return GraphedDecoder(model) if model.device.type == "cuda" else model

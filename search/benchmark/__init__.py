@@ -1,1 +1,0 @@
-"""What ``benchmark.py`` measures, and how it is shown."""

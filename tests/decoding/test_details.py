@@ -1,0 +1,103 @@
+"""The probabilities behind a round: true, and without any say in what is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoding import speculate as loop
+from decoding.drafters import Drafter, ModelDrafter
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.rounds import Round
+from decoding.sampling import Sampler, SamplingParams, distribution
+from decoding.show.details import TOP, likeliest
+from decoding.stopping import StopRules
+from model import Decoder, LayerPlan
+from tests.laws import tiny_model
+
+VOCAB, PROMPT, GAMMA = 11, [3, 1, 4, 1, 5], 3
+EXIT = LayerPlan.early_exit(3, 2)
+PARAMS = [SamplingParams(), SamplingParams(0.9, top_k=8), SamplingParams(1.0, repetition_penalty=1.3)]
+
+
+def write(model: Decoder, params: SamplingParams, *, details: bool) -> list[Round]:
+    cache = model.new_cache(model.max_positions)
+    with torch.inference_mode():
+        model.prefill(torch.tensor([PROMPT[:-1]]), cache)
+    drafter: Drafter = ModelDrafter(model, cache, EXIT, keep_raw=details)
+    rest = FixedLength(GAMMA), Sampler(params), StopRules(24), SeededRandomness(1)
+    return list(loop.speculate(model, cache, PROMPT, drafter, *rest, details=details))
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_looking_changes_nothing(params: SamplingParams) -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    looked = write(model, params, details=True)
+    assert all(round.details for round in looked)
+    assert [replace(round, details=None) for round in looked] == write(model, params, details=False)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingParams) -> None:
+    """p and q of each token, and the lists: of p and q, but of raw probabilities in greedy decoding."""
+    model = tiny_model("llama", vocab=VOCAB)
+    greedy = params.temperature == 0
+    text, checked = list(PROMPT), set()
+    for round in write(model, params, details=True):
+        assert round.details is not None and len(round.details) == len(round.drafted) + 1
+        for at, detail in enumerate(round.details):
+            row = at if at < len(round.drafted) else round.accepted
+            prefix = torch.tensor(text + round.drafted[:row])
+            shown = {}
+            for side, plan in (("target", None), ("draft", EXIT)):
+                with torch.inference_mode():
+                    logits = model(prefix[None], plan=plan)[0, -1:]
+                probs = distribution(logits, prefix, params)[0]
+                shown[side] = probs[detail.token].item(), (logits.softmax(-1)[0] if greedy else probs)
+            assert detail.token == (round.drafted[at] if at < len(round.drafted) else round.emitted[round.accepted])
+            assert detail.target_prob == pytest.approx(shown["target"][0], abs=1e-6)
+            assert_lists(detail.target_top, shown["target"][1], detail.token)
+            if row < len(round.drafted):
+                assert detail.draft_prob == pytest.approx(shown["draft"][0], abs=1e-6)
+                assert_lists(detail.draft_top, shown["draft"][1], detail.token)
+                checked.add("own beside a rejected token" if at == len(round.drafted) else "drafted")
+            else:
+                assert detail.draft_prob is None and detail.draft_top == []
+                checked.add("bonus")
+        text += round.emitted
+    assert checked >= {"drafted", "own beside a rejected token"}
+
+
+def assert_lists(top: list[tuple[int, float]], probs: torch.Tensor, token: int) -> None:
+    """The list holds the likeliest tokens in order, with their probabilities, and the token asked about."""
+    assert [prob for _, prob in top] == pytest.approx([probs[other].item() for other, _ in top], abs=1e-6)
+    best = [prob for prob in probs.sort(descending=True).values[:TOP].tolist() if prob > 0]
+    assert [prob for _, prob in top[: len(best)]] == pytest.approx(best, abs=1e-6)
+    assert token in [other for other, _ in top]
+
+
+def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broken_numbers() -> None:
+    probs = torch.tensor([0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0])
+    assert [token for token, _ in likeliest(probs, 3)] == [1, 3]
+    assert likeliest(probs, 5)[-1] == (5, 0.0)
+    assert likeliest(torch.full((7,), torch.nan), 2) == [(2, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("round", "fates"),
+    [
+        (Round(5, [7, 8, 9], 3, [7, 8, 9, 1]), ["accepted", "accepted", "accepted", "own"]),
+        (Round(5, [7, 8, 9], 1, [7, 2]), ["accepted", "rejected", "discarded", "own"]),
+        (Round(5, [], 0, [4]), ["own"]),
+        (Round(5, [7, 8, 9], 3, [7], finish="eos"), ["accepted", "discarded", "discarded"]),
+        (Round(5, [7, 8, 9], 1, [7], retracted=1), ["accepted", "rejected", "discarded"]),
+    ],
+    ids=["all accepted", "one rejected", "no draft", "ended inside the draft", "taken back inside the draft"],
+)
+def test_every_token_of_a_round_has_its_verdict(round: Round, fates: list[str]) -> None:
+    verdicts = round.verdicts()
+    assert [fate for _, fate in verdicts] == fates
+    assert [token for token, fate in verdicts if fate in ("accepted", "own")] == round.emitted

@@ -1,0 +1,176 @@
+"""Drafters propose what they say they propose, at the right positions, whatever was accepted before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoding.drafters import CATCH_UP, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import AdaptiveExit, FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.sampling import Sampler, SamplingParams, distribution
+from model import Decoder, LayerPlan
+from tests.laws import plans, tiny_model
+
+VOCAB = 7
+FAMILIES = ["llama", "gemma2"]
+PARAMS = SamplingParams(temperature=1.3)
+
+
+def self_draft_rows(model: Decoder, plan: LayerPlan, tokens: list[int], drafted: list[int]) -> Tensor:
+    """What a self-draft must have drawn from: a fresh target cache of the text, then the plan, token by token."""
+    cache = model.new_cache(model.max_positions)
+    model.prefill(torch.tensor([tokens[:-1]]), cache)
+    text = torch.tensor(tokens + drafted)
+    rows = [
+        distribution(model(text[None, at : at + 1], cache, at, plan)[0], text[: at + 1], PARAMS)
+        for at in range(len(tokens) - 1, len(text) - 1)
+    ]
+    return torch.cat(rows)
+
+
+def draft_model_rows(model: Decoder, tokens: list[int], drafted: list[int]) -> Tensor:
+    """What a draft model must have drawn from: one pass over the whole text without any cache."""
+    logits = model(torch.tensor([tokens + drafted]))[0, len(tokens) - 1 : -1]
+    return distribution(logits, torch.tensor((tokens + drafted)[:-1]), PARAMS)
+
+
+rounds_of_the_loop = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, VOCAB - 1), st.integers(0, 2)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(plan=plans(), rounds=rounds_of_the_loop)
+@torch.inference_mode()
+def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
+    family: str, plan: LayerPlan, rounds: list[tuple[int, int, int, int]]
+) -> None:
+    """Whatever is skipped, first layer and all attention included, and whatever was accepted or taken back."""
+    model, tokens = tiny_model(family, vocab=VOCAB), [1, 2, 3]
+    cache = model.new_cache(model.max_positions)
+    model.prefill(torch.tensor([tokens[:-1]]), cache)
+    drafter, randomness = ModelDrafter(model, cache, plan), SeededRandomness(0)
+    for limit, accepted, own, taken_back in rounds:
+        draft = drafter.propose(tokens, limit, Sampler(PARAMS), FixedLength(4), randomness)
+        drafted = draft.tokens.tolist()
+        assert len(drafted) == limit
+        if limit:
+            torch.testing.assert_close(draft.probs, self_draft_rows(model, plan, tokens, drafted), rtol=0, atol=1e-12)
+        model(torch.tensor([[tokens[-1], *drafted]]), cache, len(tokens) - 1)
+        tokens = [*tokens, *drafted[:accepted], own]
+        tokens = tokens[: max(3, len(tokens) - taken_back)]
+        cache.truncate(len(tokens) - 1)
+        drafter.rollback(len(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(rounds=rounds_of_the_loop, prompt=st.integers(1, CATCH_UP + 4))
+@torch.inference_mode()
+def test_a_draft_models_cache_has_no_hole_after_any_round(
+    family: str, rounds: list[tuple[int, int, int, int]], prompt: int
+) -> None:
+    """Also after all-accepted rounds, rounds it did not draft in, and tokens taken back."""
+    model, tokens = tiny_model(family, vocab=VOCAB), [at % VOCAB for at in range(prompt)]
+    drafter, randomness = ModelDrafter(model, model.new_cache(model.max_positions)), SeededRandomness(0)
+    for limit, accepted, own, taken_back in rounds:
+        draft = drafter.propose(tokens, limit, Sampler(PARAMS), FixedLength(4), randomness)
+        drafted = draft.tokens.tolist()
+        if limit:
+            torch.testing.assert_close(draft.probs, draft_model_rows(model, tokens, drafted), rtol=0, atol=1e-12)
+        tokens = [*tokens, *drafted[:accepted], own]
+        tokens = tokens[: max(prompt, len(tokens) - taken_back)]
+        drafter.rollback(len(tokens))
+
+
+@torch.inference_mode()
+def test_a_draft_is_drawn_from_the_distributions_it_carries() -> None:
+    """Greedy drafts carry one-hots, so that the acceptance rule sees how they were really made."""
+    model = tiny_model("llama", vocab=VOCAB)
+    drafter = ModelDrafter(model, model.new_cache(20))
+    draft = drafter.propose([1, 2], 3, Sampler(SamplingParams(0.0)), FixedLength(3), SeededRandomness(0))
+    assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, VOCAB).double())
+
+
+@torch.inference_mode()
+def test_confidence_is_the_raw_softmax_probability_and_the_unsure_token_stays() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    drafter = ModelDrafter(model, model.new_cache(20))
+    sampler = Sampler(SamplingParams(0.0, repetition_penalty=3.0))
+    draft = drafter.propose([1, 2], 3, sampler, AdaptiveExit(1.0, 3), SeededRandomness(0))
+    assert len(draft.tokens) == len(draft.probs) == 1, "the first token is below a threshold of 1, and stays"
+    raw = model(torch.tensor([[1, 2]]))[0, -1].softmax(-1)
+    assert draft.confidence == [pytest.approx(raw[draft.tokens[0]].item(), abs=1e-6)]
+    drafter.rollback(2)
+    sure = drafter.propose([1, 2], 3, sampler, AdaptiveExit(0.0, 3), SeededRandomness(0))
+    assert len(sure.tokens) == 3
+
+
+def only(*tokens: int) -> Tensor:
+    return torch.tensor([token in tokens for token in range(VOCAB)])
+
+
+@torch.inference_mode()
+def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> None:
+    def allowed(tokens: Sequence[int]) -> Tensor:
+        return only(5) if len(tokens) == 2 else only(6) if len(tokens) == 3 else only()
+
+    model = tiny_model("llama", vocab=VOCAB)
+    sampler = Sampler(SamplingParams(1.0), (allowed,))
+    drafter = ModelDrafter(model, model.new_cache(20))
+    assert drafter.propose([1, 2], 4, sampler, FixedLength(4), SeededRandomness(0)).tokens.tolist() == [5, 6]
+    lookup = PromptLookup(VOCAB)
+    repeated = [2, 5, 6, 0, 2]
+    later = Sampler(SamplingParams(1.0), (lambda tokens: only(5) if len(tokens) == 5 else only(1),))
+    assert lookup.propose(repeated, 4, later, FixedLength(4), SeededRandomness(0)).tokens.tolist() == [5]
+
+
+@torch.inference_mode()
+def test_a_constrained_draft_ends_with_the_text_and_keeps_every_confidence() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    sampler = Sampler(SamplingParams(1.0), (lambda tokens: only(5),), frozenset({5}))
+    drafter = ModelDrafter(model, model.new_cache(20))
+    draft = drafter.propose([1, 2], 4, sampler, AdaptiveExit(0.0, 4), SeededRandomness(0))
+    assert draft.tokens.tolist() == [5]
+    assert draft.confidence is not None
+    assert len(draft.confidence) == 1
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 65536]), min_size=1, max_size=30),
+    limit=st.integers(0, 5),
+    longest=st.integers(1, 4),
+)
+def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
+    tokens: list[int], limit: int, longest: int
+) -> None:
+    expected: list[int] = []
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        starts = [at for at in range(len(tokens) - size) if tokens[at : at + size] == tokens[-size:]]
+        if starts:
+            expected = tokens[starts[-1] + size :][:limit]
+            break
+    drafter = PromptLookup(65537, longest=longest)
+    draft = drafter.propose(tokens, limit, Sampler(), FixedLength(5), SeededRandomness(0))
+    assert draft.tokens.tolist() == expected
+    assert draft.probs.shape == (len(expected), 65537)
+    assert draft.probs.sum().item() == len(expected)
+    assert draft.confidence == [1.0] * len(expected)
+
+
+def test_no_draft_is_empty() -> None:
+    drafter = NoDraft(3)
+    drafter.rollback(0)
+    draft = drafter.propose([1], 5, Sampler(), FixedLength(5), SeededRandomness(0))
+    assert draft.tokens.shape == (0,)
+    assert draft.probs.shape == (0, 3)

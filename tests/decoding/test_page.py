@@ -1,0 +1,344 @@
+"""The page: text from the model stays text, and in a real browser the replay can be used by anyone."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import generate
+from decoding import speculate as loop
+from decoding.banned import BannedWords
+from decoding.drafters import ModelDrafter
+from decoding.policies import AdaptiveExit
+from decoding.randomness import SeededRandomness
+from decoding.rounds import Detail, Round
+from decoding.sampling import Sampler, SamplingParams
+from decoding.show.labels import Labels
+from decoding.show.page import Heading, Recording, embed, render_page
+from decoding.stopping import StopRules
+from model import InputError, LayerPlan
+from tests.folders import write_folder
+from tests.laws import tiny_model
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+    from selenium.webdriver.remote.webelement import WebElement
+
+PIECES = [
+    "</script><script>window.ran = 'script'</script>",
+    "<img src=x onerror=\"window.ran = 'img'\">",
+    "</ScRiPt ><!--<script>",
+    "\u2028\u2029",
+    "{{data}} {{policy}}",
+    "&lt;b&gt;\"'`\\",
+    " fox",
+    "\n",
+    "javascript:window.ran='link'",
+    " " + "long" * 40,
+    " the",
+]
+PLAN = LayerPlan.early_exit(3, 2)
+PROMPT = "<h1 onclick=alert(1)>Write</h1>"
+
+
+def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Recording:
+    """A text of hostile tokens, really written by a tiny model."""
+    model = tiny_model("llama", vocab=len(PIECES))
+    prompt = [6, 7, 6]
+    cache = model.new_cache(model.max_positions)
+    with torch.inference_mode():
+        model.prefill(torch.tensor([prompt[:-1]]), cache)
+    rules = BannedWords([banned], model.vocab_size) if banned else None
+    recording = Recording(policy := AdaptiveExit(0.2, 4))
+    rounds = loop.speculate(
+        model,
+        cache,
+        prompt,
+        ModelDrafter(model, cache, PLAN, keep_raw=True),
+        policy,
+        Sampler(SamplingParams(temperature), (rules.allowed,) if rules else ()),
+        StopRules(24),
+        SeededRandomness(seed),
+        token_bytes=lambda token: PIECES[token].encode(),
+        banned=rules,
+        details=True,
+    )
+    for number, round in enumerate(rounds, 1):
+        recording.add(round, number / 4)
+    return recording
+
+
+def page_of(*recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN) -> str:
+    labels = Labels(lambda token: PIECES[token].encode(), {})
+    return render_page(Heading(PROMPT, [("Model", "<b>tiny</b>")], plan, greedy), recordings, labels)
+
+
+def data_of(page: str) -> Any:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(data)
+
+
+@pytest.mark.parametrize("text", [*PIECES, "\x00\x1b", "\ud800", "𝄞"])
+def test_no_text_can_end_or_open_an_element(text: str) -> None:
+    embedded = embed([text, {text: 1}])
+    assert re.fullmatch(r"[ !-%'-;=?-~]*", embedded), "only plain ASCII without <, > and &"
+    assert json.loads(embedded) == [text, {text: 1}]
+
+
+def test_the_page_is_one_file_with_the_elements_of_its_template_only() -> None:
+    page = page_of(recorded(0))
+    assert len(re.findall(r"<script", page, re.IGNORECASE)) == 2
+    without_data = page.replace(embed(data_of(page)), "")
+    assert not re.search(r"<img|<link|<iframe|\bsrc=|https?:|@import|url\(", without_data, re.IGNORECASE)
+    assert page.count("default-src 'none'; script-src 'sha256-") == 1
+    assert data_of(page)["labels"]["4"] == "{{data}} {{policy}}"
+
+
+def test_the_page_holds_what_the_rounds_hold() -> None:
+    recording = recorded(1)
+    data = data_of(page_of(recording))
+    assert data["plan"] == {"attention": [True, True, False], "mlp": [True, True, False]}
+    ((sample),) = data["samples"]
+    assert sample["finish"] == "length" and sample["seconds"] == len(recording.rounds) / 4
+    assert sample["rounds"][0]["threshold"] == 0.2, "the threshold a round was drafted under, not the one it led to"
+    for shown, round in zip(sample["rounds"], recording.rounds, strict=True):
+        assert [(token["id"], token["verdict"]) for token in shown["tokens"]] == round.verdicts()
+        assert round.details is not None
+        for token, detail in zip(shown["tokens"], round.details, strict=False):
+            assert token["p"] == pytest.approx(detail.target_prob, rel=1e-5)
+            assert token["q"] == (detail.draft_prob and pytest.approx(detail.draft_prob, rel=1e-5))
+            assert [other for other, _ in token["targetTop"]] == [other for other, _ in detail.target_top]
+    assert any(threshold != 0.2 for threshold in recording.thresholds)
+
+
+def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
+    data = data_of(page_of(Recording(AdaptiveExit(0.5)), plan=None))
+    assert data["plan"] is None
+    assert data["samples"] == [{"rounds": [], "finish": "interrupted", "seconds": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("missing/page.html", "does not exist"), (".", "is a folder"), ("x" * 300, "cannot be written")]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "Generator", None)
+    assert generate.main(["the hen", "--html", str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert said in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checking_a_place_leaves_the_file_there_as_it_was(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("an older page")
+    with pytest.raises(InputError, match="gamma"):
+        generate.run(generate.parse_arguments(["the", "--html", str(page), "--draft", "exit", "--gamma", "-1"]))
+    generate.check_options(generate.parse_arguments(["the", "--html", str(page)]))
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"] and page.read_text() == "an older page"
+
+
+def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a prompt that can be read only once."""
+    model, page = write_folder(tmp_path / "tiny"), tmp_path / "page.html"
+    monkeypatch.setattr("sys.stdin", io.StringIO("the <hen>"))
+    sampling = ["--temperature", "0.5", "--top-p", "0.9", "--repetition-penalty", "1.1", "--seed", "7"]
+    options = ["--prompt-file", "-", "--model", str(model), "--draft", "exit", "--max-new-tokens", "4", *sampling]
+    assert generate.main([*options, "--html", str(page)]) == 0
+    data = data_of(page.read_text(encoding="utf-8"))
+    assert data["prompt"] == "the <hen>" and not data["greedy"]
+    assert data["facts"] == [
+        ["Model", "tiny"],
+        ["Draft", "exit at layer 2 of 4"],
+        ["Sampling", "temperature 0.5, top-p 0.9, repetition penalty 1.1, seed 7"],
+    ]
+
+
+# ---- in a browser ----
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[WebDriver]:
+    """Headless Chromium, once for all tests."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    driver = shutil.which("chromedriver")
+    if not program or not driver:
+        pytest.skip("no browser: install chromium and chromium-driver to run this test")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chromium = webdriver.Chrome(options=options, service=Service(driver))
+    yield chromium
+    chromium.quit()
+
+
+@pytest.fixture(scope="module")
+def recordings() -> list[Recording]:
+    return [recorded(0), recorded(3, banned="fox")]
+
+
+@pytest.fixture
+def opened(browser: WebDriver, recordings: list[Recording], tmp_path: Path) -> Iterator[WebDriver]:
+    """The page of two sampled texts, on a desk-sized screen in light colours; no error may have been logged."""
+    page = tmp_path / "page.html"
+    page.write_text(page_of(*recordings), encoding="utf-8")
+    look(browser, 1200, "light")
+    browser.get(page.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return window.ran") is None, "something that the model wrote was run"
+
+
+def look(browser: WebDriver, width: int, scheme: str) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    screen = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+
+
+def find(browser: WebDriver, selector: str) -> WebElement:
+    return browser.find_element("css selector", selector)
+
+
+def visible_chips(browser: WebDriver) -> list[str]:
+    script = "return [...document.querySelectorAll('.round:not([hidden]) .chip')].map(chip => chip.textContent)"
+    return browser.execute_script(script)
+
+
+def chips_of(recording: Recording, rounds: int) -> list[str]:
+    labels = Labels(lambda token: PIECES[token].encode(), {})
+    return [labels(token) for round in recording.rounds[:rounds] for token, _ in round.verdicts()]
+
+
+def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Recording]) -> None:
+    last = len(recordings[0].rounds)
+    assert find(opened, "#where").text == f"Round {last} of {last}"
+    find(opened, "#start").click()
+    assert visible_chips(opened) == []
+    for number in range(1, last + 1):
+        find(opened, "#step").click()
+        assert visible_chips(opened) == chips_of(recordings[0], number)
+    assert not find(opened, "#step").is_enabled()
+    find(opened, "#back").click()
+    assert visible_chips(opened) == chips_of(recordings[0], last - 1)
+    opened.execute_script(
+        "const slider = document.getElementById('slider'); slider.value = 2; slider.dispatchEvent(new Event('input'))"
+    )
+    assert find(opened, "#where").text == f"Round 2 of {last}"
+    words = find(opened, "#cache-words").text
+    second = recordings[0].rounds[1]
+    after = second.position + len(second.emitted) - 1
+    assert f"Round 2: {second.position - 1} entries, {second.position + len(second.drafted)} after" in words
+    assert f" {after} after rollback" in words
+
+
+def test_playing_reaches_the_last_round_and_stops(opened: WebDriver, recordings: list[Recording]) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    last = len(recordings[0].rounds)
+    opened.execute_script(f"show({last - 2})")
+    find(opened, "#play").click()
+    assert find(opened, "#play").text == "Pause"
+    WebDriverWait(opened, 20, 0.1).until(lambda browser: find(browser, "#play").text == "Play")
+    assert find(opened, "#where").text == f"Round {last} of {last}"
+
+
+def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: list[Recording]) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    details = [
+        detail for round in recordings[0].rounds for detail in zip(round.verdicts(), round.details or [], strict=False)
+    ]
+    chips = opened.find_elements("css selector", "#text .chip")
+
+    def told(at: int) -> None:
+        (_, verdict), detail = details[at]
+        said = find(opened, "#inspector").text
+        assert shown_number(detail.target_prob) in said
+        if detail.draft_prob is not None:
+            assert shown_number(detail.draft_prob) in said
+        if verdict in ("accepted", "rejected") and detail.draft_prob:
+            assert verdict in said.lower()
+            assert shown_number(min(1, detail.target_prob / detail.draft_prob)) in said
+        rows = opened.find_elements("css selector", "#inspector .row")
+        assert len(rows) == len(detail.draft_top) + len(detail.target_top)
+
+    ActionChains(opened).move_to_element(chips[1]).perform()
+    told(1)
+    chips[0].click()
+    told(0)
+    opened.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    told(3)
+    opened.switch_to.active_element.send_keys(Keys.END)
+    told(len(chips) - 1)
+
+
+def shown_number(probability: float) -> str:
+    if probability in (0, 1):
+        return f"{probability:.0f}"
+    return f"{probability:.3f}" if probability >= 0.0005 else f"{probability:.1e}".replace("e-0", "e-")
+
+
+def test_another_sample_can_be_chosen_and_shows_what_was_taken_back(
+    opened: WebDriver, recordings: list[Recording]
+) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    Select(find(opened, "#sample")).select_by_index(1)
+    retracted = sum(round.retracted for round in recordings[1].rounds)
+    assert retracted, "the example takes nothing back"
+    assert visible_chips(opened) == chips_of(recordings[1], len(recordings[1].rounds))
+    assert len(opened.find_elements("css selector", "button.chip.back")) == retracted
+    tokens = find(opened, "#stats dd").text
+    assert tokens == str(sum(len(round.emitted) - round.retracted for round in recordings[1].rounds))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver, scheme: str) -> None:
+    look(opened, 360, scheme)
+    assert opened.execute_script("return document.documentElement.scrollWidth") == 360
+    opened.execute_script("inspect(chips.find(chip => chip.textContent.includes('longlong')))")
+    assert opened.execute_script("return document.documentElement.scrollWidth") == 360
+    assert opened.execute_script("return at('text').scrollWidth <= at('text').clientWidth")
+    background = opened.execute_script("return getComputedStyle(document.body).backgroundColor")
+    brightness = [int(part) for part in re.findall(r"\d+", background)[:3]]
+    assert (min(brightness) > 200) if scheme == "light" else (max(brightness) < 60)
+
+
+def test_on_a_phone_the_numbers_of_a_tapped_token_are_in_sight_and_give_way_to_the_replay(opened: WebDriver) -> None:
+    look(opened, 360, "light")
+    chip = find(opened, "#text .chip")
+    chip.click()
+    seen = "const {top, bottom} = arguments[0].getBoundingClientRect(); return top >= 0 && top < innerHeight - 100"
+    assert opened.execute_script(seen, chip) and opened.execute_script(seen, find(opened, "#inspector"))
+    opened.execute_script("arguments[0].click()", find(opened, "#start"))
+    assert not opened.execute_script("return at('inspector').classList.contains('chosen')")
+
+
+def test_greedy_rounds_without_a_draft_have_a_page_too(opened: WebDriver, tmp_path: Path) -> None:
+    recording = Recording(AdaptiveExit(0.5))
+    recording.add(Round(5, [], 0, [6], details=[Detail(6, None, 1.0, [], [(6, 0.4), (7, 0.3)])]), 1.0)
+    page = tmp_path / "plain.html"
+    page.write_text(page_of(recording, Recording(AdaptiveExit(0.5)), greedy=True, plan=None), encoding="utf-8")
+    opened.get(page.as_uri())
+    find(opened, "#text .own").click()
+    assert "raw probabilities" in find(opened, "#inspector").text
+    assert not find(opened, "#plan-card").is_displayed()
+    opened.execute_script("build(data.samples[1])")
+    assert find(opened, "#where").text == "Round 0 of 0"

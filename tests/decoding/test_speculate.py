@@ -1,0 +1,251 @@
+"""Laws of the loop beyond its distribution: greedy equality, budgets, caches, seeds, records, dead ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding import speculate as loop
+from decoding.banned import BannedWords
+from decoding.costs import CostTable, measure_costs
+from decoding.drafters import ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.randomness import SeededRandomness
+from decoding.rounds import Round
+from decoding.sampling import Sampler, SamplingParams
+from decoding.stopping import StopRules
+from model import Decoder, InputError, KVCache, LayerPlan
+from tests.laws import DRAFT_PLAN, Drafting, Request, Scripted, TableModel, plans, run_loop, tiny_model
+
+VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
+FAMILIES = ["llama", "gemma2"]
+
+
+def prefilled(model: Decoder, prompt: list[int] = PROMPT) -> KVCache:
+    cache = model.new_cache(model.max_positions)
+    with torch.inference_mode():
+        model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
+    return cache
+
+
+def write(
+    model: Decoder,
+    cache: KVCache,
+    drafter: object,
+    policy: Policy,
+    *,
+    prompt: list[int] = PROMPT,
+    params: SamplingParams = SamplingParams(),
+    stop: StopRules | None = None,
+    seed: int = 0,
+) -> list[Round]:
+    stop = stop or StopRules(20)
+    return list(loop.speculate(model, cache, prompt, drafter, policy, Sampler(params), stop, SeededRandomness(seed)))
+
+
+def tokens_of(rounds: list[Round]) -> list[int]:
+    return [token for round in rounds for token in round.emitted]
+
+
+def plainly_greedy(model: Decoder, count: int, prompt: list[int] = PROMPT) -> list[int]:
+    """Greedy decoding with no cache and no loop of ours."""
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 1000), plan=plans(), gamma=st.integers(0, 6))
+def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
+    family: str, seed: int, plan: LayerPlan, gamma: int
+) -> None:
+    model = tiny_model(family, vocab=VOCAB, seed=seed)
+    cache = prefilled(model)
+    rounds = write(model, cache, ModelDrafter(model, cache, plan), FixedLength(gamma))
+    assert tokens_of(rounds) == plainly_greedy(model, 20)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["exit", "model", "lookup", "none"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: FixedLength(4),
+        lambda: AdaptiveExit(0.3, 6),
+        lambda: ConfidenceGate(FixedLength(3), 0.3),
+        lambda: BreakEven(CostTable(0.2, (1.0, 1.1, 1.2, 1.3))),
+    ],
+    ids=["fixed", "adaptive", "gate", "break-even"],
+)
+def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: object) -> None:
+    model = tiny_model(family, vocab=VOCAB, seed=3)
+    cache = prefilled(model)
+    drafter = {
+        "exit": lambda: ModelDrafter(model, cache, LayerPlan.early_exit(3, 2)),
+        "model": lambda: ModelDrafter(small := tiny_model("llama", vocab=VOCAB, seed=8, layers=1), small.new_cache(64)),
+        "lookup": lambda: PromptLookup(VOCAB),
+        "none": lambda: NoDraft(VOCAB),
+    }[kind]()
+    assert tokens_of(write(model, cache, drafter, policy())) == plainly_greedy(model, 20)
+
+
+def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    for params in (SamplingParams(), SamplingParams(1.0)):
+        cache = prefilled(model)
+        rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), params=params)
+        assert [(len(r.drafted), r.accepted, len(r.emitted)) for r in rounds] == [(4, 4, 5)] * 4
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_the_budget_is_met_exactly(budget: int) -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    cache = prefilled(model)
+    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), stop=StopRules(budget))
+    assert len(tokens_of(rounds)) == budget
+    assert [round.finish for round in rounds] == [None] * (len(rounds) - 1) + ["length"]
+    assert all(len(round.drafted) < budget for round in rounds), "a token that cannot be used was drafted"
+
+
+def test_a_full_context_ends_the_text() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    prompt = [at % VOCAB for at in range(model.max_positions - 3)]
+    cache = prefilled(model, prompt)
+    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), prompt=prompt, stop=StopRules(50))
+    assert len(tokens_of(rounds)) == 3
+    assert rounds[-1].finish == "length"
+
+
+def test_a_first_token_that_ends_the_text_ends_it_under_a_budget_of_one_and_no_draft() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    first = plainly_greedy(model, 1)[0]
+    stop = StopRules(1, frozenset({first}))
+    rounds = write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0), stop=stop)
+    assert [(round.emitted, round.finish) for round in rounds] == [([first], "eos")]
+
+
+def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches() -> None:
+    model = tiny_model("gemma2", vocab=VOCAB)
+    cache, params = prefilled(model), SamplingParams(1.0)
+    draft = tiny_model("llama", vocab=VOCAB, layers=1, seed=8)
+
+    def self_draft(cache: KVCache) -> ModelDrafter:
+        return ModelDrafter(model, cache, LayerPlan.early_exit(3, 1))
+
+    def draft_model(cache: KVCache) -> ModelDrafter:
+        return ModelDrafter(draft, draft.new_cache(64))
+
+    for make in (self_draft, draft_model):
+        drafter = make(cache)
+        together = [write(model, cache, drafter, FixedLength(3), params=params, seed=seed) for seed in range(4)]
+        for seed, rounds in enumerate(together):
+            fresh = prefilled(model)
+            assert rounds == write(model, fresh, make(fresh), FixedLength(3), params=params, seed=seed)
+
+
+def test_the_same_seed_writes_the_same_text_and_another_seed_another() -> None:
+    model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(1.5)
+    texts = []
+    for seed in (1, 1, 2):
+        cache = prefilled(model)
+        plan = LayerPlan.early_exit(3, 1)
+        texts.append(write(model, cache, ModelDrafter(model, cache, plan), FixedLength(3), params=params, seed=seed))
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> None:
+    model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(0.7, top_k=3)
+    rounds = write(model, prefilled(model), NoDraft(VOCAB), ConfidenceGate(FixedLength(0), 0.5), params=params)
+    text = PROMPT + tokens_of(rounds)
+    raw = model(torch.tensor([text]))[0].softmax(-1)
+    for round in rounds:
+        assert round.target_confidence == pytest.approx(raw[round.position - 1, round.emitted[-1]].item(), abs=1e-6)
+
+
+def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
+    model = tiny_model("llama", vocab=2)
+    for drafter in (NoDraft(2), PromptLookup(2)):
+        banned = BannedWords(["a", "b"], 2)
+        rounds = loop.speculate(
+            model,
+            prefilled(model, [0, 1, 0]),
+            [0, 1, 0],
+            drafter,
+            FixedLength(2),
+            Sampler(SamplingParams(), (banned.allowed,)),
+            StopRules(5),
+            SeededRandomness(0),
+            token_bytes=lambda token: b"ab"[token : token + 1],
+            banned=banned,
+        )
+        with pytest.raises(InputError, match="no token at position 3"):
+            list(rounds)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_target_logits_that_are_not_numbers_stop_the_loop(broken: float) -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    model.norm.weight[3] = broken
+    with pytest.raises(InputError, match="stop being finite"):
+        write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0))
+
+
+def test_an_all_zero_residual_draws_from_the_target() -> None:
+    """Where p = q up to rounding a rejection leaves nothing over; the draw then comes from p, not from NaN."""
+    p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
+    q = torch.tensor([[0.5, 0.5 + 1e-7, 0.0]])
+    accepted, token = loop.verify(p, q, torch.tensor([1]), Scripted(0.99999999, 0.9))
+    assert (accepted.item(), token.item()) == (0, 1)
+
+
+def test_a_draft_in_float64_is_not_rounded_to_a_float32_target() -> None:
+    """Rounded to float32 this q would be .1 itself, and u = 1 - 1e-10 would accept."""
+    p = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
+    q = torch.tensor([[p[0, 0].item() + 1e-10, 0.9]], dtype=torch.float64)
+    accepted, _ = loop.verify(p, q, torch.tensor([0]), Scripted(1 - 1e-10, 0.0))
+    assert accepted.item() == 0
+
+
+def test_an_impossible_token_is_never_accepted_not_even_at_u_zero() -> None:
+    p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
+    accepted, token = loop.verify(p, q, torch.tensor([0]), Scripted(0.0, 0.0))
+    assert (accepted.item(), token.item()) == (0, 1)
+
+
+def test_costs_are_in_units_of_a_plain_step() -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    costs = measure_costs(model, model, LayerPlan.early_exit(3, 1), longest=2)
+    assert costs.verify[0] == 1.0
+    assert len(costs.verify) == 3
+    assert costs.longest_draft == 2
+    assert costs.draft > 0
+    assert measure_costs(model, None, None, longest=1).draft == 0.0
+
+
+def test_measuring_costs_of_a_slow_model_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.costs.PATIENCE", 0.0)
+    model = tiny_model("llama", vocab=VOCAB)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    measure_costs(model, None, None, longest=1)
+    assert len(calls) == 2 * 2, "one warm-up and one counted repeat of two steps"
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_follows_a_rejected_token_may_be_no_number(broken: float) -> None:
+    """Plain decoding never comes to a text that holds it; so its numbers, an overflow say, are nobody's concern."""
+    target = torch.tensor([[0.0, 0.0, broken], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    always_two = torch.tensor([[0.0, 0.0, 1.0]] * 3, dtype=torch.float64)  # and after a 2 row 0 of the target answers
+    model, rounds = TableModel(target, always_two), []
+    model.tables[None][0] = torch.tensor([0.0, 0.0, broken])
+    self_draft = Drafting(lambda target, cache: ModelDrafter(target, cache, DRAFT_PLAN), lambda: FixedLength(2))
+    request = Request(prompt=(0,), max_new_tokens=6)
+    outcome = run_loop(model, request, self_draft, SeededRandomness(0), rounds)
+    assert [token for round in rounds for token in round.emitted] == [1, 0, 1, 0, 1, 0], outcome
+    assert rounds[0].drafted == [2, 2] and rounds[0].accepted == 0

@@ -1,0 +1,280 @@
+"""The live view: what it shows is the text, on every kind of console, and nothing in the text acts on it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.text import Text
+
+import generate
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.rounds import Round
+from decoding.show import trace
+from decoding.show.labels import Labels, visible
+from decoding.show.trace import LiveTrace, TraceConsole
+from tests.folders import GEMMA2, write_folder
+
+END = 9
+RED, GREEN, BLUE = 1, 2, 4  # as ANSI numbers them
+# Words, a line break, a character of three bytes over two tokens and over three, a wide one, the end of the text.
+PIECES = [b" the", b" quick", b" fox", b"\n", b"\xe2\x9c", b"\x94", b"\xe2", b"\x9c", " 狐".encode(), b""]
+LABELS = Labels(lambda token: PIECES[token], {END: "<end>"})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(
+    rounds: Iterable[Round], *, width: int = 100, terminal: bool = False, colour: bool = False, labels: Labels = LABELS
+) -> str:
+    """What the view writes; a policy without a threshold, rounds half a second apart, no pauses."""
+    file = Terminal() if terminal else io.StringIO()
+    console = TraceConsole(
+        file=file,
+        width=width,
+        force_terminal=terminal or colour,
+        color_system="standard" if terminal or colour else None,
+        _environ={} if colour else {"NO_COLOR": "1"},
+    )
+    with LiveTrace(console, labels, FixedLength(3), pause=0) as view:
+        for number, round in enumerate(rounds, 1):
+            view.add(round, number / 2)
+    return file.getvalue()
+
+
+def screen(output: str, width: int) -> list[str]:
+    """What a terminal shows in the end, lines scrolled away included, without spaces at their ends."""
+    emulated = pyte.HistoryScreen(width, 24, history=10_000, ratio=1)
+    pyte.Stream(emulated).feed(output.replace("\n", "\r\n"))
+    past = ["".join(row[column].data for column in range(width)) for row in emulated.history.top]
+    return "\n".join(line.rstrip() for line in [*past, *emulated.display]).rstrip().split("\n")
+
+
+def spelled(tokens: Iterable[int]) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode("utf-8", errors="replace")
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[Round]:
+    """Rounds as the loop yields them, of any tokens but END in any order."""
+    rounds, position, tokens = [], 5, st.integers(0, END - 1)
+    for _ in range(draw(st.integers(1, 12))):
+        drafted = draw(st.lists(tokens, max_size=4))
+        accepted = draw(st.integers(0, len(drafted)))
+        rounds.append(Round(position, drafted, accepted, [*drafted[:accepted], draw(tokens)]))
+        position += accepted + 1
+    return rounds
+
+
+def without_signs(text: str) -> str:
+    return re.sub(r"{-.*?-}|[][]", "", text)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(rounds=texts())
+def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: list[Round]) -> None:
+    shown = show(rounds)
+    legend, rest = shown.split("\n", 1)
+    body, footer = rest.rstrip("\n").rsplit("\n", 1)
+    assert legend == "[accepted] {-rejected-} the target's own"
+    assert "tokens/s" in footer
+    assert without_signs(body) == spelled(token for round in rounds for token in round.emitted)
+    assert "\x1b" not in shown
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(rounds=texts())
+def test_with_colour_green_and_blue_are_the_text_and_red_is_struck_through(rounds: list[Round]) -> None:
+    body = Text.from_ansi(show(rounds, colour=True).split("\n", 1)[1].rsplit("\n", 2)[0])
+    runs = [(span.style, body.plain[span.start : span.end]) for span in body.spans]
+    assert all(bool(style.strike) == (style.color.number == RED) for style, _ in runs)
+    assert {style.color.number for style, _ in runs} <= {RED, GREEN, BLUE}
+    kept = "".join(text for style, text in runs if style.color.number != RED)
+    assert kept.replace("\n", "") == spelled(token for round in rounds for token in round.emitted).replace("\n", "")
+    rejected = any(round.accepted < len(round.drafted) for round in rounds)
+    assert any(style.color.number == RED for style, _ in runs) == rejected
+
+
+@pytest.mark.parametrize("colour", [True, False], ids=["colour", "no colour"])
+@pytest.mark.parametrize("width", [40, 100])
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(rounds=texts())
+def test_a_terminal_shows_every_word_once_in_whole_lines(width: int, colour: bool, rounds: list[Round]) -> None:
+    """Redrawing loses nothing and leaves nothing behind: the screen holds what a pipe would, wrapped."""
+    lines = screen(show(rounds, width=width, terminal=True, colour=colour), width)
+    expected = Text.from_ansi(show(rounds, colour=colour)).plain
+    assert "".join("".join(lines).split()) == "".join(expected.split())
+    assert sum("tokens/s" in line for line in lines) == 1
+    words = {word for line in expected.split("\n") for word in line.split(" ") if 0 < len(word) <= 20}
+    assert all(any(word in line for line in lines) for word in words), "a word that fits a line was broken"
+
+
+def test_a_draft_is_seen_dim_before_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, seen = Terminal(), []
+    console = TraceConsole(file=file, width=40, force_terminal=True, color_system="standard", _environ={})
+    monkeypatch.setattr(trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue())))
+    with LiveTrace(console, LABELS, FixedLength(2)) as view:
+        view.add(Round(5, [], 0, [0]), 1.0)
+        view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
+    ((seconds, before),) = seen
+    assert seconds == trace.PAUSE
+    assert "\x1b[2m quick fox" in before and screen(before, 40)[1] == " the quick fox"
+    assert "\x1b[32m quick" in file.getvalue() and "\x1b[9;31m fox" in file.getvalue()
+
+
+def test_ctrl_c_while_a_draft_is_shown_still_shows_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace.time, "sleep", interrupted)
+    file = Terminal()
+    console = TraceConsole(file=file, width=40, force_terminal=True, color_system="standard", _environ={})
+    with pytest.raises(KeyboardInterrupt), LiveTrace(console, LABELS, FixedLength(2)) as view:
+        view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
+    assert screen(file.getvalue(), 40)[1] == " quick fox the"
+    assert file.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor stays hidden"
+
+
+def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
+    """Also where the taken tokens hold half of a character: the half before it is remembered, the other forgotten."""
+    rounds = [
+        Round(5, [0, 1], 2, [0, 1, 2], retracted=2),
+        Round(6, [], 0, [6]),
+        Round(7, [], 0, [7, 2], retracted=2),
+        Round(7, [7, 5], 2, [7, 5, 0]),
+    ]
+    body = show(rounds).split("\n")[1]
+    assert body.startswith('[ the quick] fox<taken back: " quick fox">')
+    assert body.endswith("[✔] the")
+    assert show([Round(5, [], 0, [4], retracted=1), Round(5, [], 0, [5])]).split("\n")[1] == '<taken back: "�">�'
+
+
+def test_a_rejected_half_of_a_character_is_shown_with_the_half_before_it() -> None:
+    assert show([Round(5, [4, 5], 1, [4, 5])]).split("\n")[1] == "{-✔-}✔"
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
+    hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202e\u2028[red]x[/red]\x7f\x00"
+    labels = Labels(lambda token: hostile.encode(), {})
+    shown = show([Round(5, [1, 1], 1, [1, 1], retracted=1)], colour=colour, labels=labels)
+    left = re.sub(r"\x1b\[[0-9;]*m", "", shown) if colour else shown
+    assert left.count("\n") == 3 and all(character.isprintable() for character in left.replace("\n", ""))
+    assert "[red]x[/red]" in left, "markup was obeyed"
+
+
+def test_visible_keeps_text_as_it_is() -> None:
+    for text in ("naïve café 狐 👩\u200d🚀 a b", "x"):
+        assert visible(text) == text
+    assert visible("a\n\tb") == "a↵⇥b" and visible("a\n\tb", lines=True) == "a\n    b"
+
+
+def test_a_token_is_labelled_by_its_text_its_bytes_or_its_name() -> None:
+    assert [LABELS(token) for token in (0, 3, 4, END)] == [" the", "↵", "\\xe2\\x9c", "<end>"]
+    assert Labels(lambda token: b"  " if token else b"", {})(1) == "␣␣"
+    assert Labels(lambda token: b"", {})(12) == "#12"
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (FixedLength(4), "1.0 tokens/s · 50% accepted · 2.00 tokens a round · draft length 4"),
+        (AdaptiveExit(0.5, 6), "2.00 tokens a round · draft length 6 · threshold 0.501"),
+        (ConfidenceGate(AdaptiveExit(0.5, 6), 0.9), "draft length 0 · threshold 0.501"),
+        (FixedLength(0), "2.00 tokens a round\n"),
+    ],
+    ids=["fixed", "adaptive", "gate closed", "plain"],
+)
+def test_the_footer_says_what_happened_and_what_comes(policy: Policy, says: str) -> None:
+    file = io.StringIO()
+    with LiveTrace(TraceConsole(file=file, _environ={}), LABELS, policy) as view:
+        round = Round(5, [1, 2], 1, [1, 0], target_confidence=0.1)
+        policy.observe(round)
+        view.add(round, 2.0)
+    assert says in file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its draft model and a plan."""
+    folder = tmp_path_factory.mktemp("models")
+    write_folder(folder / "model")
+    write_folder(folder / "draft", {**GEMMA2, "num_hidden_layers": 1}, seed=5)
+    (folder / "plan.json").write_text('{"attn": [1], "mlp": [2]}')
+    return folder
+
+
+DRAFTS = {
+    "none": [],
+    "lookup": ["--ban", "a"],
+    "model": ["--draft-model", "{}/draft", "--adaptive"],
+    "skip": ["--plan", "{}/plan.json"],
+    "exit": ["--compare", "--num-samples", "2", "--temperature", "1", "--seed", "3"],
+    "auto": [],
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_draft_can_be_watched_without_changing_the_text(
+    draft: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--trace writes to standard error beside --json, --html its file; the objects are as without them."""
+    options = [option.format(models) for option in DRAFTS[draft]]
+    command = ["the hen and the", "--model", str(models / "model"), "--draft", draft, *options, "--json"]
+    command += ["--max-new-tokens", "12"]
+    page = tmp_path / "page.html"
+    assert generate.main(command) == 0
+    plain = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
+    assert generate.main([*command, "--trace", "--html", str(page)]) == 0
+    captured = capsys.readouterr()
+    assert [json.loads(line)["tokens"] for line in captured.out.splitlines()] == plain
+    assert captured.err.count("{-rejected-} the target's own") == len(plain)
+    assert captured.err.count(str(page)) == 1 and page.stat().st_size > 1000
+
+
+def test_without_json_the_trace_takes_the_place_of_the_text(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["the", "--model", str(models / "model"), "--draft", "exit", "--max-new-tokens", "9"]
+    assert generate.main([*options, "--trace"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("[accepted]") and out.rstrip("\n").endswith("draft length 4")
+
+
+def test_ctrl_c_keeps_what_was_there(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 130, the trace up to its footer, and a page of the rounds so far."""
+    production, page = generate.speculate, tmp_path / "page.html"
+
+    def interrupted(*arguments: Any, **named: Any) -> Iterator[Round]:
+        yield from islice(production(*arguments, **named), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "speculate", interrupted)
+    options = ["the hen", "--model", str(models / "model"), "--draft", "none", "--num-samples", "2", "--trace"]
+    assert generate.main([*options, "--html", str(page)]) == 130
+    assert "1.00 tokens a round" in capsys.readouterr().out
+    ((sample),) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]
+    assert len(sample["rounds"]) == 3 and sample["finish"] == "interrupted"
+
+
+def test_a_reader_that_goes_away_is_left_to_the_program() -> None:
+    """The library would end the process with status 1; ``generate.py ... --trace | head`` ends with 0."""
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError), LiveTrace(TraceConsole(file=Closed()), LABELS, FixedLength(2)):
+        pass

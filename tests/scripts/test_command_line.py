@@ -1,0 +1,450 @@
+"""``generate.py`` as a user meets it: refusals in one line, the JSON contract, seeds, stops, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import generate
+from decoding.show.streaming import TextStream
+from tests.folders import GEMMA2, LLAMA, write_folder
+from weights import fetch
+from weights.device import pick_device
+from weights.fingerprint import model_fingerprint
+from weights.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+KEYS = [
+    "text",
+    "tokens",
+    "prompt_tokens",
+    "finish_reason",
+    "seconds",
+    "tokens_per_second",
+    "rounds",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "tokens_per_round",
+    "accepted_histogram",
+]
+
+
+@dataclass
+class Outcome:
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process."""
+
+    def command(*arguments: str) -> Outcome:
+        status = generate.main(list(arguments))
+        return Outcome(status, *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_folder(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another random model with the same tokenizer: a seeded pair."""
+    config = {**GEMMA2, "num_hidden_layers": 1}
+    return str(write_folder(tmp_path_factory.mktemp("models") / "draft", config, seed=5))
+
+
+def test_python_runs_the_script_and_fails_in_one_line() -> None:
+    command = [sys.executable, str(ROOT / "generate.py"), "hello", "--model", "no-such-model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: no folder 'no-such-model'[^\n]*weights\.fetch\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give one prompt"),
+        (["a", "--prompt-file", "b"], "give one prompt"),
+        (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
+        ([""], "the prompt is empty"),
+        ([" \n"], "the prompt is empty"),
+        (["\udcff"], "not UTF-8"),
+        (["a", "--stop", "\udcff"], "not UTF-8"),
+        (["a", "--temperature", "-1"], "temperature must be at least 0"),
+        (["a", "--temperature", "nan"], "temperature must be at least 0"),
+        (["a", "--top-p", "0"], "top-p must be above 0"),
+        (["a", "--top-p", "1.5"], "top-p must be above 0"),
+        (["a", "--top-k", "-2"], "top-k must be at least 0"),
+        (["a", "--min-p", "2"], "min-p must be from 0 to 1"),
+        (["a", "--repetition-penalty", "0"], "repetition penalty must be above 0"),
+        (["a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
+        (["a", "--num-samples", "0"], "num-samples must be at least 1"),
+        (["a", "--stop", ""], "a stop string is empty"),
+        (["a", "--ban", ""], "a banned word is empty"),
+        (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
+        (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
+        (["a", "--draft", "exit", "--exit-layer", "5"], "exit layer 5 is not in 1..4"),
+        (["a", "--draft", "exit", "--exit-layer", "0"], "exit layer 0 is not in 1..4"),
+        (["a", "--draft", "none", "--gamma", "3"], "--gamma has no effect with --draft none"),
+        (["a", "--draft", "none", "--gamma", "-3"], "gamma must be at least 0"),
+        (["--dry-run", "--max-new-tokens", "-5"], "max-new-tokens must be at least 1"),
+        (["a", "--system", "\udcff", "--chat"], "not UTF-8"),
+        (["a", "--temperature", "1e-46", "--repetition-penalty", "1e39"], "repetition penalty must be above 0"),
+        (["a", "--exit-layer", "2"], "--exit-layer has no effect with --draft auto"),
+        (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
+        (["a", "--draft", "skip"], "--draft skip needs --plan FILE"),
+        (["a", "--draft", "skip", "--plan", "/no/plan"], "/no/plan does not exist"),
+        (["a", "--draft", "model"], "--draft model needs --draft-model DIR"),
+        (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
+        (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["a", "--device", "toaster"], "device 'toaster' is not there"),
+        (["a", "--device", "hpu"], "device 'hpu' is not there"),
+        (["a", "--device", "mkldnn"], "device 'mkldnn' is not there"),
+        (["a", "--device", "meta"], "device 'meta' is none that this was written for"),
+        (["a", "--chat"], "no chat template"),
+        (["a", "--system", "s"], "--system needs a chat"),
+        (["a " * 300], "shorten the prompt"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
+)
+def test_wrong_input_is_one_clear_line_and_status_2(arguments: list[str], complaint: str, run: Run, model: str) -> None:
+    outcome = run(*arguments, "--model", model)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: ")
+    assert complaint in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "two\r\x1b[31mcolours"], ids=["newline", "control"])
+def test_a_folder_of_an_odd_name_does_not_break_the_line(name: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    outcome = run("the hen", "--model", str(tmp_path / name))
+    assert outcome.status == 2
+    assert len(outcome.err.splitlines()) == 1
+    assert "\x1b" not in outcome.err
+
+
+def test_a_plan_with_a_layer_outside_the_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"attn": [4], "mlp": []}')
+    outcome = run("a", "--model", model, "--draft", "skip", "--plan", str(plan))
+    assert outcome.status == 2
+    assert "skips attn of layer 4, but this model has layers 0..3" in outcome.err
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    other = write_folder(tmp_path / "other", {**LLAMA, "vocab_size": LLAMA["vocab_size"] + 8})
+    outcome = run("a", "--model", model, "--draft", "model", "--draft-model", str(other))
+    assert outcome.status == 2
+    assert "must share the target's tokenizer" in outcome.err
+
+
+def test_a_draft_model_with_a_shorter_context_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    short = write_folder(tmp_path / "short", {**LLAMA, "max_position_embeddings": 8})
+    outcome = run("abcdef", "--model", model, "--draft", "model", "--draft-model", str(short))
+    assert outcome.status == 2
+    assert "has a context of 8 tokens" in outcome.err
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})
+    outcome = run("zebra", "--model", str(folder))
+    assert outcome.status == 2
+    assert "the tokenizer does not belong to this model" in outcome.err
+
+
+def test_weights_that_are_not_numbers_stop_with_the_layer_they_come_from(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "broken")
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.2.mlp.up_proj.weight"][1, 2] = float("nan")
+    save_file(state, folder / "model.safetensors")
+    outcome = run("hello", "--model", str(folder), "--draft", "none")
+    assert outcome.status == 2
+    assert "layer 2" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        ["none"],
+        ["auto"],
+        ["lookup"],
+        ["lookup", "--adaptive"],
+        ["exit"],
+        ["exit", "--exit-layer", "3", "--gamma", "2"],
+        ["exit", "--adaptive", "--min-target-confidence", "0.1"],
+        ["model"],
+        ["skip"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_of_drafting_writes_the_plain_greedy_text_in_float64(
+    draft: list[str], run: Run, model: str, draft_model: str, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"attn": [1], "mlp": [0, 3], "gamma": 3, "threshold": 0.2}')
+    extra = {"model": ["--draft-model", draft_model], "skip": ["--plan", str(plan)]}.get(draft[0], [])
+    common = ["the hen the", "--model", model, "--dtype", "float64", "--max-new-tokens", "40"]
+    outcome = run(*common, "--draft", *draft, *extra, "--compare")
+    assert outcome.status == 0
+    assert "greedy texts are equal" in outcome.err
+    assert "speed-up" in outcome.err
+    assert outcome.out == run(*common, "--draft", "none").out
+
+
+def test_a_difference_to_plain_decoding_is_located_with_its_logit_gap(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample that is made to differ at its third token."""
+    production = generate.Generator.write_plainly
+
+    def altered(self: generate.Generator, stop: Any) -> generate.Sample:
+        sample = production(self, stop)
+        tokens = sample.stream.transcript.tokens
+        if len(sample.stream.tokens) > 4:
+            tokens[sample.stream.transcript.prompt_length + 2] ^= 1
+        return sample
+
+    monkeypatch.setattr(generate.Generator, "write_plainly", altered)
+    outcome = run("the hen", "--model", model, "--draft", "lookup", "--max-new-tokens", "9", "--compare")
+    gap = re.search(r"greedy texts differ from token 2 on, where the two logits are (\S+) apart", outcome.err)
+    assert gap
+    assert float(gap[1]) > 0
+
+
+def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, model: str) -> None:
+    outcome = run(
+        *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
+        *["--num-samples", "3", "--max-new-tokens", "12", "--json"],
+    )
+    assert outcome.status == 0
+    assert len(outcome.objects) == 3
+    tokenizer = Tokenizer(Path(model))
+    for result in outcome.objects:
+        assert list(result) == KEYS
+        assert result["finish_reason"] == "length"
+        assert len(result["tokens"]) == 12
+        assert result["text"] == tokenizer.decode(result["tokens"])
+        assert result["text"] in outcome.err
+        assert result["prompt_tokens"] == len(tokenizer.encode("the hen"))
+        assert result["acceptance_rate"] == result["accepted"] / result["drafted"]
+        assert result["tokens_per_round"] == 12 / result["rounds"]
+        assert sum(n * count for n, count in enumerate(result["accepted_histogram"])) == result["accepted"]
+        assert result["tokens_per_second"] == pytest.approx(12 / result["seconds"])
+    assert len({result["text"] for result in outcome.objects}) == 3
+
+
+def test_the_same_seed_writes_the_same_texts_whatever_is_only_displayed(run: Run, model: str) -> None:
+    common = ["the", "--model", model, "--draft", "exit", "--temperature", "1", "--num-samples", "2", "--json"]
+    texts = [
+        [result["tokens"] for result in run(*common, "--max-new-tokens", "15", "--seed", seed, *more).objects]
+        for seed, more in (("7", []), ("7", ["--compare"]), ("8", []))
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: str) -> None:
+    common = ["the", "--model", model, "--draft", "none", "--temperature", "1", "--max-new-tokens", "9"]
+    first = run(*common)
+    seed = re.search(r"seed (\d+)", first.err)
+    assert seed
+    assert run(*common, "--seed", seed[1]).out == first.out
+
+
+def test_a_stop_string_cuts_the_text_and_an_end_token_ends_it(run: Run, model: str, tmp_path: Path) -> None:
+    common = ["the hen", "--draft", "lookup", "--max-new-tokens", "30", "--json"]
+    whole = run(*common, "--model", model).objects[0]
+    wanted = whole["text"][3:5]
+    cut = run(*common, "--model", model, "--stop", wanted).objects[0]
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == whole["text"].partition(wanted)[0]
+    assert len(cut["tokens"]) < len(whole["tokens"])
+    ending = write_folder(tmp_path / "ending", eos_ids=(whole["tokens"][4], whole["tokens"][2]))
+    ended = run(*common, "--model", str(ending)).objects[0]
+    assert ended["finish_reason"] == "eos"
+    assert ended["tokens"] == whole["tokens"][:3]
+
+
+@pytest.mark.parametrize("draft", ["none", "exit", "lookup"])
+def test_a_banned_word_is_never_written_by_any_drafter(draft: str, run: Run, model: str) -> None:
+    common = ["the hen", "--model", model, "--dtype", "float64", "--max-new-tokens", "30", "--json"]
+    free = run(*common, "--draft", "none").objects[0]["text"]
+    words = re.findall("[!-~]{2}|[!-~]", free)[:2]  # whole ASCII characters: the model writes broken UTF-8 too
+    bans = [part for word in words for part in ("--ban", word)]
+    result = run(*common, "--draft", draft, *bans).objects[0]
+    assert not any(word in result["text"] for word in words)
+    assert len(result["tokens"]) == 30
+    assert result["text"] == run(*common, "--draft", "none", *bans).objects[0]["text"]
+
+
+def test_a_position_where_everything_is_forbidden_is_one_clear_line(run: Run, model: str) -> None:
+    tokenizer = Tokenizer(Path(model))
+    alphabet = {chr(byte) for byte in range(128)} & {tokenizer.decode([token]) for token in range(256)}
+    bans = [part for letter in sorted(alphabet) for part in ("--ban", letter)]
+    stop = ["--max-new-tokens", "3", "--draft", "none"]
+    outcome = run("the", "--model", model, *stop, *bans)
+    assert outcome.status in (0, 2), "bytes of longer characters may still be written"
+    assert not alphabet & set(outcome.out.rstrip("\n"))
+
+
+def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    production, calls = TextStream.push, []
+
+    def interrupted(self: TextStream, round: Any) -> str:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return production(self, round)
+
+    monkeypatch.setattr(TextStream, "push", interrupted)
+    outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
+    assert outcome.status == 130
+    assert [result["finish_reason"] for result in outcome.objects] == ["interrupted"]
+    assert len(outcome.objects[0]["tokens"]) == 3
+    assert "tokens/s" in outcome.err
+
+
+def test_ctrl_c_while_loading_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "load_model", interrupted)
+    assert run("the", "--model", model).status == 130
+
+
+def test_a_mistyped_option_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["a", "--gamma", "many"])
+    assert ended.value.code == 2
+    assert re.fullmatch(r"error: argument --gamma: [^\n]*--help\n", capsys.readouterr().err)
+
+
+def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while --compare decodes plainly: the finished sample's object is not lost."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "compare", interrupted)
+    outcome = run("the", "--model", model, "--draft", "exit", "--max-new-tokens", "6", "--compare", "--json")
+    assert outcome.status == 130
+    assert [len(result["tokens"]) for result in outcome.objects] == [6]
+
+
+def test_a_text_too_long_for_memory_is_refused_on_a_cpu_too(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "long", {**LLAMA, "max_position_embeddings": 2**31})
+    outcome = run("the", "--model", str(folder), "--max-new-tokens", "2000000000")
+    assert outcome.status == 2
+    assert "does not fit on cpu" in outcome.err
+
+
+def test_a_draft_model_whose_numbers_break_is_never_accepted(run: Run, model: str, tmp_path: Path) -> None:
+    broken = write_folder(tmp_path / "broken")
+    state = load_file(broken / "model.safetensors")
+    state["model.norm.weight"][0] = float("nan")
+    save_file(state, broken / "model.safetensors")
+    options = ["the hen", "--model", model, "--max-new-tokens", "12", "--json"]
+    result = run(*options, "--draft", "model", "--draft-model", str(broken)).objects[0]
+    assert result["accepted"] == 0 < result["drafted"]
+    assert result["text"] == run(*options, "--draft", "none").objects[0]["text"]
+
+
+def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(generate, "load_model")
+    whole = run("--model", model, "--dry-run")
+    assert whole.status == 0
+    assert re.fullmatch(r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, free: .+ GB\n", whole.out)
+    short = run("the", "--model", model, "--dry-run", "--max-new-tokens", "5")
+    assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
+    monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)
+    refused = run("--model", model, "--dry-run")
+    assert (refused.status, refused.out) == (2, "")
+    assert "does not fit" in refused.err
+
+
+def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "planned")
+    (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2]}')
+    outcome = run("the", "--model", str(folder), "--max-new-tokens", "12")
+    assert "skipping 2 attention and 1 MLP sublayers" in outcome.err
+    costs = json.loads((folder / "costs.json").read_text())
+    assert len(costs) == 1
+    measured = run("the", "--model", str(folder), "--max-new-tokens", "12")
+    assert measured.status == 0
+    assert json.loads((folder / "costs.json").read_text()) == costs, "a kept table is not measured again"
+
+
+def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "planned")
+    (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2], "gamma": 0}')
+    options = ["the", "--model", str(folder), "--max-new-tokens", "6"]
+    assert "plain: by the plan, no draft pays" in run(*options, "--draft", "skip").err
+    assert "prompt lookup" in run(*options, "--draft", "auto").err
+    assert "skipping 2 attention" in run(*options, "--draft", "skip", "--gamma", "2").err
+
+
+def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    for fingerprint in (model_fingerprint(Path(model)), "0123456789abcdef"):
+        plan.write_text(json.dumps({"attn": [1], "mlp": [], "model": fingerprint}))
+        outcome = run("a", "--model", model, "--draft", "skip", "--plan", str(plan), "--max-new-tokens", "2")
+        assert (outcome.status == 2) == (fingerprint == "0123456789abcdef")
+    assert f"{plan} was made for another model than {model}" in outcome.err
+
+
+@pytest.mark.parametrize("damage", ["not json", "[]", '{"KEY": {"draft": "x"}}', '{"KEY": {"draft": 1}}'])
+def test_a_damaged_cost_file_only_means_measuring_again(damage: str, run: Run, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    assert run("the", "--model", str(folder), "--max-new-tokens", "2").status == 0
+    key = next(iter(json.loads((folder / "costs.json").read_text())))
+    (folder / "costs.json").write_text(damage.replace("KEY", key))
+    assert run("the", "--model", str(folder), "--max-new-tokens", "2").status == 0
+    assert json.loads((folder / "costs.json").read_text())[key]["verify"][0] == 1.0
+
+
+def test_a_prompt_file_is_the_prompt(run: Run, model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("the hen")
+    common = ["--model", model, "--draft", "none", "--max-new-tokens", "5"]
+    assert run("--prompt-file", str(tmp_path / "prompt.txt"), *common).out == run("the hen", *common).out
+
+
+def test_a_device_named_plainly_is_used(run: Run, model: str) -> None:
+    assert run("the", "--model", model, "--device", "cpu", "--max-new-tokens", "2").status == 0
+    assert pick_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_fetching_an_unknown_name_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fetch.main(["no-such-checkpoint"]) == 2
+    assert re.fullmatch(r"error: no checkpoint is called 'no-such-checkpoint'[^\n]*\n", capsys.readouterr().err)

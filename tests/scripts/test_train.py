@@ -1,0 +1,398 @@
+"""The training recipe against values computed by hand, and the run: reproducible, resumable, shared."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from model import Decoder, build, parse_config
+from tests.folders import GEMMA2, LLAMA, write_folder
+from weights.load import load_model
+from weights.training.corpus import HELD_OUT_SHARE
+from weights.training.files import read_state
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
+TEXT = "\n".join(
+    json.dumps({"text": f"The {a} hen saw {b * b} of the {c} foxes by the {b + 7} old trees."})
+    for a in ("brown", "small", "clever", "old")
+    for b in range(30)
+    for c in ("red", "sly", "shy")
+)
+
+
+def weights(layers: int, step: int, **changed: Any) -> list[float]:
+    options = {"scale": 1.0, "power": 1.0, "curriculum": "rotational", "rotation": 1, **changed}
+    return train.exit_weights(layers, step, 12, **options)
+
+
+def test_layer_dropout_grows_over_depth_from_nothing_to_p_max() -> None:
+    # L = 4: exp(l ln2 / 3) - 1 for l = 0..3
+    by_hand = [0.0, 0.25992104989, 0.58740105197, 1.0]
+    assert train.dropout_rates(4, 0, 100, 0.2, from_scratch=False) == pytest.approx([0.2 * d for d in by_hand])
+    assert train.dropout_rates(4, 57, 100, 0.2, from_scratch=False) == pytest.approx([0.2 * d for d in by_hand])
+
+
+def test_layer_dropout_grows_over_time_when_training_from_scratch() -> None:
+    assert train.dropout_rates(4, 0, 5, 0.2, from_scratch=True) == [0, 0, 0, 0]
+    # t = 2 of T = 5: exp(2 ln2 / 4) - 1 = sqrt 2 - 1
+    assert train.dropout_rates(4, 2, 5, 0.2, from_scratch=True)[3] == pytest.approx(0.2 * 0.41421356237)
+    assert train.dropout_rates(4, 4, 5, 0.2, from_scratch=True)[3] == pytest.approx(0.2)
+
+
+def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
+    # L = 4, e_scale = 1/2: below the last 0, 1/2, 3/2; the last 3 + 1/2·(0+1+2) = 9/2; together 13/2
+    assert weights(4, 0, scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
+
+
+def test_the_rotational_curriculum_takes_every_rth_exit_and_shifts_by_one_a_step() -> None:
+    on = [[bool(weight) for weight in weights(8, step, rotation=3)] for step in range(4)]
+    assert on[0] == [False, False, False, True, False, False, True, True]  # layer 0 weighs nothing by its sum
+    assert on[1] == [False, True, False, False, True, False, False, True]
+    assert on[2] == [False, False, True, False, False, True, False, True]
+    assert on[3] == on[0]
+
+
+def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_the_run() -> None:
+    # L = 4 of T = 12 steps: layer l is on from step (4 - l)·12/8, that is 6, 4.5, 3 for layers 0, 1, 2
+    first_on = [next(s for s in range(12) if weights(4, s, curriculum="gradual")[layer]) for layer in (1, 2, 3)]
+    assert first_on == [5, 3, 0]
+
+
+def test_without_a_curriculum_only_the_last_layer_learns_to_speak() -> None:
+    assert weights(4, 5, curriculum="none") == [0, 0, 0, 1]
+    assert weights(1, 0) == [1.0]
+
+
+def test_power_0_makes_every_exit_count_alike_and_power_1_is_the_paper() -> None:
+    flat = weights(5, 0, power=0.0)
+    # L = 5: each early exit weighs what the paper gives the last of them, 0+1+2+3 = 6; the last layer 4 + 6
+    assert flat == pytest.approx([6 / 34, 6 / 34, 6 / 34, 6 / 34, 10 / 34])
+    # the paper: 0, 1, 3, 6 and 10
+    assert weights(5, 0, power=1.0) == pytest.approx([0, 1 / 20, 3 / 20, 6 / 20, 10 / 20])
+
+
+def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
+    model = build(parse_config({**raw, **SHAPE, "head_dim": 8})).double()
+    model.initialise(0.2, torch.Generator().manual_seed(1))
+    return model, torch.randint(0, 200, (4, 9), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("raw", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
+def test_a_layers_output_is_what_an_early_exit_speaks_from(raw: dict[str, Any]) -> None:
+    from model import LayerPlan
+
+    model, tokens = tiny(raw)
+    for layer, hidden in enumerate(train.layer_outputs(model, tokens)):
+        torch.testing.assert_close(model.logits(hidden), model(tokens, plan=LayerPlan.early_exit(3, layer + 1)))
+
+
+def test_a_dropped_layer_is_dropped_whole_for_its_sample_alone() -> None:
+    from model import LayerPlan
+
+    model, tokens = tiny()
+    kept = torch.tensor([[True] * 4, [True, False, True, False], [False] * 4])
+    *_, hidden = train.layer_outputs(model, tokens, kept)
+    without = {True: LayerPlan.skipping(3, [2], [2]), False: LayerPlan.skipping(3, [1, 2], [1, 2])}
+    for row in range(4):
+        alone = model.hidden(tokens[row : row + 1], plan=without[bool(kept[1, row])])
+        torch.testing.assert_close(hidden[row : row + 1], alone)
+
+
+def test_the_loss_is_the_weighted_sum_of_the_exits_losses() -> None:
+    model, tokens = tiny()
+    total, losses = train.recipe_loss(model, tokens, None, [0.25, 0.0, 0.75])
+    by_hand = []
+    for hidden in train.layer_outputs(model, tokens[:, :-1]):
+        log_probs = torch.log_softmax(model.logits(hidden).float(), -1)
+        by_hand.append(-log_probs.gather(2, tokens[:, 1:, None]).mean().item())
+    assert total.item() == pytest.approx(0.25 * by_hand[0] + 0.75 * by_hand[2], rel=1e-6)
+    assert losses[0] == pytest.approx(by_hand[0]) and math.isnan(losses[1])
+
+
+def test_a_taught_exits_target_is_the_text_mixed_with_the_last_layers_probabilities() -> None:
+    model, tokens = tiny()
+    model.requires_grad_()
+    taught, losses = train.recipe_loss(model, tokens, None, [0.5, 0.0, 0.5], taught=0.75)
+    first, _, last = (model.logits(hidden).float() for hidden in train.layer_outputs(model, tokens[:, :-1]))
+    text = torch.nn.functional.one_hot(tokens[:, 1:], model.vocab_size)
+    target = 0.25 * text + 0.75 * torch.softmax(last, -1).detach()  # no gradient teaches the teacher
+    by_hand = [
+        -(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in ((target, first), (text, last))
+    ]
+    assert taught.item() == pytest.approx(0.5 * (by_hand[0] + by_hand[1]).item(), rel=1e-6)
+    assert losses[0] == pytest.approx(-(text * torch.log_softmax(first, -1)).sum(-1).mean().item(), rel=1e-6)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(0.5 * (by_hand[0] + by_hand[1]), parameters)
+    for found, each in zip(torch.autograd.grad(taught, parameters), expected, strict=True):
+        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
+
+
+def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine_to_a_tenth() -> None:
+    rates = [train.learning_rate(step, 110, 10, 1.0) for step in (0, 4, 9, 10, 60, 110)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.55, 0.1])
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def arguments(text: Path, out: Path, **changed: Any) -> list[str]:
+    config = text.parent / "config.json"
+    if not config.exists():
+        config.write_text(json.dumps({**LLAMA, **SHAPE, "head_dim": 8}), encoding="utf-8")
+    options = {
+        "data": text,
+        "out": out,
+        "config": config,
+        "vocab_size": 300,
+        "steps": 6,
+        "batch": 2,
+        "accumulate": 2,
+        "context": 24,
+        "warm_up": 2,
+        "rotation": 2,
+        "layer_dropout": 0.5,
+        "evaluate_every": 3,
+        "save_every": 2,
+        "device": "cpu",
+        **changed,
+    }
+    given = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value is not None)
+    return [*(part for pair in given for part in pair), "--no-autocast"]
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "training" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def weights_of(out: Path) -> dict[str, Tensor]:
+    state = read_state(out / "training" / "state.safetensors", {})
+    assert state is not None
+    return state.tensors
+
+
+def test_a_run_learns_and_leaves_an_ordinary_model_folder(data: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    assert train.main(arguments(data, out, steps=40, learning_rate=0.01)) == 0
+    losses = [row["loss"] for row in log_of(out) if "loss" in row]
+    assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
+    judged = [row for row in log_of(out) if "agreement" in row][-1]
+    assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3 and judged["agreement"][-1] == 1
+    model = load_model(out)
+    assert model.dtype == torch.bfloat16 and model.num_layers == 3
+    assert (out / "training" / "losses.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
+    assert "tokens/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("killed_after", [2, 3, 5])
+def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
+    data: Path, tmp_path: Path, killed_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train.main(arguments(data, tmp_path / "whole")) == 0
+    take_step = train.Trainer.take_step
+
+    def killed(trainer: train.Trainer) -> dict[str, Any]:
+        if trainer.step == killed_after:
+            raise KeyboardInterrupt
+        return take_step(trainer)
+
+    monkeypatch.setattr(train.Trainer, "take_step", killed)
+    assert train.main(arguments(data, tmp_path / "killed")) == 130
+    monkeypatch.setattr(train.Trainer, "take_step", take_step)
+    with (tmp_path / "killed" / "training" / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write('\0\0\n[1]\n{"step": 99, "lo')  # what a failing disk left, and the line that the kill cut
+    assert train.main(arguments(data, tmp_path / "killed")) == 0
+    assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
+    expected = weights_of(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(tmp_path / "killed").items())
+
+
+@pytest.mark.parametrize("place", ["save_model", "save_state", "trim_log"])
+def test_a_run_killed_while_it_saves_ends_with_the_same_model(
+    data: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save is cut: before the model, between model and state, or the next run's beginning."""
+    assert train.main(arguments(data, tmp_path / "whole", save_every=100)) == 0
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    original = getattr(train, place)
+    monkeypatch.setattr(train, place, killed)
+    assert train.main(arguments(data, tmp_path / "killed", save_every=100)) == 130
+    monkeypatch.setattr(train, place, original)
+    assert train.main(arguments(data, tmp_path / "killed", save_every=100)) == 0
+    expected = load_model(tmp_path / "whole")
+    for name, parameter in load_model(tmp_path / "killed").named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name))
+
+
+def test_a_run_never_replaces_a_model_that_it_did_not_make(data: Path, tmp_path: Path, capsys: Any) -> None:
+    other = write_folder(tmp_path / "other", {**LLAMA, **SHAPE, "head_dim": 8}, eos_ids=(263,))
+    before = (other / "model.safetensors").read_bytes()
+    assert train.main(arguments(data, other)) == 2
+    assert "holds a model that train.py did not make" in one_line(capsys)
+    assert train.main(arguments(data, other, config=None, start_from=other)) == 2
+    assert "--out must be another folder than --start-from" in one_line(capsys)
+    out = tmp_path / "run"
+    assert train.main(arguments(data, out)) == 0
+    assert train.main(arguments(data, out, tokenizer=other)) == 2
+    assert "holds a run with another tokenizer" in one_line(capsys)
+    assert train.main(arguments(data, out)) == 0, "the run itself still goes on"
+    assert (other / "model.safetensors").read_bytes() == before
+
+
+def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path) -> None:
+    assert train.main(arguments(data, tmp_path / "one", vocab_size=300)) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shared = arguments(data, tmp_path / "two", accumulate=1)
+    run = subprocess.run(
+        [*torchrun, str(ROOT / "train.py"), *shared], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr.decode()
+    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
+    assert [row["loss"] for row in log_of(tmp_path / "two") if "loss" in row] == pytest.approx(
+        [row["loss"] for row in log_of(tmp_path / "one") if "loss" in row], rel=1e-5
+    )
+    exits_of = [[row["exit_losses"] for row in log_of(tmp_path / run) if "loss" in row] for run in ("one", "two")]
+    for exits, same in zip(*exits_of, strict=True):
+        assert exits == pytest.approx(same, abs=2e-4)
+
+
+def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(data: Path, tmp_path: Path) -> None:
+    start = write_folder(tmp_path / "start", {**GEMMA2, **SHAPE, "head_dim": 8}, eos_ids=(263,))
+    options = arguments(data, tmp_path / "run", config=None, start_from=start, learning_rate=1e-9, steps=2)
+    assert train.main(options) == 0
+    before, after = load_model(start, torch.float32), load_model(tmp_path / "run", torch.float32)
+    for name, parameter in before.named_parameters():
+        torch.testing.assert_close(after.get_parameter(name), parameter, rtol=1e-2, atol=1e-2)
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(
+    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert train.main(arguments(data, out)) == 0
+    (out / "training" / "state.safetensors").rename(tmp_path / "kept")
+    loss = train.recipe_loss
+    calls = iter(range(1000))
+
+    def breaks(*inputs: Any) -> tuple[Tensor, list[float]]:
+        total, losses = loss(*inputs)
+        return total * (math.nan if next(calls) == 7 else 1), losses
+
+    monkeypatch.setattr(train, "recipe_loss", breaks)
+    assert train.main(arguments(data, out)) == 2
+    assert one_line(capsys).startswith("error: the loss or its gradient is no number in step")
+    assert all(tensor.isfinite().all() for tensor in weights_of(out).values())
+    assert load_model(out).num_layers == 3
+
+
+def one_line(capsys: Any) -> str:
+    """The last thing said, which must be one line and no traceback."""
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"steps": 0}, "--steps must be at least 1"),
+        ({"layer_dropout": 1}, "--layer-dropout must be from 0 to below 1"),
+        ({"exit_teaching": 1.5}, "--exit-teaching must be from 0 to 1"),
+        ({"learning_rate": 0}, "--learning-rate must be above 0"),
+        ({"learning_rate": "inf"}, "--learning-rate must be above 0"),
+        ({"exit_power": 2}, "--exit-power from 0 to 1"),
+        ({"seed": -1}, "--seed and --warm-up must be whole numbers of at least 0"),
+        ({"config": None}, "give the model's shape with --config FILE"),
+        ({"context": 4096}, "more than the config's 256 positions"),
+        ({"vocab_size": 9000}, "--vocab-size 9000 does not suit this text; it supports at most"),
+        ({"start_from": "x", "config": None, "tokenizer": "y"}, "--start-from DIR brings its tokenizer"),
+        ({"data": "nowhere.txt"}, "nowhere.txt cannot be read"),
+        ({"config": "nowhere.json"}, "nowhere.json does not exist"),
+        ({"tokenizer": "nowhere"}, "no folder 'nowhere'"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(
+    data: Path, tmp_path: Path, capsys: Any, changed: dict[str, Any], complaint: str
+) -> None:
+    assert train.main(arguments(data, tmp_path / "run", **changed)) == 2
+    assert complaint in one_line(capsys)
+
+
+def test_data_shorter_than_a_row_are_refused_in_one_line(data: Path, tmp_path: Path, capsys: Any) -> None:
+    held_out = [
+        line for line in TEXT.splitlines() if zlib.crc32(json.loads(line)["text"].encode()) % HELD_OUT_SHARE == 0
+    ]
+    data.write_text("\n".join([*TEXT.splitlines()[:40], *held_out[:1]]), encoding="utf-8")
+    assert train.main(arguments(data, tmp_path / "run", context=200, vocab_size=290)) == 2
+    assert "too few for --context 200" in one_line(capsys)
+
+
+def test_a_run_is_not_continued_with_other_settings_shape_or_text(data: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    assert train.main(arguments(data, out)) == 0
+    before = weights_of(out)
+    assert train.main(arguments(data, out, learning_rate=0.5)) == 2
+    assert "is of a run with another --learning-rate" in one_line(capsys)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**LLAMA, **SHAPE, "head_dim": 8, "num_hidden_layers": 2}), encoding="utf-8")
+    assert train.main(arguments(data, out, config=other)) == 2
+    assert "is of a run with another model" in one_line(capsys)
+    more = tmp_path / "more.txt"
+    more.write_text("\n".join(f"Another text, line {number} of it." for number in range(9000)), encoding="utf-8")
+    assert train.main(arguments(more, out)) == 2
+    assert "is of a run with another text" in one_line(capsys)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(out).items())
+
+
+def test_a_damaged_state_is_refused_in_one_line(data: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run"
+    assert train.main(arguments(data, out)) == 0
+    path = out / "training" / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+    assert train.main(arguments(data, out)) == 2
+    assert "is not a training state" in one_line(capsys)
+
+
+def test_a_full_disk_keeps_the_state_before(
+    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import weights.training.files as files
+
+    out, save_file = tmp_path / "run", files.save_file
+    saved = iter(range(1000))
+
+    def fills_up(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if next(saved) == 1:
+            path.write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(files, "save_file", fills_up)
+    assert train.main(arguments(data, out)) == 2
+    assert "cannot be written ([Errno 28] No space left on device): the state saved before it is kept" in one_line(
+        capsys
+    )
+    state = read_state(out / "training" / "state.safetensors", {})
+    assert state is not None and state.step == 2
+    assert sorted(path.name for path in (out / "training").iterdir() if path.name.startswith(".")) == []

@@ -1,0 +1,158 @@
+"""The predicted rounds are the loop's: against a walk through every outcome, and against the loop itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from decoding.policies import AdaptiveExit, FixedLength
+from decoding.proof.enumeration import Enumerator
+from decoding.randomness import SeededRandomness
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from model import Decoder, LayerPlan
+from search.acceptance import Acceptance, Calibration, Text
+from search.prediction import expected_rounds
+from tests.laws import tiny_model
+from tests.search.loop import BUDGET, run
+
+PROMPTS = [(1, 2, 0), (2,), (0, 1, 1, 2, 2, 1)]
+
+
+def written(model: Decoder, eos_ids: frozenset[int] = frozenset()) -> list[Text]:
+    """What the model writes greedily after each prompt."""
+    texts = []
+    for prompt in PROMPTS:
+        plan = LayerPlan.full(model.num_layers)
+        rounds = run(model, prompt, plan, FixedLength(0), SamplingParams(), SeededRandomness(0), BUDGET, eos_ids)
+        tokens = tuple(token for round in rounds for token in round.emitted)
+        texts.append(Text(prompt, tokens, BUDGET - len(tokens)))
+    return texts
+
+
+def counts(rounds: Sequence[Round], longest: int) -> list[int]:
+    return [sum(len(round.drafted) == length for round in rounds) for length in range(longest + 1)]
+
+
+PLANS = [
+    LayerPlan.early_exit(4, 2),
+    LayerPlan.skipping(4, [1], [2]),
+    LayerPlan.skipping(4, [0, 3], [0]),
+    LayerPlan.skipping(4, [], [0, 1]),
+    LayerPlan.skipping(4, [0, 1, 2, 3], [1]),
+    LayerPlan.full(4),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("eos_ids", [frozenset(), frozenset({3})], ids=["budget", "eos"])
+def test_greedy_rounds_are_predicted_exactly(family: str, eos_ids: frozenset[int]) -> None:
+    """Every draft length, with the depths of the whole draft computed: rounds, draft lengths and acceptances."""
+    model = tiny_model(family, vocab=7, layers=4)
+    texts = written(model, eos_ids)
+    calibration = Calibration(model, texts, SamplingParams(), depths=4)
+    for plan in PLANS:
+        predicted = expected_rounds(calibration.acceptance(plan), texts, range(1, 5), [0.0])
+        for gamma in range(1, 5):
+            expected, accepted, rejections = torch.zeros(gamma + 1), 0, 0
+            for text in texts:
+                randomness = SeededRandomness(0)
+                rounds = run(
+                    model, text.prompt, plan, FixedLength(gamma), SamplingParams(), randomness, BUDGET, eos_ids
+                )
+                expected += torch.tensor(counts(rounds, gamma))
+                accepted += sum(min(round.accepted, len(round.emitted)) for round in rounds)
+                rejections += sum(round.accepted < min(len(round.drafted), len(round.emitted)) for round in rounds)
+            found = predicted.drafted[0, gamma - 1, : gamma + 1]
+            assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-9), (plan, gamma)
+            assert predicted.accepted[0, gamma - 1] == pytest.approx(accepted, abs=1e-9)
+            assert predicted.rejections[0, gamma - 1] == pytest.approx(rejections, abs=1e-9)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.8, top_k=2, repetition_penalty=1.4)])
+def test_sampled_rounds_are_predicted_exactly_for_every_text(params: SamplingParams) -> None:
+    """The production loop under enumeration: its expected draft lengths given each text that it may write."""
+    model, prompt, gamma, budget = tiny_model("llama", vocab=3, layers=4), (1, 2, 0), 2, 3
+    for plan in PLANS[1:3]:
+        weights: dict[tuple[int, ...], float] = {}
+        expected: dict[tuple[int, ...], torch.Tensor] = {}
+        enumerator = Enumerator()
+        while True:
+            rounds = run(model, prompt, plan, FixedLength(gamma), params, enumerator, budget)
+            text = tuple(token for round in rounds for token in round.emitted)
+            found = torch.tensor([*counts(rounds, gamma), sum(round.accepted for round in rounds)]).double()
+            weights[text] = weights.get(text, 0.0) + enumerator.weight
+            expected[text] = expected.get(text, torch.zeros(gamma + 2)) + enumerator.weight * found
+            if not enumerator.next_path():
+                break
+        texts = [Text(prompt, text) for text in weights]
+        acceptance = Calibration(model, texts, params, depths=gamma).acceptance(plan)
+        for number, text in enumerate(texts):
+            one = Acceptance(*(values[number : number + 1] for values in vars(acceptance).values()))
+            predicted = expected_rounds(one, [text], [gamma], [0.0])
+            law = expected[text.written] / weights[text.written]
+            assert [*predicted.drafted[0, 0], predicted.accepted[0, 0]] == pytest.approx(law.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
+def test_an_exit_threshold_predicts_rounds_and_acceptances_exactly(threshold: float) -> None:
+    """What a draft does once it has left the text is estimated; it changes how much is drafted, not which rounds."""
+    model = tiny_model("llama", vocab=7, layers=4, seed=1)
+    texts = written(model)
+    calibration = Calibration(model, texts, SamplingParams(), depths=4)
+    for plan in PLANS:
+        predicted = expected_rounds(calibration.acceptance(plan), texts, [4], [0.0, threshold])
+        rounds = [
+            round
+            for text in texts
+            for round in run(
+                model, text.prompt, plan, AdaptiveExit(threshold, 4, step=0.0), SamplingParams(), SeededRandomness(0)
+            )
+        ]
+        assert predicted.drafted[1, 0].sum() == pytest.approx(len(rounds), abs=1e-9)
+        assert predicted.accepted[1, 0] == pytest.approx(sum(round.accepted for round in rounds), abs=1e-9)
+        kept = [round for round in rounds if round.accepted == len(round.drafted)]
+        if len(kept) == len(rounds):  # no draft left the text
+            assert predicted.drafted[1, 0].tolist() == pytest.approx(counts(rounds, 4), abs=1e-9)
+
+
+def walk(accept: list[list[float]], gamma: int) -> list[float]:
+    """Expected rounds by number of drafted tokens, walking through every acceptance and rejection of every token."""
+    length, found = len(accept[0]), [0.0] * (gamma + 1)
+    for tosses in itertools.product([False, True], repeat=length * gamma):
+        kept = [tosses[depth * length : (depth + 1) * length] for depth in range(gamma)]
+        weight = 1.0
+        for depth, at in itertools.product(range(gamma), range(length)):
+            weight *= accept[depth][at] if kept[depth][at] else 1 - accept[depth][at]
+        begin = 0
+        while begin < length:
+            drafted = min(gamma, length - begin - 1)
+            found[drafted] += weight
+            accepted = next((depth for depth in range(drafted) if not kept[depth][begin + depth]), drafted)
+            begin += accepted + 1
+    return found
+
+
+def test_the_dynamic_programme_is_the_walk_through_every_outcome() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for gamma, length in [(1, 5), (2, 5), (3, 4)]:
+        accept = torch.rand(1, gamma, length, generator=generator, dtype=torch.float64)
+        certain = torch.ones_like(accept)
+        rounds = expected_rounds(
+            Acceptance(accept, certain, certain, certain), [Text((0,), (0,) * length)], [gamma], [0.0]
+        )
+        assert rounds.drafted[0, 0].tolist() == pytest.approx(walk(accept[0].tolist(), gamma), abs=1e-12)
+
+
+def test_an_early_exit_reads_the_same_entries_at_every_depth() -> None:
+    """Its layers are the target's, so its keys and values are too: one depth is all there is."""
+    model = tiny_model("gemma2", vocab=7, layers=4)
+    texts = written(model)
+    calibration = Calibration(model, texts, SamplingParams(), depths=3)
+    for exit_layer in range(1, 4):
+        assert calibration.acceptance(LayerPlan.early_exit(4, exit_layer)).accept.shape[1] == 1
+    assert calibration.acceptance(LayerPlan.skipping(4, [0], [])).accept.shape[1] == 3
+    assert calibration.acceptance(LayerPlan.full(4)).accept.min() == 1.0

@@ -1,0 +1,150 @@
+"""Text files: what is read, learnt, held out and refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from model import InputError
+from weights.tokenizer import Tokenizer
+from weights.training.corpus import Document, pick_rows, read_documents, tokenized, train_tokenizer
+
+DOCUMENTS = [
+    Document(f"The {a} hen met {b * b} foxes.\n\nThey all went home at {b + 7} by the {c} road.", ended=a != "old")
+    for a in ("brown", "small", "clever", "old")
+    for b in range(30)
+    for c in ("red", "sly", "shy")
+]
+
+
+def written(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learnt")
+    train_tokenizer(DOCUMENTS, 320, folder)
+    return folder
+
+
+def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) -> None:
+    rows = [{"text": "One."}, {"prompt": "Say two. ", "response": "\nTwo.", "finished": False}, {"text": " "}]
+    assert read_documents([written(tmp_path / "a.jsonl", *rows)]) == [
+        Document("One.", True),
+        Document("Say two.\n\nTwo.", False),
+    ]
+
+
+def test_a_jsonl_line_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
+    row = '{"text": "one\u2028two\x85three"}'
+    (tmp_path / "a.jsonl").write_bytes(f"{row}\r\n{row}".encode())
+    assert read_documents([tmp_path / "a.jsonl"]) == [Document("one\u2028two\x85three", True)] * 2
+
+
+def test_a_text_file_is_cut_at_line_ends_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
+    text = "".join(f"Line {number} of a long text.\n" for number in range(1000))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    found = read_documents([tmp_path / "a.txt"])
+    assert len(found) > 3 and "".join(document.text for document in found) == text
+    assert [document.ended for document in found] == [False] * (len(found) - 1) + [True]
+
+
+def test_a_document_is_coded_as_chat_would_code_its_prompt(learnt: Path) -> None:
+    tokenizer = Tokenizer(learnt)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "The hen met"}])
+    whole = tokenizer.encode("The hen met\n\nThey all went home.")
+    assert whole[: len(prompt)] == prompt and tokenizer.decode(whole) == "The hen met\n\nThey all went home."
+
+
+@pytest.mark.parametrize("text", ["hen", "wholly new: žluťoučký 🦊\n\ttabs  and spaces ", "a\n\n\nb"])
+def test_a_learnt_tokenizer_codes_any_text_and_transformers_agrees(learnt: Path, text: str) -> None:
+    tokenizer, theirs = Tokenizer(learnt), AutoTokenizer.from_pretrained(learnt)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert theirs(text).input_ids == ids
+    assert theirs.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+        "input_ids"
+    ] == tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def test_no_document_is_both_trained_on_and_held_out_and_none_is_lost(learnt: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(learnt)
+    tokens = tokenized(DOCUMENTS, tokenizer, 320, tmp_path)
+    rows = [tuple(tokenizer.encode(each.text) + [2] * each.ended) for each in DOCUMENTS]
+    train, held_out = (tuple(part.tolist()) for part in (tokens.train, tokens.held_out))
+    assert len(train) + len(held_out) == sum(map(len, rows)) and len(held_out) > 0
+
+    def documents(ids: tuple[int, ...]) -> set[tuple[int, ...]]:
+        starts = [at for at, token in enumerate(ids) if token == 1] + [len(ids)]
+        return {ids[start:end] for start, end in pairwise(starts)}
+
+    assert documents(train) | documents(held_out) == set(rows)
+    assert not documents(train) & documents(held_out)
+
+
+def test_a_document_stays_on_its_side_when_text_is_added(learnt: Path, tmp_path: Path) -> None:
+    few = tokenized(DOCUMENTS[:150], Tokenizer(learnt), 320, tmp_path / "few").held_out.tolist()
+    many = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path / "many").held_out.tolist()
+    assert many[: len(few)] == few
+
+
+def test_token_files_are_made_again_only_when_the_text_changed(learnt: Path, tmp_path: Path) -> None:
+    tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
+    before = (tmp_path / "train.bin").stat().st_mtime_ns
+    tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
+    assert (tmp_path / "train.bin").stat().st_mtime_ns == before
+    changed = tokenized(DOCUMENTS[1:], Tokenizer(learnt), 320, tmp_path)
+    assert (tmp_path / "train.bin").stat().st_mtime_ns != before and changed.train.dtype == np.uint16
+
+
+def test_text_that_is_refused_leaves_the_token_files_of_the_text_before(learnt: Path, tmp_path: Path) -> None:
+    first = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist()
+    with pytest.raises(InputError, match="too few"):
+        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
+    assert tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist() == first
+    (tmp_path / "held_out.bin").unlink()
+    assert tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist() == first
+
+
+def test_rows_are_windows_of_the_file(learnt: Path) -> None:
+    tokens = np.arange(40, dtype=np.uint16)
+    rows = pick_rows(tokens, 200, 33, torch.Generator().manual_seed(0))
+    assert rows.shape == (200, 33) and rows.dtype == torch.int64
+    assert set(rows[:, 0].tolist()) == set(range(8))  # every start there is, the last included
+    assert torch.equal(rows - rows[:, :1], torch.arange(33).expand(200, 33))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.txt", "", "there is no text"),
+        ("a.jsonl", "\n", "there is no text"),
+        ("a.jsonl", '{"text": "fine"}\n{"text"\n', "a.jsonl, line 2 is not valid JSON"),
+        ("a.jsonl", '{"prompt": "no response"}\n', 'line 1 needs "text", or "prompt" and "response"'),
+        ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
+        ("a.jsonl", '{"text": "\\ud800"}\n', "line 1 holds half of a surrogate pair"),
+        ("a.csv", "a,b", "neither .txt nor .jsonl"),
+        ("a.txt", b"\xff\xfe", "cannot be read as UTF-8"),
+    ],
+)
+def test_wrong_data_is_refused_by_name(tmp_path: Path, name: str, content: str | bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=complaint):
+        read_documents([tmp_path / name])
+
+
+def test_too_little_text_is_refused(learnt: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not suit this text; it supports at most"):
+        train_tokenizer(DOCUMENTS, 30000, tmp_path)
+    with pytest.raises(InputError, match="too few to hold one in 50 out"):
+        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
+    with pytest.raises(InputError, match="the model has 10 tokens"):
+        tokenized(DOCUMENTS, Tokenizer(learnt), 10, tmp_path)

@@ -1,0 +1,130 @@
+"""The commands as processes: streams, exit status, signals; and every fault of a model folder in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import generate
+from tests.folders import LLAMA, write_folder
+
+ROOT = Path(__file__).parents[2]
+LONG = {**LLAMA, "max_position_embeddings": 1 << 16}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "generate.py"), *map(str, arguments)]
+
+
+def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "model")
+    options = ["--draft", "exit", "--num-samples", "2", "--temperature", "1", "--seed", "3", "--max-new-tokens", "8"]
+    run = subprocess.run(
+        command("the hen", "--model", model, *options, "--json", "--compare"), capture_output=True, check=True
+    )
+    results = [json.loads(line) for line in run.stdout.decode().splitlines()]
+    assert [len(result["tokens"]) for result in results] == [8, 8]
+    said = run.stderr.decode(errors="replace")
+    assert "speed-up" in said and "seed 3" in said and "Traceback" not in said
+
+
+def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "model", LONG)
+    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16]
+    with subprocess.Popen(
+        command("the hen", "--model", model, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)  # the text has begun, and is far from its end
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate()
+    assert process.returncode == 130
+    assert first and (first + rest).endswith(b"\n")
+    assert b"tokens/s" in said and b"Traceback" not in said
+
+
+def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path) -> None:
+    """As in ``generate.py ... | head -c 1``."""
+    model = write_folder(tmp_path / "model", LONG)
+    with subprocess.Popen(
+        command("the hen", "--model", model, "--max-new-tokens", 1 << 16),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read()
+    assert b"Traceback" not in said and b"BrokenPipe" not in said
+    assert process.returncode == 0
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+
+    return edit
+
+
+def drop_tensor(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, folder / "model.safetensors")
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def cut_short(name: str) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+
+    return cut
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "half a config": (cut_short("config.json"), "config.json is not valid JSON"),
+    "unknown model type": (edit_config(model_type="mistral"), "'mistral' is not supported; this project runs 'llama'"),
+    "no model type": (edit_config(model_type=None, architectures=None), "this project runs 'llama' and 'gemma2'"),
+    "no context left": (edit_config(max_position_embeddings=1), "the model's context 1"),
+    "another shape": (edit_config(hidden_size=64), "has shape [264, 32], the config wants [264, 64]"),
+    "missing tensor": (drop_tensor, "tensor norm.weight is missing"),
+    "half the weights": (cut_short("model.safetensors"), "is not a whole safetensors file"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer.json"),
+    "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json "),
+    "half a plan": (lambda folder: (folder / "plan.json").write_text('{"attn": ['), "plan.json is not valid JSON"),
+    "a plan of gamma -1": (lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'), "gamma"),
+    "a plan of another model": (lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'), "mlp of layer 9"),
+    "no end of text": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
+        "eos_token_id",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), FAULTS.values(), ids=FAULTS.keys())
+def test_every_fault_of_a_model_folder_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], said: str
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    damage(folder)
+    assert generate.main(["the hen", "--model", str(folder), "--max-new-tokens", "2"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert said in captured.err
