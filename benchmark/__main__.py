@@ -19,22 +19,23 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read when torch is loaded; s
 from rich.console import Console
 
 from benchmark import Report
-from benchmark.contenders import GAMMA, Bench, find_drafts
+from benchmark.contenders import Bench, find_drafts
 from benchmark.libraries import LIBRARIES, PACKAGES
 from benchmark.report import DRAWN, draw, tables
 from benchmark.sections import SECTIONS, measure, measure_memory
+from decoding.chooser import GAMMA, Setting
 from decoding.cost_file import machine
+from decoding.sampling import SamplingParams
 from model import InputError, parse_config
 from model.fast import accelerate
 from search.prompts import PROMPTS
-from search.texts import encode_prompts
 from weights.command_line import OneLineParser
 from weights.device import pick_device
-from weights.draft_model import load_draft_model
 from weights.files import check_place, read_json, write_json
 from weights.load import DTYPES, load_model, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder
+from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 
@@ -110,7 +111,7 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, Report]:
     tokenizer, config = Tokenizer(folder), parse_config(read_json(folder / "config.json"))
     draft_config = parse_config(read_json(draft_folder / "config.json")) if draft_folder else None
     prompts = [
-        (kind, text, list(*encode_prompts([text], tokenizer)))
+        (kind, text, encode_prompt(tokenizer, text))
         for kind, texts in PROMPTS.items()
         for text in (texts[:1] if options.quick else texts)
     ]
@@ -123,12 +124,10 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, Report]:
         )
     dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
     check_fits(estimate(config, dtype, positions, prompt=prompt, draft=draft_config, fast_on=device), device)
-    bench = Bench(options, folder, accelerate(load_model(folder, dtype, device)), prompts, draft_folder)
+    model = accelerate(load_model(folder, dtype, device))
+    bench = Bench(options, Setting(folder, model, tokenizer, SamplingParams(), positions), prompts)
     memory = {"memory": measure_memory(bench)} if "memory" in options.only else {}
-    draft_model = None
-    if draft_folder:
-        draft_model = load_draft_model(draft_folder, bench.model, tokenizer.vocabulary, positions)
-    bench.drafts = find_drafts(folder, bench.model, draft_model, quick=options.quick, exits=options.exit_layer)
+    bench.drafts = find_drafts(bench.setting, options)
     return bench, memory
 
 

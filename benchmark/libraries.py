@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmark.contenders import GAMMA, WARM_UP_TOKENS, Bench, Contender, Written, exit_layer
+from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Written, exit_layer
+from decoding.chooser import GAMMA
 from model import Decoder
 from weights.files import one_line
+from weights.names import model_folder
 
 LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # --against -> the module it needs
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}
@@ -75,9 +77,10 @@ def llama_cpp_contender(folder: Path, model: Decoder, longest: int) -> Contender
 def other_contenders(bench: Bench) -> dict[str, Contender]:
     """The libraries of --against, less what they cannot do with this model: that goes into the notes."""
     deepest = exit_layer(bench.model.num_layers, bench.options.exit_layer)
+    draft_folder = model_folder(bench.options.draft_model) if bench.options.draft_model else None
     makers: dict[str, Callable[[], dict[str, Contender]]] = {
-        "transformers": lambda: transformers_contenders(bench.folder, bench.model, bench.draft_folder, deepest),
-        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, bench.longest_text)},
+        "transformers": lambda: transformers_contenders(bench.folder, bench.model, draft_folder, deepest),
+        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, bench.setting.positions)},
     }
     found: dict[str, Contender] = {}
     for library in bench.options.against:

@@ -13,26 +13,18 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmark import Report
-from benchmark.contenders import (
-    WARM_UP_TOKENS,
-    Bench,
-    Contender,
-    ModelDraft,
-    Prompt,
-    Written,
-    drafting,
-    our_contender,
-    our_contenders,
-)
+from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Prompt, Written, our_contender, our_contenders
 from benchmark.libraries import other_contenders
+from decoding.chooser import Drafting, planned
 from decoding.costs import CONTEXT, CostTable, draft_steps, filled_cache, verification
-from decoding.policies import FixedLength
+from decoding.plan_file import DraftPlan
 from decoding.rounds import Round, Statistics
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import SamplingParams
+from decoding.writer import Writer
 from model import KVCache, LayerPlan
 from model.clock import now, take_turns
 from model.decoder import PREFILL_CHUNK
-from weights.memory import ROUND_TOKENS, estimate, held_bytes, parameter_count, peak_bytes
+from weights.memory import LONGEST_DRAFT, estimate, held_bytes, parameter_count, peak_bytes
 
 SECTIONS = ("speed", "costs", "context", "first-token", "memory", "floor")
 LONGEST_VERIFICATION = 16
@@ -40,7 +32,7 @@ START = 16  # tokens on which two libraries should agree, before rounding leads 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BANDWIDTH_BYTES = 1 << 28
-FILTERED = Sampler(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01))  # each filter takes memory
+FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
 
 Key = tuple[str, str]  # kind and text of a prompt
 
@@ -112,7 +104,7 @@ def predicted_speedups(result: Result, plain: Result, costs: CostTable) -> list[
 def measure_speed(bench: Bench, costs: dict[str, CostTable]) -> list[Report]:
     """One row for each contender: tokens a second, speed-up over plain decoding, agreement with its texts."""
     model, count = bench.model, bench.options.max_new_tokens
-    contenders = our_contenders(bench.folder, model, bench.longest_text, bench.drafts) | other_contenders(bench)
+    contenders = our_contenders(bench.setting, bench.drafts) | other_contenders(bench)
     results = run(contenders, bench.prompts, count, bench.options.repeats, model.device)
     plain = results["plain"]
     kinds = list(dict.fromkeys(kind for kind, _ in plain.seconds))
@@ -148,7 +140,7 @@ def measure_steps(bench: Bench) -> Report:
     with distribution, draw and reading the host, takes beyond it: it should stay below a twentieth of a plain step.
     """
     model, drafts = bench.model, bench.drafts
-    longest = max([LONGEST_VERIFICATION, *(draft.policy().gamma + 1 for draft in drafts.values())])
+    longest = max([LONGEST_VERIFICATION, *(draft.new_policy().gamma + 1 for draft in drafts.values())])
     cache = filled_cache(model, longest)
     steps = [verification(model, count, cache) for count in range(1, longest + 1)]
     for draft in drafts.values():
@@ -168,7 +160,7 @@ def measure_steps(bench: Bench) -> Report:
     return report
 
 
-def kept_part(draft: ModelDraft, cache: KVCache) -> Callable[[], Tensor]:
+def kept_part(draft: Drafting, cache: KVCache) -> Callable[[], Tensor]:
     """The forward pass of a draft step."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=draft.model.device)
     return lambda: draft.model(token, cache, CONTEXT, draft.plan)
@@ -220,11 +212,14 @@ def measure_memory(bench: Bench) -> list[Report]:
     """
     model = bench.model
     positions = min(PREFILL_CHUNK + PREFILL_CHUNK // 2, model.max_positions)
-    prompt = [0] * max(1, positions - 2 * ROUND_TOKENS)
-    drafter = drafting(model, ModelDraft(model, LayerPlan.full(model.num_layers)))
-    contender = our_contender(model, positions, drafter, lambda: FixedLength(ROUND_TOKENS - 1), sampler=FILTERED)
+    prompt = [0] * max(1, positions - 2 * (LONGEST_DRAFT + 1))
+    drafting = planned(model, DraftPlan(LayerPlan.full(model.num_layers), LONGEST_DRAFT))
+
+    def decode() -> None:
+        our_contender(Writer(model, positions), drafting, params=FILTERED).write(prompt, positions - len(prompt))
+
     needed = estimate(model.config, model.dtype, positions, prompt=len(prompt), fast_on=model.device)
-    measured = peak_bytes(lambda: contender.write(prompt, positions - len(prompt)), model.device)
+    measured = peak_bytes(decode, model.device)
     decoding = f"cache and workspace, a prompt of {len(prompt)} tokens and {positions - len(prompt)} more"
     return [
         {"part": "weights", "measured": held_bytes(model), "estimated": needed.weights},

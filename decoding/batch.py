@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decoding.randomness import inverse_cdf
 from decoding.sampling import SamplingParams, distribution
-from decoding.stopping import StopRules
+from decoding.text import Rules
 from model import Decoder, InputError
 from model.diagnose import explain_nonfinite
 
@@ -70,7 +70,7 @@ def sample_texts(
     Raises InputError for a prompt that is empty, does not fit the context or holds unknown ids, for
     ``max_new_tokens`` or ``batch`` below 1, and when the logits are not numbers.
     """
-    StopRules(max_new_tokens)  # refuses what is below 1
+    Rules(max_new_tokens)  # refuses what is below 1
     if batch < 1:
         raise InputError(f"batch must be at least 1, found {batch}")
     for prompt in prompts:

@@ -13,7 +13,7 @@ import torch
 
 from decoding.model_port import Model
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import SamplingParams, distribution
 from decoding.verify import verify
 from model.clock import take_turns
 from model.plan import LayerPlan
@@ -94,12 +94,12 @@ def measure_costs(
 
 def verification(target: Model, count: int, cache: Any, params: SamplingParams = GREEDY) -> Callable[[], None]:
     """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
-    sampler, randomness = Sampler(params), SeededRandomness(0, target.device)
+    randomness = SeededRandomness(0, target.device)
     tokens = torch.zeros(CONTEXT + count, dtype=torch.int64, device=target.device)
     draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
 
     def step() -> None:
-        probs = sampler.distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens)
+        probs = distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens, params)
         torch.stack(verify(probs, draft_probs, tokens[CONTEXT + 1 :], randomness)).tolist()
 
     return step
@@ -109,14 +109,14 @@ def draft_steps(
     model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, count: int = IN_A_ROW
 ) -> Callable[[], None]:
     """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
-    sampler, randomness = Sampler(params), SeededRandomness(0, model.device)
+    randomness = SeededRandomness(0, model.device)
     before = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
 
     def steps() -> None:
         cache.truncate(CONTEXT)
         context = before
         for start in range(CONTEXT, CONTEXT + count):
-            probs = sampler.distribution(model(context[None, start:], cache, start, plan)[0], context)
+            probs = distribution(model(context[None, start:], cache, start, plan)[0], context, params)
             context = torch.cat((context, randomness.draw(probs[0])[None]))
         context.tolist()
 

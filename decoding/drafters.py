@@ -1,9 +1,9 @@
 """Drafters: small objects that propose tokens for the target to verify.
 
-Two verbs. ``propose`` gives up to ``limit`` tokens together with the distributions they were really drawn
-from (one-hot for a drafter that does not draw). ``rollback`` says that the text is now ``length`` tokens
-long: whatever the drafter knows of later positions is void. It need not be told what was accepted; the
-next ``propose`` carries the text.
+Two verbs. ``propose`` gives up to ``limit`` tokens after the text, together with the distributions they were really
+drawn from (one-hot for a drafter that does not draw). ``rollback`` says that the text is now ``length`` tokens long:
+whatever the drafter knows of later positions is void (0: another text begins). It need not be told what was accepted;
+the next ``propose`` carries the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.sampling import Sampler
+from decoding.sampling import SamplingParams, distribution
+from decoding.text import Text
 from model.plan import LayerPlan
 
 CATCH_UP = 16  # tokens a draft model may lag behind and still catch up within its first draft step
@@ -28,21 +29,21 @@ CATCH_UP = 16  # tokens a draft model may lag behind and still catch up within i
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens ``[k]`` int64, the distributions they were drawn from ``[k, vocab]``, if the policy reads
-    it the raw softmax probability of each, and, where the drafter keeps them, whole raw distributions
-    ``[k, vocab]`` float32."""
+    """Drafted tokens ``[k]`` int64, the distributions they were drawn from ``[k, vocab]``, and, if the policy reads
+    it, the raw softmax probability of each. ``logits`` are those behind the distributions, ``[1, vocab]`` each, where
+    a model drafted: to be looked at, they decide nothing."""
 
     tokens: Tensor
     probs: Tensor
     confidence: list[float] | None = None
-    raw: Tensor | None = None
+    logits: Sequence[Tensor] = ()
 
 
 class Drafter(Protocol):
     """See the module's docstring. ``propose`` may draw only through ``randomness``."""
 
     def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft: ...
 
     def rollback(self, length: int) -> None: ...
@@ -62,45 +63,40 @@ class ModelDrafter:
     one hundredth of a round.
     """
 
-    def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None, *, keep_raw: bool = False) -> None:
-        """``keep_raw``: drafts carry their raw distributions too, to be looked at; they decide nothing."""
-        self.model, self.cache, self.plan, self.keep_raw = model, cache, plan, keep_raw
+    def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
+        self.model, self.cache, self.plan = model, cache, plan
 
-    def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        """Sample up to ``limit`` tokens one by one, each from ``sampler``'s distribution of the model's logits."""
-        context = torch.tensor(tokens, device=self.model.device)
+    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
+        """Sample up to ``limit`` tokens one by one, each from the distribution of the model's logits."""
+        context = text.tensor(self.model.device)
         start = self.cache.length
-        if limit and start < len(tokens) - CATCH_UP:
+        if limit and start < len(text) - CATCH_UP:
             self.model.prefill(context[None, start:-1], self.cache, start)
-            start = len(tokens) - 1
+            start = len(text) - 1
         rows: list[Tensor] = []
-        raw: list[Tensor] = []
+        unprocessed: list[Tensor] = []
         confidence: list[float] = []
         while len(rows) < limit:
             logits = self.model(context[None, start:], self.cache, start, self.plan)[0, -1:]
-            probs = sampler.distribution(logits, context)
-            if sampler.constraints and not probs.any():
-                break  # the constraint allows nothing here; if the text gets so far, the loop says so
+            allowed = text.allowed(context[len(text) :], first=len(rows))
+            probs = distribution(logits, context, params, allowed)
+            if allowed is not None and not probs.any():
+                break  # nothing is allowed here; if the text gets so far, the loop says so
             token = randomness.draw(probs[0])
             start, context = len(context), torch.cat((context, token[None]))
             rows.append(probs)
-            if self.keep_raw:
-                raw.append(torch.softmax(logits.float(), dim=-1))
+            unprocessed.append(logits)
             if policy.reads_draft_confidence:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
                     break
-            if sampler.constraints and token.item() in sampler.eos_ids:
-                break  # no constraint may be asked what follows
         probs = torch.cat(rows) if rows else torch.zeros(0, self.model.vocab_size, device=self.model.device)
         sure = confidence if policy.reads_draft_confidence else None
-        return Draft(context[len(tokens) :], probs, sure, torch.cat(raw) if raw else None)
+        return Draft(context[len(text) :], probs, sure, unprocessed)
 
     def rollback(self, length: int) -> None:
         # All but the last token: the next step feeds that one again, in draft and target alike.
-        self.cache.truncate(length - 1)
+        self.cache.truncate(max(0, length - 1))
 
 
 class PromptLookup:
@@ -113,18 +109,15 @@ class PromptLookup:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3) -> None:
         self.vocab_size, self.device, self.longest = vocab_size, device, longest
 
-    def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
-    ) -> Draft:
+    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
         """Up to ``limit`` tokens, surely chosen: their distributions are one-hot and their confidence is 1."""
-        found = self._continuation(tokens, limit)
         drafted: list[int] = []
-        for token in found:
-            allowed = sampler.allowed([*tokens, *drafted])
+        for token in self._continuation(text.tokens, limit):
+            allowed = text.allowed_after(drafted)
             if allowed is not None and not allowed[token]:
                 break  # a constraint is asked about texts that it allows only
             drafted.append(token)
-            if token in sampler.eos_ids:
+            if token in text.rules.eos_ids:
                 break
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
         return Draft(ids, F.one_hot(ids, self.vocab_size).float(), [1.0] * len(drafted))
@@ -133,15 +126,15 @@ class PromptLookup:
         """Nothing to forget: each search reads the text itself."""
 
     def _continuation(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
-        text = array("i", tokens)
-        data, width = text.tobytes(), text.itemsize
+        ids = array("i", tokens)
+        data, width = ids.tobytes(), ids.itemsize
         for size in range(min(self.longest, len(tokens) - 1), 0, -1):
             tail = data[-size * width :]
             end = len(data) - width  # an occurrence needs at least one token after it
             while (at := data.rfind(tail, 0, end)) >= 0:
                 if at % width == 0:
                     after = at // width + size
-                    return text[after : after + limit].tolist()
+                    return ids[after : after + limit].tolist()
                 end = at + len(tail) - 1
         return []
 
@@ -152,9 +145,7 @@ class NoDraft:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.empty = Draft(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, vocab_size, device=device))
 
-    def propose(
-        self, tokens: Sequence[int], limit: int, sampler: Sampler, policy: Policy, randomness: Randomness
-    ) -> Draft:
+    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
         return self.empty
 
     def rollback(self, length: int) -> None:

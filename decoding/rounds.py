@@ -6,24 +6,6 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Detail:
-    """What draft and target thought of one token: a drafted one, or the target's own.
-
-    ``draft_prob``    q(token), with which a drafted token was drawn; None where the draft had nothing to say
-    ``target_prob``   p(token)
-    ``draft_top``, ``target_top``  ``(token, probability)`` of the likeliest tokens at this position, best
-    first, and of this token. They are those of q and p, but in greedy decoding, where q and p are one-hot,
-    raw softmax probabilities (a drafter that keeps none shows its one-hot q).
-    """
-
-    token: int
-    draft_prob: float | None
-    target_prob: float
-    draft_top: list[tuple[int, float]]
-    target_top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
 class Round:
     """One draft, its verification, and what became of the text.
 
@@ -32,22 +14,20 @@ class Round:
     ``accepted``  how many of them the target accepted
     ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token after
                   them, up to the first that ended the text or completed a banned word
-    ``retracted`` tokens then taken back from the end of the text, because of a banned word
+    ``retracted`` the tokens then taken back from the end of the text, because of a banned word
     ``finish``    why the text ended with this round: "eos", "stop", "length"; None while it goes on
     ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered) that
     the draft gave each of its tokens, the target the token it drew itself; None unless the policy reads it.
-    ``details``   of every drafted token, then of the target's own; None unless the loop was asked for them
     """
 
     position: int
     drafted: list[int]
     accepted: int
     emitted: list[int]
-    retracted: int = 0
+    retracted: list[int] = field(default_factory=list)
     finish: str | None = None
     draft_confidence: list[float] | None = None
     target_confidence: float | None = None
-    details: list[Detail] | None = None
 
     def verdicts(self) -> list[tuple[int, str]]:
         """Each token of the round with what became of it, in order of appearance.
@@ -78,7 +58,7 @@ class Statistics:
 
     def add(self, round: Round) -> None:
         self.rounds += 1
-        self.tokens += len(round.emitted) - round.retracted
+        self.tokens += len(round.emitted) - len(round.retracted)
         self.drafted += len(round.drafted)
         accepted = min(round.accepted, len(round.emitted))
         self.accepted += accepted

@@ -7,7 +7,6 @@ only if all four mean the same thing by "temperature 0.7, top-p 0.9".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.errors import InputError
-
-# The tokens so far (prompt included) -> bool [vocab] of tokens that may come next, or None for all.
-# It must depend on nothing else: then rolling back tokens rolls the constraint back with them. It is asked
-# about texts that its own answers allow, drafted tokens included, but never about what follows an
-# end-of-text token.
-Constraint = Callable[[Sequence[int]], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -126,34 +119,3 @@ def _seen(context: Tensor, rows: int, vocab: int) -> Tensor:
     later = F.one_hot(context[first:], vocab).cumsum(0) > 0
     seen[1:] |= later
     return seen
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Sampling parameters together with the constraints in force: all that makes a distribution.
-
-    ``eos_ids`` are the tokens after which constraints are not asked; the loop fills them in.
-    """
-
-    params: SamplingParams = SamplingParams()
-    constraints: tuple[Constraint, ...] = ()
-    eos_ids: frozenset[int] = frozenset()
-
-    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
-        """bool ``[vocab]``: what every constraint allows after these tokens; None when nothing is forbidden."""
-        masks = [mask.cpu() for constraint in self.constraints if (mask := constraint(tokens)) is not None]
-        return torch.stack(masks).all(0) if masks else None
-
-    def distribution(self, logits: Tensor, context: Tensor) -> Tensor:
-        """``distribution`` of these logits, each row under the constraints of its own prefix."""
-        if not self.constraints:
-            return distribution(logits, context, self.params)
-        tokens, first = context.tolist(), len(context) - len(logits) + 1
-        rows = [self.allowed(tokens[:first])]
-        for end in range(first + 1, len(tokens) + 1):  # beyond the text lies the draft, which may hold its end
-            rows.append(None if tokens[end - 1] in self.eos_ids else self.allowed(tokens[:end]))
-        if all(mask is None for mask in rows):
-            return distribution(logits, context, self.params)
-        everything = torch.ones(logits.shape[-1], dtype=torch.bool)
-        masks = torch.stack([everything if mask is None else mask for mask in rows])
-        return distribution(logits, context, self.params, masks.to(logits.device))

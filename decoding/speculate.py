@@ -1,90 +1,108 @@
-"""The loop: draft, verify, emit, roll back. Everything else in this room serves these lines."""
+"""The loop: draft, verify, extend the text, roll back. Everything else in this room serves these lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from decoding.banned import BannedWords
-from decoding.drafters import Drafter, raw_probability
+from decoding.drafters import Draft, Drafter
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
-from decoding.sampling import Sampler
-from decoding.show.details import examine
-from decoding.stopping import StopRules
-from decoding.text import TokenBytes, Transcript
+from decoding.sampling import SamplingParams, distribution
+from decoding.text import Text
 from decoding.verify import verify
 from model.diagnose import explain_nonfinite
-from model.errors import InputError
+
+# Is shown each round's draft, the target's logits and probabilities [k + 1, vocab], how many tokens were accepted, and
+# the token after them. It decides nothing.
+Observer = Callable[[Draft, Tensor, Tensor, int, Tensor], None]
 
 
 @torch.inference_mode()
 def speculate(
     target: Model,
     cache: Any,
-    prompt: Sequence[int],
+    text: Text,
     drafter: Drafter,
     policy: Policy,
-    sampler: Sampler,
-    stop: StopRules,
+    params: SamplingParams,
     randomness: Randomness,
-    *,
-    token_bytes: TokenBytes = lambda token: b"",
-    banned: BannedWords | None = None,
-    details: bool = False,
+    observer: Observer | None = None,
 ) -> Iterator[Round]:
-    """Write a text token by token with exactly the target's distribution; yields a record of each round.
+    """Extend ``text`` to its end with exactly the target's distribution; yields a record of each round.
 
-    Plain decoding is the same loop with an empty draft. ``cache`` must hold the prompt but its last token
-    (``target.prefill``) and is left holding it, so calling again draws another sample from one prefill.
-    ``details`` asks for the probabilities behind each round, to be looked at; they decide nothing.
-    Raises InputError when the constraints allow no token at a position that the text has reached, and when
-    the target's logits are not numbers.
+    Plain decoding is the same loop with an empty draft. ``cache`` must hold the text but its last token
+    (``target.prefill``); rolled back to the prompt it serves for another sample. Raises InputError when the constraints
+    allow no token at a position that the text has reached, and when the target's logits are not numbers.
     """
-    text = Transcript(prompt, token_bytes)
-    sampler = replace(sampler, eos_ids=stop.eos_ids)
-    cache.truncate(len(prompt) - 1)
-    drafter.rollback(len(prompt))
-    while True:
-        # Invariant: the cache holds every token but the last.
-        position = len(text.tokens)
-        limit = min(policy.draft_length(), stop.room(text, target.max_positions) - 1)
-        context = torch.tensor(text.tokens, device=target.device)  # copied before the draft is queued behind it
-        draft = drafter.propose(text.tokens, limit, sampler, policy, randomness)
-
+    cache.truncate(len(text) - 1)
+    drafter.rollback(len(text))
+    while text.finish is None:
+        # Invariant: the cache holds every token of the text but the last.
+        position = len(text)
+        context = text.tensor(target.device)  # copied before the draft is queued behind it
+        draft = drafter.propose(text, min(policy.draft_length(), text.room - 1), params, policy, randomness)
         context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
-        target_probs = sampler.distribution(logits, context)
-        kept, own = verify(target_probs, draft.probs, draft.tokens, randomness)
-        # Judged is the row that the own token came from: those after it belong to no text, those before it accepted.
-        # It needs a finite largest logit; others may be -inf.
-        broken = ~logits.index_select(0, kept[None]).amax().isfinite()
-        report = torch.stack((kept, own, broken))  # what the host reads of a round, at once
-        *drafted, accepted, own_token, broken = torch.cat((draft.tokens, report)).tolist()
-        if broken:
-            raise explain_nonfinite(target, cache, context[: position + accepted])
-
-        finish, retracted, emitted = None, 0, []
-        for token in [*drafted[:accepted], own_token]:
-            if len(emitted) == accepted and sampler.constraints and not target_probs[accepted].any():
-                raise InputError(f"the constraints allow no token at position {len(text.tokens)} of the text")
-            text.append(token)
-            emitted.append(token)
-            retracted = banned.retract(text) if banned else 0
-            finish = None if retracted else stop.check(text, target.max_positions)
-            if retracted or finish:
-                break
-        cache.truncate(len(text.tokens) - 1)
-        drafter.rollback(len(text.tokens))
-        confidence = raw_probability(logits[accepted], own) if policy.reads_target_confidence else None
-        seen = examine(draft, accepted, own, target_probs, logits, sampler.params) if details else None
-        round = Round(position, drafted, accepted, emitted, retracted, finish, draft.confidence, confidence, seen)
+        probs = distribution(logits, context, params, text.allowed(draft.tokens))
+        kept, token = verify(probs, draft.probs, draft.tokens, randomness)
+        verdict = read_verdict(draft, kept, token, logits, probs, policy)
+        if verdict.broken:
+            raise explain_nonfinite(target, cache, context[: position + verdict.accepted])
+        extension = text.extend(verdict.tokens)
+        cache.truncate(len(text) - 1)
+        drafter.rollback(len(text))
+        round = Round(position, verdict.drafted, verdict.accepted, *extension, draft.confidence, verdict.confidence)
         policy.observe(round)
+        if observer:
+            observer(draft, logits, probs, verdict.accepted, token)
         yield round
-        if finish:
-            return
+
+
+class Verdict(NamedTuple):
+    """What the host knows of a verification.
+
+    ``token``: the one after the accepted ones, None where the constraints allow none; ``broken``: the logits that it
+    should come from are not numbers; ``confidence``: its raw softmax probability, if the policy reads it.
+    """
+
+    drafted: list[int]
+    accepted: int
+    token: int | None
+    broken: bool
+    confidence: float | None
+
+    @property
+    def tokens(self) -> list[int | None]:
+        """What the text is to be extended by."""
+        return [*self.drafted[: self.accepted], self.token]
+
+
+def read_verdict(
+    draft: Draft, accepted: Tensor, token: Tensor, logits: Tensor, probs: Tensor, policy: Policy
+) -> Verdict:
+    """Read the host: once, unless there is no token to be had.
+
+    A token of probability 0 is only drawn from a row of zeros: where nothing is allowed, or where the logits are not
+    numbers. Judged is the row that the token came from: those after it belong to no text, those before it are accepted.
+    """
+    row, p = (rows.index_select(0, accepted[None])[0] for rows in (logits, probs))
+    facts = [accepted, token, p.index_select(0, token[None])[0]]
+    if policy.reads_target_confidence:
+        facts.append(torch.softmax(row.float(), dim=-1).index_select(0, token[None])[0])
+    facts = torch.stack([fact.double() for fact in facts])
+    read = torch.cat((draft.tokens.double(), facts)).tolist()
+    *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
+    chance, *confidence = read[len(draft.tokens) + 2 :]
+    return Verdict(
+        drafted,
+        count,
+        number if chance else None,
+        broken=not chance and not row.amax().isfinite(),
+        confidence=confidence[0] if confidence else None,
+    )

@@ -49,14 +49,15 @@ from search.study import (
     open_study,
     starts,
 )
-from search.texts import encode_prompts, read_prompts, split, written_texts
+from search.texts import read_prompts, split, written_texts
 from search.workers import Job, quiet_optuna, run_alone, run_workers
-from weights.command_line import OneLineParser
+from weights.command_line import OneLineParser, say
 from weights.device import pick_device
 from weights.files import check_place
 from weights.fingerprint import model_fingerprint
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
+from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 CONFIRMED = 3  # plans that are run for real
@@ -137,7 +138,7 @@ def prepare(options: argparse.Namespace, params: SamplingParams, folder: Path, p
     say("writing calibration text, or taking what was kept of it")
     texts = written_texts(
         model,
-        encode_prompts(prompts, tokenizer),
+        [tuple(encode_prompt(tokenizer, prompt)) for prompt in prompts],
         params,
         max_new_tokens=options.max_new_tokens,
         eos_ids=tokenizer.eos_ids,
@@ -151,10 +152,6 @@ def prepare(options: argparse.Namespace, params: SamplingParams, folder: Path, p
     return Setting(
         folder, model, params, tokenizer.eos_ids, fingerprint, {SEARCHED: searched, HELD_OUT: held_out}, costs
     )
-
-
-def say(line: str) -> None:
-    print(f"[{line}]", file=sys.stderr)
 
 
 @contextmanager

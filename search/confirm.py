@@ -6,27 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from decoding.chooser import plain, planned
 from decoding.costs import SublayerCosts
-from decoding.drafters import Drafter, ModelDrafter, NoDraft
 from decoding.plan_file import DraftPlan
-from decoding.policies import FixedLength, Policy
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
-from decoding.sampling import Sampler, SamplingParams
-from decoding.speculate import speculate
-from decoding.stopping import StopRules
-from model import Decoder, KVCache, LayerPlan
-from model.clock import now
+from decoding.sampling import SamplingParams
+from decoding.text import Rules
+from decoding.writer import Writer
+from model import Decoder, LayerPlan
 from search.acceptance import Calibration, Text
 from search.prediction import Prediction, predict
 from search.study import Candidate
 
 REPEATS = 2  # runs of every contender on every prompt, of which the faster counts
-
-# A cache that holds a prompt -> a drafter and a fresh policy
-MakeDrafting = Callable[[KVCache], tuple[Drafter, Policy]]
 
 
 @dataclass(frozen=True)
@@ -60,25 +53,25 @@ def confirm(
 
     Timed is the loop, without the prompt's prefill. A speed is that of all prompts together: tokens over seconds.
     """
-    contenders: list[MakeDrafting] = [lambda cache: (NoDraft(model.vocab_size, model.device), FixedLength(0))]
-    contenders += [_drafting(model, draft_plan(candidate)) for candidate in found]
+    contenders = [plain(model), *(planned(model, draft_plan(candidate)) for candidate in found)]
     sums = [Statistics() for _ in contenders]
     seconds, tokens = [0.0] * len(contenders), [0] * len(contenders)
-    sampler = Sampler(params)
     longest = max(candidate.prediction.gamma for candidate in found)
-    warm_up = StopRules(longest + 2)  # a draft of full length, and one token after it
-    cache = model.new_cache(max(len(text.prompt) for text in held_out) + max(max_new_tokens, warm_up.max_new_tokens))
+    # Room for a warm-up with a draft of full length too, and one token after it.
+    writer = Writer(model, max(len(text.prompt) for text in held_out) + max(max_new_tokens, longest + 2))
+    writer.begin(held_out[0].prompt)
     for contender in contenders:
-        _run(model, cache, held_out[0].prompt, contender, sampler, warm_up, seed, Statistics())
+        writer.warm_up(contender, params)
     for text in held_out:
-        stop = StopRules(max_new_tokens, eos_ids)
         best, written = [math.inf] * len(contenders), [0] * len(contenders)
         for _ in range(REPEATS):
             for number, contender in enumerate(contenders):
-                one = Statistics()
-                took = _run(model, cache, text.prompt, contender, sampler, stop, seed, one, sums[number])
-                best[number] = min(best[number], took)
-                written[number] = one.tokens
+                writer.begin(text.prompt)
+                randomness = SeededRandomness(seed, model.device)
+                sample = writer.write(writer.new_text(Rules(max_new_tokens, eos_ids)), contender, params, randomness)
+                best[number], written[number] = min(best[number], sample.seconds), sample.statistics.tokens
+                for round in sample.rounds:
+                    sums[number].add(round)
         seconds = [total + each for total, each in zip(seconds, best, strict=True)]
         tokens = [total + each for total, each in zip(tokens, written, strict=True)]
         on_prompt()
@@ -92,33 +85,6 @@ def confirm(
         rate = statistics.acceptance_rate or 0.0
         confirmed.append(Confirmation(candidate, predicted, speed / speeds[0], rate, statistics.tokens_per_round))
     return sorted(confirmed, key=lambda one: -one.speedup)
-
-
-def _drafting(model: Decoder, chosen: DraftPlan) -> MakeDrafting:
-    plan, gamma = chosen.plan, chosen.gamma or 0
-    return lambda cache: (ModelDrafter(model, cache, plan), chosen.new_policy(gamma))
-
-
-def _run(
-    model: Decoder,
-    cache: KVCache,
-    prompt: Sequence[int],
-    contender: MakeDrafting,
-    sampler: Sampler,
-    stop: StopRules,
-    seed: int,
-    *sums: Statistics,
-) -> float:
-    """Seconds that one text takes; its rounds are added to ``sums``. What the cache held is forgotten."""
-    cache.truncate(0)
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64, device=model.device), cache)
-    drafter, policy = contender(cache)
-    began = now(model.device)
-    for round in speculate(model, cache, prompt, drafter, policy, sampler, stop, SeededRandomness(seed, model.device)):
-        for statistics in sums:
-            statistics.add(round)
-    return now(model.device) - began
 
 
 def without_speculation(plan: LayerPlan) -> DraftPlan:

@@ -18,9 +18,9 @@ from decoding.costs import (
 from decoding.drafters import NoDraft, raw_probability
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.stopping import StopRules
+from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 from model.clock import take_turns
 
@@ -79,14 +79,11 @@ def _confidence(model: Decoder) -> Callable[[], None]:
 
 def _plain_loop(model: Decoder, params: SamplingParams) -> Callable[[], None]:
     cache, prompt = filled_cache(model, IN_A_ROW), [0] * (CONTEXT + 1)
-    drafter, stop, randomness = (
-        NoDraft(model.vocab_size, model.device),
-        StopRules(IN_A_ROW),
-        SeededRandomness(0, model.device),
-    )
+    drafter, randomness = NoDraft(model.vocab_size, model.device), SeededRandomness(0, model.device)
 
     def step() -> None:
-        for _ in speculate(model, cache, prompt, drafter, FixedLength(0), Sampler(params), stop, randomness):
+        text = Text(prompt, Rules(IN_A_ROW), model)
+        for _ in speculate(model, cache, text, drafter, FixedLength(0), params, randomness):
             pass
 
     return step

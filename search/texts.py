@@ -15,7 +15,6 @@ from model import Decoder, InputError
 from search.acceptance import Text
 from search.prompts import PROMPTS
 from weights.files import check_utf8, read_optional_json, write_json
-from weights.tokenizer import Tokenizer
 
 FILE = "calibration.json"
 MOST_PROMPTS = 24  # of a longer file, as many are taken, evenly spaced
@@ -54,13 +53,6 @@ def _prompt_of(line: str, where: str) -> str:
         raise InputError(f'{where}: expected an object like {{"prompt": "Tell me a story."}}')
     check_utf8(f"prompt in {where}", prompt)
     return prompt
-
-
-def encode_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Token ids of each prompt: a user's turn where the model has a chat template, else plain text."""
-    if tokenizer.chat_template is None:
-        return [tuple(tokenizer.encode(prompt)) for prompt in prompts]
-    return [tuple(tokenizer.encode_chat([{"role": "user", "content": prompt}])) for prompt in prompts]
 
 
 def written_texts(

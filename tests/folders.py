@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from model import build, parse_config
+from tests.configs import small
 
 END = "<|end|>"
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "n"), ("i", "n"), ("e", "r"), ("Ġ", "a")]
@@ -20,24 +21,15 @@ VOCAB_SIZE = 256 + len(MERGES) + 1  # every byte, the merges, and END
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, **SIZES}
-GEMMA2 = {
-    "model_type": "gemma2",
-    "architectures": ["Gemma2ForCausalLM"],
-    "rope_theta": 10000.0,
-    "query_pre_attn_scalar": 8,
-    "sliding_window": 16,
-    **SIZES,
-}
+LLAMA = small("llama", hidden=32, layers=4, **SIZES)
+GEMMA2 = small("gemma2", hidden=32, layers=4, query_pre_attn_scalar=8, sliding_window=16, **SIZES)
 
 
 def random_state(config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -22,15 +22,15 @@ import decoding.speculate
 import generate
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit
-from decoding.proof.enumeration import output_law, total_variation
+from decoding.proof.judge import Setup, bias
+from decoding.proof.plain_law import Request
+from decoding.proof.table_model import TableModel
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
-from decoding.sampling import Sampler, SamplingParams
-from decoding.show.streaming import TextStream
-from decoding.stopping import StopRules
+from decoding.sampling import SamplingParams
+from decoding.text import Text
 from model import KVCache
 from tests.decoding import test_drafters, test_randomness, test_speculate, test_text
-from tests.laws import Drafting, Request, TableModel, plain_law, run_loop
 from tests.scripts import test_compare
 
 EXACT = 1e-9
@@ -71,14 +71,13 @@ def table(*, ties: bool = False) -> TableModel:
     return TableModel(*(rows / rows.sum(-1, keepdim=True)))
 
 
-def law(request: Request, drafting: Drafting | None = None, *, ties: bool = False) -> Callable[[], None]:
+def law(request: Request, setup: Setup | None = None, *, ties: bool = False) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
 
     model = table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
-        enumerated = output_law(lambda randomness: run_loop(model, request, drafting or Drafting(), randomness))
-        assert total_variation(enumerated, plain_law(model, request)) < EXACT
+        assert bias(model, request, setup or Setup()) < EXACT
 
     return the_enumerated_law_equals_plain_samplings
 
@@ -110,7 +109,7 @@ FILTERED = Request(params=SamplingParams(0.7, top_k=2))
 PENALISED = Request(params=SamplingParams(1.0, repetition_penalty=1.5))
 ENDING = Request(max_new_tokens=3, eos_ids=frozenset({1}))
 LONG = Request(max_new_tokens=3)
-ADAPTIVE = Drafting(policy=lambda: AdaptiveExit(0.45, 2))
+ADAPTIVE = Setup(policy=lambda: AdaptiveExit(0.45, 2))
 S = decoding.speculate
 SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
 NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
@@ -129,13 +128,12 @@ MUTANTS = [
     Mutant(
         3,
         "the bonus token comes from unprocessed logits",
-        Sampler,
-        "distribution",
-        "if not self.constraints:\n        return distribution(logits, context, self.params)",
-        "probs = distribution(logits, context, self.params)\n"
-        "    if len(logits) > 1:\n"
-        "        probs[-1:] = distribution(logits[-1:], context, SamplingParams(1.0))\n"
-        "    return probs",
+        S,
+        "speculate",
+        "text.allowed(draft.tokens))",
+        "text.allowed(draft.tokens))\n"
+        "        if len(logits) > 1:\n"
+        "            probs[-1:] = distribution(logits[-1:], context, SamplingParams(1.0))",
         law(FILTERED),
     ),
     Mutant(
@@ -143,10 +141,10 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return Draft(context[len(tokens) :], probs,",
+        "return Draft(context[len(text) :], probs,",
         "pad = limit - len(rows)\n"
         "    context, probs = torch.nn.functional.pad(context, (0, pad)), torch.cat((probs, *[probs[-1:]] * pad))\n"
-        "    return Draft(context[len(tokens) :], probs,",
+        "    return Draft(context[len(text) :], probs,",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -162,7 +160,7 @@ MUTANTS = [
     Mutant(
         7,
         "temperature 0 is a division by 1e-10",
-        decoding.sampling,
+        S,
         "distribution",
         "probs = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)",
         "probs = torch.softmax(scores / 1e-10, dim=-1)",
@@ -199,55 +197,55 @@ MUTANTS = [
     Mutant(
         11,
         "an end-of-text token inside an accepted draft is ignored",
-        S,
-        "speculate",
-        "finish = None if retracted else",
-        "finish = None if retracted or len(emitted) <= accepted else",
+        Text,
+        "extend",
+        "self._check_end()",
+        "len(emitted) < len(tokens) or self._check_end()",
         law(ENDING),
     ),
     Mutant(
         12,
         "tokens after the end of the text are returned and counted",
-        S,
-        "speculate",
-        "if retracted or finish:\n",
-        "if retracted:\n",
+        Text,
+        "extend",
+        "if self.finish:\n",
+        "if False:\n",
         law(ENDING),
     ),
     Mutant(
         13,
         "of several end-of-text ids only the first in the list ends the text",
-        StopRules,
-        "check",
-        "in self.eos_ids",
-        "in sorted(self.eos_ids)[:1]",
+        Text,
+        "_check_end",
+        "in self.rules.eos_ids",
+        "in sorted(self.rules.eos_ids)[:1]",
         law(Request(eos_ids=frozenset({0, 2}))),
     ),
     Mutant(
         14,
         "a stop string is looked for in one token",
-        StopRules,
-        "cut",
-        "floor=text.prompt_bytes",
-        "floor=text.begin(len(text.tokens) - 1)",
+        Text,
+        "_check_end",
+        "self.prompt_bytes)",
+        "self._begin(len(self) - 1))",
         law(Request(stop_strings=("ba",))),
     ),
     Mutant(
         14,
         "the text is not cut before the stop string",
-        TextStream,
-        "push",
-        'self.stop.cut(self.transcript) if round.finish == "stop" else None',
-        "None",
-        test_text.test_streamed_text_is_the_text_cut_before_the_stop_whatever_the_rounds,
+        Text,
+        "certain",
+        "return self.cut",
+        "return len(self.data)",
+        test_text.test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back,
     ),
     Mutant(
         15,
         "the token budget is overshot",
-        StopRules,
-        "check",
-        "> 0 else",
-        "> -1 else",
+        Text,
+        "_check_end",
+        "self.room <= 0",
+        "self.room <= -1",
         law(SAMPLED),
     ),
     Mutant(
@@ -302,7 +300,7 @@ MUTANTS = [
         ModelDrafter,
         "propose",
         "start = self.cache.length\n",
-        "start = self.cache.length\n    start = start and len(tokens) - 1\n",
+        "start = self.cache.length\n    start = start and len(text) - 1\n",
         for_family(NO_HOLE, "llama"),
     ),
     Mutant(
@@ -328,7 +326,7 @@ MUTANTS = [
         "the baseline is timed without a warm-up",
         generate,
         "run",
-        "generator.warm_up()",
+        "writer.warm_up(drafting, request.params)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
     ),
@@ -340,6 +338,15 @@ MUTANTS = [
         "p_drafted / q_drafted",
         "p_drafted.bfloat16().to(wide) / q_drafted",
         law(SAMPLED),
+    ),
+    Mutant(
+        27,
+        "two overlapping bans: what the first would leave is shown, and taken back later",
+        Text,
+        "certain",
+        "while end >",
+        "if end >",
+        test_text.test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back,
     ),
 ]
 

@@ -44,6 +44,11 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything of this name, a link that leads nowhere included."""
+    return os.path.lexists(path)
+
+
 def one_line(error: object) -> str:
     """A library's error as a part of one line: what a file's contents brought into it cannot break the line."""
     return "".join(character if character.isprintable() else " " for character in str(error)[:300])

@@ -20,7 +20,7 @@ from model.decoder import PREFILL_CHUNK
 from model.fast.parts import FastPart, can_pack
 from model.layers import wide_dtype
 
-ROUND_TOKENS = 9  # that a verification reads at once: a draft of 8 and the token before it
+LONGEST_DRAFT = 8  # tokens drafted a round at most, where nothing else is said
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container of its limits
 LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
 
@@ -62,17 +62,20 @@ def estimate(
     prompt: int,
     draft: ModelConfig | None = None,
     fast_on: torch.device | None = None,
+    longest_draft: int = LONGEST_DRAFT,
 ) -> Memory:
     """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
 
     ``draft`` is the config of a draft model beside the target; a draft that is part of the target is free.
-    ``fast_on`` is the device of a model that ``model.fast`` prepares: packing holds a tied embedding twice.
+    ``fast_on`` is the device of a model that ``model.fast`` prepares: packing holds a tied embedding twice. A round
+    drafts ``longest_draft`` tokens at most, as far as the positions leave room for them.
     """
     configs = [config] if draft is None else [config, draft]
+    verified = min(longest_draft + 1, max(1, positions - prompt))  # the draft and the token before it
     return Memory(
         weights=sum(weight_bytes(each, dtype, fast_on) for each in configs),
         cache=sum(cache_bytes(each, dtype, positions) for each in configs),
-        workspace=max(workspace_bytes(each, dtype, positions, prompt) for each in configs),
+        workspace=max(workspace_bytes(each, dtype, positions, prompt, verified) for each in configs),
         positions=positions,
     )
 
@@ -96,13 +99,13 @@ def cache_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * dtype.itemsize
 
 
-def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, prompt: int) -> int:
-    """The temporary tensors of the hungriest step: a chunk of the prompt, a verification, or its sampling."""
+def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, prompt: int, verified: int) -> int:
+    """The temporary tensors of the hungriest step: a prompt's chunk, ``verified`` tokens, or their sampling."""
     chunk = min(PREFILL_CHUNK, prompt)
     return max(
         layer_bytes(config, dtype, chunk, prompt - prompt % chunk),  # the last chunk that is a whole one
-        layer_bytes(config, dtype, min(ROUND_TOKENS, positions), positions),
-        ROUND_TOKENS * config.vocab_size * LOGIT_COPIES * wide_dtype(dtype).itemsize,
+        layer_bytes(config, dtype, verified, positions),
+        verified * config.vocab_size * LOGIT_COPIES * wide_dtype(dtype).itemsize,
     )
 
 

@@ -12,6 +12,7 @@ from decoding.corpus.templates import story_prompt
 from decoding.corpus.text_file import WrittenText
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
+from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 MESSAGE_TOKENS = 64  # of a user's message that the model writes itself, at most
@@ -79,9 +80,7 @@ class Author:
     def stories(self, rows: int, rng: random.Random) -> list[tuple[str, list[int]]]:
         """Requests for a story, with their ids: a chat turn, or plain text where there is no template."""
         prompts = [story_prompt(rng) for _ in range(rows)]
-        if self.tokenizer.chat_template is None:
-            return [(prompt, self.tokenizer.encode(prompt)) for prompt in prompts]
-        return [(prompt, self.tokenizer.encode_chat([{"role": "user", "content": prompt}])) for prompt in prompts]
+        return [(prompt, encode_prompt(self.tokenizer, prompt)) for prompt in prompts]
 
     def chats(self, rows: int, rng: random.Random) -> list[tuple[str, list[int]]]:
         """Messages that the model writes in the user's place, with the ids of the conversations they begin.

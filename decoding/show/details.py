@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from decoding.drafters import Draft
-from decoding.rounds import Detail
 from decoding.sampling import SamplingParams
 
 TOP = 5  # how many of the likeliest tokens are kept
 
 
-def examine(
-    draft: Draft, accepted: int, own: Tensor, target_probs: Tensor, logits: Tensor, params: SamplingParams
-) -> list[Detail]:
-    """A ``Detail`` of each drafted token, then one of the target's ``own`` (``[]`` int64).
+@dataclass(frozen=True)
+class Detail:
+    """What draft and target thought of one token: a drafted one, or the target's own.
 
-    ``target_probs`` p and ``logits`` are ``[k + 1, vocab]``. The own token stands in row ``accepted``: where
+    ``draft_prob``    q(token), with which a drafted token was drawn; None where the draft had nothing to say
+    ``target_prob``   p(token)
+    ``draft_top``, ``target_top``  ``(token, probability)`` of the likeliest tokens at this position, best
+    first, and of this token. They are those of q and p, but in greedy decoding, where q and p are one-hot,
+    raw softmax probabilities (a drafter that keeps none shows its one-hot q).
+    """
+
+    token: int
+    draft_prob: float | None
+    target_prob: float
+    draft_top: list[tuple[int, float]]
+    target_top: list[tuple[int, float]]
+
+
+def examine(
+    draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor, params: SamplingParams
+) -> list[Detail]:
+    """A ``Detail`` of each drafted token, then one of the target's own ``token`` (``[]`` int64).
+
+    ``logits`` and ``target_probs`` p are ``[k + 1, vocab]``. The own token stands in row ``accepted``: where
     that is the row of a rejected token, the draft had a probability for it too. Reads the host.
     """
     length = len(draft.tokens)
     rows = [*range(length), accepted]
-    tokens = torch.cat((draft.tokens, own[None]))
+    tokens = torch.cat((draft.tokens, token[None]))
     draft_shown, target_shown = draft.probs, target_probs
     if params.temperature == 0:
-        draft_shown = draft.probs if draft.raw is None else draft.raw
+        if draft.logits:
+            draft_shown = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
         target_shown = torch.softmax(logits.float(), dim=-1)
     details = []
     for row, token in zip(rows, tokens.tolist(), strict=True):

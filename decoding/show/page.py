@@ -16,10 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from decoding.drafters import Draft
 from decoding.policies import Policy
-from decoding.rounds import Detail, Round
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.show.details import Detail, examine
 from decoding.show.labels import Labels
-from model.plan import LayerPlan
+from model import InputError, LayerPlan
+from weights.files import atomic_path
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 6  # of a probability: more than a reader compares, and a file half as large
@@ -27,19 +33,30 @@ DIGITS = 6  # of a probability: more than a reader compares, and a file half as 
 
 @dataclass
 class Recording:
-    """The rounds of one text as they come in, with the exit threshold each was drafted under."""
+    """The rounds of one text as they come in, the exit threshold each was drafted under, and the probabilities behind.
+
+    ``observe`` is to be handed to the loop, which calls it before the round is ``add``ed.
+    """
 
     policy: Policy
+    params: SamplingParams
     rounds: list[Round] = field(default_factory=list)
+    details: list[list[Detail]] = field(default_factory=list)
     thresholds: list[float | None] = field(default_factory=list)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.threshold = self.policy.threshold
+        self.seen: list[Detail] = []
+
+    def observe(self, draft: Draft, logits: Tensor, probs: Tensor, accepted: int, token: Tensor) -> None:
+        """Note what draft and target thought of each token (see ``decoding.speculate.Observer``)."""
+        self.seen = examine(draft, logits, probs, accepted, token, self.params)
 
     def add(self, round: Round, seconds: float) -> None:
         """Take in a round; ``seconds`` is the time that decoding has taken so far."""
         self.rounds.append(round)
+        self.details.append(self.seen)
         self.thresholds.append(self.threshold)
         self.threshold = self.policy.threshold  # the policy has learnt from this round already
         self.seconds = seconds
@@ -56,7 +73,7 @@ class Heading:
 
 
 def render_page(heading: Heading, recordings: Iterable[Recording], labels: Labels) -> str:
-    """The whole page as HTML. The rounds must carry details (``speculate(..., details=True)``)."""
+    """The whole page as HTML."""
     samples = [_sample(recording) for recording in recordings]
     plan = heading.plan and {"attention": heading.plan.attention, "mlp": heading.plan.mlp}
     data = {
@@ -70,6 +87,16 @@ def render_page(heading: Heading, recordings: Iterable[Recording], labels: Label
     template = TEMPLATE.read_text(encoding="utf-8")
     page = template.replace("{{policy}}", _content_security_policy(template))
     return page.replace("{{data}}", embed(data))
+
+
+def write_page(path: Path, heading: Heading, recordings: Iterable[Recording], labels: Labels) -> None:
+    """Write the page, atomically. Raises InputError when the file cannot be written."""
+    page = render_page(heading, recordings, labels)
+    try:
+        with atomic_path(path) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def embed(data: Any) -> str:
@@ -92,14 +119,14 @@ def _sample(recording: Recording) -> dict[str, Any]:
     rounds = [
         {
             "position": round.position,
-            "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), round.details, strict=False)],
+            "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), details, strict=False)],
             "drafted": len(round.drafted),
             "accepted": min(round.accepted, len(round.emitted)),
             "emitted": len(round.emitted),
-            "retracted": round.retracted,
+            "retracted": len(round.retracted),
             "threshold": threshold,
         }
-        for round, threshold in zip(recording.rounds, recording.thresholds, strict=True)
+        for round, threshold, details in zip(recording.rounds, recording.thresholds, recording.details, strict=True)
     ]
     finish = recording.rounds[-1].finish if recording.rounds else None
     return {"rounds": rounds, "finish": finish or "interrupted", "seconds": recording.seconds}

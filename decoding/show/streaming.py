@@ -1,56 +1,33 @@
-"""Rounds -> text that can be shown at once: never half a character, never what may yet be taken back."""
+"""The text as it can be shown at once: never half a character, never what may yet be taken back."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
 
-from decoding.banned import BannedWords
-from decoding.rounds import Round
-from decoding.stopping import StopRules
-from decoding.text import TokenBytes, Transcript
+from decoding.text import Text
 
 
 class TextStream:
-    """Follows the rounds of one text and says what of it is certain.
+    """Follows a text that grows, and says what of it has become certain.
 
-    Held back until it is decided: bytes of an unfinished UTF-8 character, an end of the text that may grow
-    into a stop string, and the tokens from the one in which a banned word may have begun.
+    Held back until it is decided: bytes of an unfinished UTF-8 character, an end of the text that may grow into a stop
+    string, and the tokens that a banned word may yet take back.
     """
 
-    def __init__(
-        self, prompt: Sequence[int], token_bytes: TokenBytes, stop: StopRules, banned: BannedWords | None = None
-    ) -> None:
-        self.transcript = Transcript(prompt, token_bytes)
-        self.stop, self.banned = stop, banned
+    def __init__(self, text: Text) -> None:
+        self.text = text
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.shown = self.transcript.prompt_bytes
-        self.text = ""
+        self.shown = text.prompt_bytes
 
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens written so far, the one that ended the text included."""
-        return self.transcript.generated
-
-    def push(self, round: Round) -> str:
-        """Take in a round; returns the text that has become certain, perhaps none."""
-        for token in round.emitted:
-            self.transcript.append(token)
-        self.transcript.truncate(len(self.transcript.tokens) - round.retracted)
-        if round.finish:
-            return self._show(self.stop.cut(self.transcript) if round.finish == "stop" else None, final=True)
-        safe = self.stop.patterns.pending(self.transcript.data, floor=self.transcript.prompt_bytes)
-        if self.banned:
-            safe = min(safe, self.banned.safe_end(self.transcript))
-        return self._show(safe)
+    def pull(self) -> str:
+        """What has become certain since the last call, perhaps nothing."""
+        return self._up_to(self.text.certain, final=self.text.finish is not None)
 
     def flush(self) -> str:
         """What is still held back when the text is broken off before its end."""
-        return self._show(None, final=True)
+        return self._up_to(len(self.text.data), final=True)
 
-    def _show(self, end: int | None, final: bool = False) -> str:
-        end = len(self.transcript.data) if end is None else end
-        piece = self.decoder.decode(bytes(self.transcript.data[self.shown : end]), final=final)
+    def _up_to(self, end: int, final: bool) -> str:
+        piece = self.decoder.decode(bytes(self.text.data[self.shown : end]), final=final)
         self.shown = max(self.shown, end)
-        self.text += piece
         return piece

@@ -18,7 +18,6 @@ from rich.text import Text
 from decoding.policies import Policy
 from decoding.rounds import Round, Statistics
 from decoding.show.labels import Labels, visible
-from decoding.text import Transcript
 
 PAUSE = 0.06  # seconds a viewer is given to see a draft before its verdict
 STYLES = {
@@ -49,7 +48,7 @@ class LiveTrace:
         # FORCE_COLOR makes rich take a pipe for a terminal: colours may go there, cursor movements may not.
         self.redraws = console.file.isatty() and not console.is_dumb_terminal
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self.transcript = Transcript([], labels.token_bytes)
+        self.kept = bytearray()  # the bytes of the tokens kept so far
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.statistics, self.seconds = Statistics(), 0.0
         self.line = Text()  # what is still redrawn: the last line of the text
@@ -109,7 +108,7 @@ class LiveTrace:
             shown = self._undecided(tokens) if verdict == "rejected" else self._append(tokens)
             text.append_text(self._styled(shown, verdict))
         if round.retracted:
-            text.append_text(self._styled(f'<taken back: "{self._retract(round.retracted)}">', "taken back"))
+            text.append_text(self._styled(f'<taken back: "{self._take_back(round.retracted)}">', "taken back"))
         return text
 
     def _styled(self, text: str, verdict: str) -> Text:
@@ -120,8 +119,7 @@ class LiveTrace:
 
     def _append(self, tokens: list[int]) -> str:
         """The text that these tokens add to what is kept."""
-        for token in tokens:
-            self.transcript.append(token)
+        self.kept += self._bytes(tokens)
         return self._decode(tokens, self.decoder)
 
     def _undecided(self, tokens: list[int]) -> str:
@@ -137,14 +135,16 @@ class LiveTrace:
             visible(decoder.decode(data), lines=True) if data else self.labels.name(token) for token, data in pieces
         )
 
-    def _retract(self, count: int) -> str:
-        """Take back the last ``count`` tokens; returns their text."""
-        begin = self.transcript.begin(len(self.transcript.tokens) - count)
-        taken = bytes(self.transcript.data[begin:]).decode("utf-8", errors="replace")
-        self.transcript.truncate(len(self.transcript.tokens) - count)
+    def _take_back(self, tokens: list[int]) -> str:
+        """Take back these tokens, the last that were kept; returns their text."""
+        taken = self._bytes(tokens)
+        del self.kept[len(self.kept) - len(taken) :]
         self.decoder.reset()
-        self.decoder.decode(bytes(self.transcript.data[-4:]))  # leaves the bytes of an unfinished character
-        return visible(taken)
+        self.decoder.decode(bytes(self.kept[-4:]))  # leaves the bytes of an unfinished character
+        return visible(taken.decode("utf-8", errors="replace"))
+
+    def _bytes(self, tokens: list[int]) -> bytes:
+        return b"".join(map(self.labels.token_bytes, tokens))
 
     def _settle(self, text: Text) -> None:
         """Text that will not change any more: lines that are full are printed for good."""

@@ -9,28 +9,30 @@ import pytest
 import torch
 
 import benchmark.__main__ as command
-import model.clock
-from benchmark import contenders, libraries, sections
+from benchmark import libraries, sections
 from benchmark.contenders import (
     WARM_UP_TOKENS,
     Bench,
     Contender,
-    ModelDraft,
     Written,
     find_drafts,
     our_contenders,
 )
 from benchmark.libraries import other_contenders
 from benchmark.sections import Result
+from decoding.chooser import Drafting, Setting, planned
 from decoding.costs import CostTable, filled_cache, predicted_speedup
+from decoding.plan_file import DraftPlan
 from decoding.rounds import Round
-from model import InputError, LayerPlan
+from decoding.sampling import SamplingParams
+from model import Decoder, InputError, LayerPlan, clock
 from model.clock import Timing, take_turns
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights.load import load_model
 from weights.memory import parameter_count
+from weights.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 SMALL_PROMPTS = {"short": ["the hen"], "long": ["a thin hen in a tin"]}
@@ -44,11 +46,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sections, "LONGEST_VERIFICATION", 6)
 
 
+def setting(folder: Path, model: Decoder | None = None, positions: int = 24) -> Setting:
+    return Setting(folder, model or load_model(folder), Tokenizer(folder), SamplingParams(), positions)
+
+
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still until a test moves it: ``ticking[0] += seconds``."""
     time = [0.0]
-    for module in (model.clock, contenders, sections):
+    for module in (clock, sections):
         monkeypatch.setattr(module, "now", lambda device: time[0])
     return time
 
@@ -222,7 +228,7 @@ def test_the_kept_part_of_a_draft_step_is_its_forward_pass_under_the_plan(tmp_pa
     plan = LayerPlan.early_exit(4, 2)
     with torch.inference_mode():
         cache = filled_cache(model, 4)
-        found = sections.kept_part(ModelDraft(model, plan), cache)()
+        found = sections.kept_part(planned(model, DraftPlan(plan)), cache)()
         token = torch.zeros(1, 1, dtype=torch.int64)
         assert torch.equal(found, model(token, cache, sections.CONTEXT, plan))
         assert not torch.equal(found, model(token, cache, sections.CONTEXT))
@@ -237,7 +243,7 @@ def test_the_floor_is_the_time_to_read_every_weight_once_but_of_a_mere_table_one
     folder = write_folder(tmp_path / "model", LLAMA | {"tie_word_embeddings": tied}, dtype=torch.bfloat16)
     model = load_model(folder)
     options = command.parse_arguments([])
-    floor = sections.measure_floor(Bench(options, folder, model, []))
+    floor = sections.measure_floor(Bench(options, setting(folder, model), []))
     table = 0 if tied else model.config.vocab_size * model.config.hidden_size
     read = 2 * (parameter_count(model.config) - table)
     assert floor == {"weight_bytes": read, "bytes_per_second": 8000.0, "seconds_per_token": read / 8000}
@@ -246,7 +252,7 @@ def test_the_floor_is_the_time_to_read_every_weight_once_but_of_a_mere_table_one
 def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
     """The tensors of this tiny model are all counted; its decoding stays in the estimate's order of size."""
     folder = write_folder(tmp_path / "model")
-    bench = Bench(command.parse_arguments([]), folder, accelerate(load_model(folder)), [])
+    bench = Bench(command.parse_arguments([]), setting(folder, accelerate(load_model(folder))), [])
     weights, decoding = sections.measure_memory(bench)
     assert weights["measured"] == pytest.approx(weights["estimated"], rel=0.001)
     assert decoding["estimated"] / 2 < decoding["measured"] < decoding["estimated"] * 2
@@ -266,7 +272,7 @@ def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
     monkeypatch.setattr(libraries, "llama_cpp_contender", refuse)
     folder = write_folder(tmp_path / "model", GEMMA2)
     options = command.parse_arguments(["--against", "transformers,llama.cpp"])
-    bench = Bench(options, folder, load_model(folder), [("story", "one", [1])])
+    bench = Bench(options, setting(folder), [("story", "one", [1])])
     assert list(other_contenders(bench)) == ["good"]
     assert bench.notes == [
         "bad: not possible with this model: no such thing",
@@ -274,45 +280,42 @@ def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
     ]
 
 
+def drafts_of(folder: Path, *options: str) -> dict[str, Drafting]:
+    return find_drafts(setting(folder), command.parse_arguments(["--quick", *options]))
+
+
 def test_auto_drafts_with_the_folders_own_plan_and_else_by_lookup(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
-    model = load_model(folder)
-    drafts = find_drafts(folder, model, None, quick=True)
-    assert our_contenders(folder, model, 64, drafts)["auto"].costs == "lookup"
+    assert our_contenders(setting(folder), {})["auto"].costs == "lookup"
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
-    drafts = find_drafts(folder, model, None, quick=True)
-    assert drafts["plan.json"].plan == LayerPlan.skipping(4, [1], [])
-    assert our_contenders(folder, model, 64, drafts)["auto"].costs == "plan.json"
+    assert drafts_of(folder)["plan.json"].plan == LayerPlan.skipping(4, [1], [])
+    assert our_contenders(setting(folder), {})["auto"].costs == "plan.json"
 
 
 def test_a_plan_that_says_not_to_draft_leaves_auto_to_lookup_as_in_generate(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
-    model = load_model(folder)
-    drafts = find_drafts(folder, model, None, quick=True)
-    assert "plan.json" not in drafts
-    assert our_contenders(folder, model, 64, drafts)["auto"].costs == "lookup"
+    assert "plan.json" not in drafts_of(folder)
+    assert our_contenders(setting(folder), {})["auto"].costs == "lookup"
 
 
-def test_one_cache_serves_every_text_of_a_contender_and_changes_none(tmp_path: Path) -> None:
+def test_one_cache_serves_every_text_of_every_contender_and_changes_none(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
-    model = load_model(folder)
-    drafts = find_drafts(folder, model, load_model(folder), quick=True)
-    contenders = our_contenders(folder, model, 24, drafts)
+    drafts = drafts_of(folder, "--draft-model", str(folder))
+    contenders = our_contenders(setting(folder), drafts)
     prompts = [[5, 9, 2, 7, 5, 9], [1, 2], [7, 7, 7, 3]]
     for name in ("plain", "lookup", "exit 2", "model"):
         together = [contenders[name].write(prompt, 12).tokens for prompt in prompts]
-        alone = [our_contenders(folder, model, 24, drafts)[name].write(prompt, 12).tokens for prompt in prompts]
+        alone = [our_contenders(setting(folder), drafts)[name].write(prompt, 12).tokens for prompt in prompts]
         assert together == alone
 
 
 def test_exits_are_measured_at_the_layers_asked_for_and_else_at_the_middle_and_late(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
-    model = load_model(folder)
-    assert list(find_drafts(folder, model, None, quick=True)) == ["exit 2", "exit 3"]
-    assert list(find_drafts(folder, model, None, quick=True, exits=[1, 3, 1])) == ["exit 1", "exit 3"]
+    assert list(drafts_of(folder)) == ["exit 2", "exit 3"]
+    assert list(drafts_of(folder, "--exit-layer", "1", "3", "1")) == ["exit 1", "exit 3"]
     with pytest.raises(InputError, match="exit layer 4 must be from 1 to 3"):
-        find_drafts(folder, model, None, quick=True, exits=[1, 4])
+        drafts_of(folder, "--exit-layer", "1", "4")
 
 
 def test_there_are_at_least_four_different_prompts_of_every_kind() -> None:

@@ -25,10 +25,12 @@ from decoding.corpus import templates
 from decoding.corpus.author import UserTurn
 from decoding.corpus.text_file import DISTINCT_CHARACTERS, TextFile, WrittenText
 from decoding.policies import FixedLength
+from decoding.proof.judge import Setup, run_loop
+from decoding.proof.plain_law import Request
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
 from tests.folders import VOCAB_SIZE, write_folder
-from tests.laws import Drafting, Request, no_draft, run_loop, tiny_model
+from tests.laws import no_draft, tiny_model
 from weights.tokenizer import Tokenizer
 
 FAMILIES = ["llama", "gemma2"]
@@ -45,8 +47,7 @@ LINE_AFTER = "{% for message in messages %}{{ message['content'] + '\\n\\n' }}{%
 def alone(model: Decoder, prompt: list[int], params: SamplingParams, max_new_tokens: int) -> list[int]:
     """What the production loop writes for one prompt, greedily."""
     request = Request(tuple(prompt), params, max_new_tokens, frozenset([EOS]))
-    drafting = Drafting(no_draft, lambda: FixedLength(0))
-    tokens, _ = run_loop(model, request, drafting, First())
+    tokens, _ = run_loop(model, request, Setup(no_draft, lambda: FixedLength(0)), First())
     return list(tokens)
 
 

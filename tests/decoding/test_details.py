@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from decoding import speculate as loop
-from decoding.drafters import Drafter, ModelDrafter
+from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
-from decoding.sampling import Sampler, SamplingParams, distribution
-from decoding.show.details import TOP, likeliest
-from decoding.stopping import StopRules
+from decoding.sampling import SamplingParams, distribution
+from decoding.show.details import TOP, Detail, likeliest
+from decoding.show.page import Recording
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 from tests.laws import tiny_model
 
@@ -23,21 +22,24 @@ EXIT = LayerPlan.early_exit(3, 2)
 PARAMS = [SamplingParams(), SamplingParams(0.9, top_k=8), SamplingParams(1.0, repetition_penalty=1.3)]
 
 
-def write(model: Decoder, params: SamplingParams, *, details: bool) -> list[Round]:
+def write(model: Decoder, params: SamplingParams, *, details: bool) -> tuple[list[Round], list[list[Detail]]]:
     cache = model.new_cache(model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([PROMPT[:-1]]), cache)
-    drafter: Drafter = ModelDrafter(model, cache, EXIT, keep_raw=details)
-    rest = FixedLength(GAMMA), Sampler(params), StopRules(24), SeededRandomness(1)
-    return list(loop.speculate(model, cache, PROMPT, drafter, *rest, details=details))
+    recording = Recording(FixedLength(GAMMA), params)
+    text, drafter = Text(PROMPT, Rules(24), model), ModelDrafter(model, cache, EXIT)
+    rest = drafter, FixedLength(GAMMA), params, SeededRandomness(1), recording.observe if details else None
+    for round in speculate(model, cache, text, *rest):
+        recording.add(round, 0.0)
+    return recording.rounds, recording.details
 
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_looking_changes_nothing(params: SamplingParams) -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    looked = write(model, params, details=True)
-    assert all(round.details for round in looked)
-    assert [replace(round, details=None) for round in looked] == write(model, params, details=False)
+    looked, details = write(model, params, details=True)
+    assert len(details) == len(looked) and all(details)
+    assert (looked, [[]] * len(looked)) == write(model, params, details=False)
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -46,9 +48,9 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
     model = tiny_model("llama", vocab=VOCAB)
     greedy = params.temperature == 0
     text, checked = list(PROMPT), set()
-    for round in write(model, params, details=True):
-        assert round.details is not None and len(round.details) == len(round.drafted) + 1
-        for at, detail in enumerate(round.details):
+    for round, details in zip(*write(model, params, details=True), strict=True):
+        assert len(details) == len(round.drafted) + 1
+        for at, detail in enumerate(details):
             row = at if at < len(round.drafted) else round.accepted
             prefix = torch.tensor(text + round.drafted[:row])
             shown = {}
@@ -93,7 +95,7 @@ def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broke
         (Round(5, [7, 8, 9], 1, [7, 2]), ["accepted", "rejected", "discarded", "own"]),
         (Round(5, [], 0, [4]), ["own"]),
         (Round(5, [7, 8, 9], 3, [7], finish="eos"), ["accepted", "discarded", "discarded"]),
-        (Round(5, [7, 8, 9], 1, [7], retracted=1), ["accepted", "rejected", "discarded"]),
+        (Round(5, [7, 8, 9], 1, [7], retracted=[7]), ["accepted", "rejected", "discarded"]),
     ],
     ids=["all accepted", "one rejected", "no draft", "ended inside the draft", "taken back inside the draft"],
 )

@@ -13,9 +13,10 @@ from torch import Tensor
 from decoding.drafters import CATCH_UP, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler, SamplingParams, distribution
+from decoding.sampling import SamplingParams, distribution
+from decoding.text import Constraint, Rules, Text
 from model import Decoder, LayerPlan
-from tests.laws import plans, tiny_model
+from tests.laws import plans, text_of, tiny_model
 
 VOCAB = 7
 FAMILIES = ["llama", "gemma2"]
@@ -60,7 +61,7 @@ def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
     model.prefill(torch.tensor([tokens[:-1]]), cache)
     drafter, randomness = ModelDrafter(model, cache, plan), SeededRandomness(0)
     for limit, accepted, own, taken_back in rounds:
-        draft = drafter.propose(tokens, limit, Sampler(PARAMS), FixedLength(4), randomness)
+        draft = drafter.propose(text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness)
         drafted = draft.tokens.tolist()
         assert len(drafted) == limit
         if limit:
@@ -83,7 +84,7 @@ def test_a_draft_models_cache_has_no_hole_after_any_round(
     model, tokens = tiny_model(family, vocab=VOCAB), [at % VOCAB for at in range(prompt)]
     drafter, randomness = ModelDrafter(model, model.new_cache(model.max_positions)), SeededRandomness(0)
     for limit, accepted, own, taken_back in rounds:
-        draft = drafter.propose(tokens, limit, Sampler(PARAMS), FixedLength(4), randomness)
+        draft = drafter.propose(text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness)
         drafted = draft.tokens.tolist()
         if limit:
             torch.testing.assert_close(draft.probs, draft_model_rows(model, tokens, drafted), rtol=0, atol=1e-12)
@@ -97,7 +98,7 @@ def test_a_draft_is_drawn_from_the_distributions_it_carries() -> None:
     """Greedy drafts carry one-hots, so that the acceptance rule sees how they were really made."""
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
-    draft = drafter.propose([1, 2], 3, Sampler(SamplingParams(0.0)), FixedLength(3), SeededRandomness(0))
+    draft = drafter.propose(text_of([1, 2], vocab=VOCAB), 3, SamplingParams(0.0), FixedLength(3), SeededRandomness(0))
     assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, VOCAB).double())
 
 
@@ -105,13 +106,13 @@ def test_a_draft_is_drawn_from_the_distributions_it_carries() -> None:
 def test_confidence_is_the_raw_softmax_probability_and_the_unsure_token_stays() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
-    sampler = Sampler(SamplingParams(0.0, repetition_penalty=3.0))
-    draft = drafter.propose([1, 2], 3, sampler, AdaptiveExit(1.0, 3), SeededRandomness(0))
+    text, params = text_of([1, 2], vocab=VOCAB), SamplingParams(0.0, repetition_penalty=3.0)
+    draft = drafter.propose(text, 3, params, AdaptiveExit(1.0, 3), SeededRandomness(0))
     assert len(draft.tokens) == len(draft.probs) == 1, "the first token is below a threshold of 1, and stays"
     raw = model(torch.tensor([[1, 2]]))[0, -1].softmax(-1)
     assert draft.confidence == [pytest.approx(raw[draft.tokens[0]].item(), abs=1e-6)]
     drafter.rollback(2)
-    sure = drafter.propose([1, 2], 3, sampler, AdaptiveExit(0.0, 3), SeededRandomness(0))
+    sure = drafter.propose(text, 3, params, AdaptiveExit(0.0, 3), SeededRandomness(0))
     assert len(sure.tokens) == 3
 
 
@@ -124,25 +125,29 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
     def allowed(tokens: Sequence[int]) -> Tensor:
         return only(5) if len(tokens) == 2 else only(6) if len(tokens) == 3 else only()
 
-    model = tiny_model("llama", vocab=VOCAB)
-    sampler = Sampler(SamplingParams(1.0), (allowed,))
+    def constrained(tokens: list[int], constraint: Constraint) -> Text:
+        return text_of(tokens, Rules(100, constraints=(constraint,)), vocab=VOCAB)
+
+    model, rest = tiny_model("llama", vocab=VOCAB), (SamplingParams(1.0), FixedLength(4), SeededRandomness(0))
     drafter = ModelDrafter(model, model.new_cache(20))
-    assert drafter.propose([1, 2], 4, sampler, FixedLength(4), SeededRandomness(0)).tokens.tolist() == [5, 6]
-    lookup = PromptLookup(VOCAB)
-    repeated = [2, 5, 6, 0, 2]
-    later = Sampler(SamplingParams(1.0), (lambda tokens: only(5) if len(tokens) == 5 else only(1),))
-    assert lookup.propose(repeated, 4, later, FixedLength(4), SeededRandomness(0)).tokens.tolist() == [5]
+    assert drafter.propose(constrained([1, 2], allowed), 4, *rest).tokens.tolist() == [5, 6]
+    repeated = constrained([2, 5, 6, 0, 2], lambda tokens: only(5) if len(tokens) == 5 else only(1))
+    assert PromptLookup(VOCAB).propose(repeated, 4, *rest).tokens.tolist() == [5]
 
 
 @torch.inference_mode()
-def test_a_constrained_draft_ends_with_the_text_and_keeps_every_confidence() -> None:
+def test_no_constraint_is_asked_what_follows_a_drafted_end_of_text() -> None:
+    def five(tokens: Sequence[int]) -> Tensor:
+        assert 5 not in tokens, "the text has ended"
+        return only(5)
+
     model = tiny_model("llama", vocab=VOCAB)
-    sampler = Sampler(SamplingParams(1.0), (lambda tokens: only(5),), frozenset({5}))
+    text = text_of([1, 2], Rules(9, frozenset({5}), constraints=(five,)), vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
-    draft = drafter.propose([1, 2], 4, sampler, AdaptiveExit(0.0, 4), SeededRandomness(0))
-    assert draft.tokens.tolist() == [5]
+    draft = drafter.propose(text, 4, SamplingParams(1.0), AdaptiveExit(0.0, 4), SeededRandomness(0))
+    assert draft.tokens[0] == 5
     assert draft.confidence is not None
-    assert len(draft.confidence) == 1
+    assert len(draft.confidence) == len(draft.tokens) == 4
 
 
 @settings(max_examples=400, derandomize=True, deadline=None)
@@ -161,7 +166,8 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
             expected = tokens[starts[-1] + size :][:limit]
             break
     drafter = PromptLookup(65537, longest=longest)
-    draft = drafter.propose(tokens, limit, Sampler(), FixedLength(5), SeededRandomness(0))
+    text = text_of(tokens, vocab=65537)
+    draft = drafter.propose(text, limit, SamplingParams(), FixedLength(5), SeededRandomness(0))
     assert draft.tokens.tolist() == expected
     assert draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)
@@ -171,6 +177,6 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
 def test_no_draft_is_empty() -> None:
     drafter = NoDraft(3)
     drafter.rollback(0)
-    draft = drafter.propose([1], 5, Sampler(), FixedLength(5), SeededRandomness(0))
+    draft = drafter.propose(text_of([1]), 5, SamplingParams(), FixedLength(5), SeededRandomness(0))
     assert draft.tokens.shape == (0,)
     assert draft.probs.shape == (0, 3)

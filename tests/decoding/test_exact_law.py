@@ -16,23 +16,13 @@ from torch import Tensor
 
 from decoding.costs import CostTable
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
-from decoding.sampling import Constraint, SamplingParams
+from decoding.proof.judge import Setup, run_loop, self_draft
+from decoding.proof.plain_law import Request, plain_law
+from decoding.proof.table_model import DRAFT_PLAN, TableModel
+from decoding.sampling import SamplingParams
+from decoding.text import Constraint
 from model import Decoder
-from tests.laws import (
-    DRAFT_PLAN,
-    REAL_DRAFTERS,
-    Drafting,
-    Request,
-    TableModel,
-    deviation,
-    draft_model,
-    no_draft,
-    plain_law,
-    prompt_lookup,
-    run_loop,
-    self_draft,
-    tiny_model,
-)
+from tests.laws import REAL_DRAFTERS, deviation, draft_model, no_draft, prompt_lookup, tiny_model
 
 EXACT = 1e-9
 
@@ -154,9 +144,9 @@ def case_deviation(
     if "constraint" in rules:
         rules["constraint"] = not_asked_beyond_the_end(rules["constraint"], rules.get("eos_ids", frozenset()))
     request = Request(params=chosen["params"], **rules)
-    drafting = Drafting(chosen["drafter"], chosen["policy"])
+    setup = Setup(chosen["drafter"], chosen["policy"])
     return deviation(
-        lambda randomness: run_loop(model, request, drafting, randomness), plain_law(oracle or model, request)
+        lambda randomness: run_loop(model, request, setup, randomness), plain_law(oracle or model, request)
     )
 
 
@@ -175,8 +165,7 @@ def test_a_draft_whose_numbers_break_costs_speed_and_nothing_else(broken: float,
     model.tables[DRAFT_PLAN][1:] = broken
     request = Request(params=AXES["params"][params], max_new_tokens=2)
     assert (
-        deviation(lambda randomness: run_loop(model, request, Drafting(), randomness), plain_law(model, request))
-        < EXACT
+        deviation(lambda randomness: run_loop(model, request, Setup(), randomness), plain_law(model, request)) < EXACT
     )
 
 
@@ -233,6 +222,6 @@ def test_real_drafts_across_the_edge_of_a_window_keep_the_law(family: str, draft
     """Three tokens after a prompt longer than Gemma-2's window of two."""
     model = tiny_model(family)
     request = Request(prompt=(0, 2, 1, 0), params=SamplingParams(1.5), max_new_tokens=3)
-    drafting = Drafting(REAL_DRAFTERS[drafter], AXES["policy"][policy])
+    setup = Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
     expected = plain_law(Uncached(model), request)
-    assert deviation(lambda randomness: run_loop(model, request, drafting, randomness), expected) < EXACT
+    assert deviation(lambda randomness: run_loop(model, request, setup, randomness), expected) < EXACT

@@ -14,19 +14,20 @@ import pytest
 import torch
 
 import generate
-from decoding import speculate as loop
-from decoding.banned import BannedWords
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit
 from decoding.randomness import SeededRandomness
-from decoding.rounds import Detail, Round
-from decoding.sampling import Sampler, SamplingParams
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.show.details import Detail
 from decoding.show.labels import Labels
 from decoding.show.page import Heading, Recording, embed, render_page
-from decoding.stopping import StopRules
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
 from model import InputError, LayerPlan
 from tests.folders import write_folder
 from tests.laws import tiny_model
+from weights.files import check_place
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
@@ -56,21 +57,11 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
     cache = model.new_cache(model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([prompt[:-1]]), cache)
-    rules = BannedWords([banned], model.vocab_size) if banned else None
-    recording = Recording(policy := AdaptiveExit(0.2, 4))
-    rounds = loop.speculate(
-        model,
-        cache,
-        prompt,
-        ModelDrafter(model, cache, PLAN, keep_raw=True),
-        policy,
-        Sampler(SamplingParams(temperature), (rules.allowed,) if rules else ()),
-        StopRules(24),
-        SeededRandomness(seed),
-        token_bytes=lambda token: PIECES[token].encode(),
-        banned=rules,
-        details=True,
-    )
+    text = Text(prompt, Rules(24, banned=[banned] if banned else []), model, lambda token: PIECES[token].encode())
+    policy, params = AdaptiveExit(0.2, 4), SamplingParams(temperature)
+    recording = Recording(policy, params)
+    drafter, randomness = ModelDrafter(model, cache, PLAN), SeededRandomness(seed)
+    rounds = speculate(model, cache, text, drafter, policy, params, randomness, recording.observe)
     for number, round in enumerate(rounds, 1):
         recording.add(round, number / 4)
     return recording
@@ -109,10 +100,10 @@ def test_the_page_holds_what_the_rounds_hold() -> None:
     ((sample),) = data["samples"]
     assert sample["finish"] == "length" and sample["seconds"] == len(recording.rounds) / 4
     assert sample["rounds"][0]["threshold"] == 0.2, "the threshold a round was drafted under, not the one it led to"
-    for shown, round in zip(sample["rounds"], recording.rounds, strict=True):
+    for shown, round, details in zip(sample["rounds"], recording.rounds, recording.details, strict=True):
         assert [(token["id"], token["verdict"]) for token in shown["tokens"]] == round.verdicts()
-        assert round.details is not None
-        for token, detail in zip(shown["tokens"], round.details, strict=False):
+        assert details
+        for token, detail in zip(shown["tokens"], details, strict=False):
             assert token["p"] == pytest.approx(detail.target_prob, rel=1e-5)
             assert token["q"] == (detail.draft_prob and pytest.approx(detail.draft_prob, rel=1e-5))
             assert [other for other, _ in token["targetTop"]] == [other for other, _ in detail.target_top]
@@ -120,7 +111,7 @@ def test_the_page_holds_what_the_rounds_hold() -> None:
 
 
 def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
-    data = data_of(page_of(Recording(AdaptiveExit(0.5)), plan=None))
+    data = data_of(page_of(Recording(AdaptiveExit(0.5), SamplingParams()), plan=None))
     assert data["plan"] is None
     assert data["samples"] == [{"rounds": [], "finish": "interrupted", "seconds": 0.0}]
 
@@ -131,7 +122,7 @@ def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "Generator", None)
+    monkeypatch.setattr(generate, "load_model", None)
     assert generate.main(["the hen", "--html", str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
@@ -144,7 +135,7 @@ def test_checking_a_place_leaves_the_file_there_as_it_was(tmp_path: Path) -> Non
     page.write_text("an older page")
     with pytest.raises(InputError, match="gamma"):
         generate.run(generate.parse_arguments(["the", "--html", str(page), "--draft", "exit", "--gamma", "-1"]))
-    generate.check_options(generate.parse_arguments(["the", "--html", str(page)]))
+    check_place(page)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"] and page.read_text() == "an older page"
 
 
@@ -262,9 +253,8 @@ def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: lis
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    details = [
-        detail for round in recordings[0].rounds for detail in zip(round.verdicts(), round.details or [], strict=False)
-    ]
+    pairs = zip(recordings[0].rounds, recordings[0].details, strict=True)
+    details = [detail for round, seen in pairs for detail in zip(round.verdicts(), seen, strict=False)]
     chips = opened.find_elements("css selector", "#text .chip")
 
     def told(at: int) -> None:
@@ -301,12 +291,12 @@ def test_another_sample_can_be_chosen_and_shows_what_was_taken_back(
     from selenium.webdriver.support.ui import Select
 
     Select(find(opened, "#sample")).select_by_index(1)
-    retracted = sum(round.retracted for round in recordings[1].rounds)
+    retracted = sum(len(round.retracted) for round in recordings[1].rounds)
     assert retracted, "the example takes nothing back"
     assert visible_chips(opened) == chips_of(recordings[1], len(recordings[1].rounds))
     assert len(opened.find_elements("css selector", "button.chip.back")) == retracted
     tokens = find(opened, "#stats dd").text
-    assert tokens == str(sum(len(round.emitted) - round.retracted for round in recordings[1].rounds))
+    assert tokens == str(sum(len(round.emitted) - len(round.retracted) for round in recordings[1].rounds))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -332,10 +322,13 @@ def test_on_a_phone_the_numbers_of_a_tapped_token_are_in_sight_and_give_way_to_t
 
 
 def test_greedy_rounds_without_a_draft_have_a_page_too(opened: WebDriver, tmp_path: Path) -> None:
-    recording = Recording(AdaptiveExit(0.5))
-    recording.add(Round(5, [], 0, [6], details=[Detail(6, None, 1.0, [], [(6, 0.4), (7, 0.3)])]), 1.0)
+    recording = Recording(AdaptiveExit(0.5), SamplingParams())
+    recording.seen = [Detail(6, None, 1.0, [], [(6, 0.4), (7, 0.3)])]
+    recording.add(Round(5, [], 0, [6]), 1.0)
     page = tmp_path / "plain.html"
-    page.write_text(page_of(recording, Recording(AdaptiveExit(0.5)), greedy=True, plan=None), encoding="utf-8")
+    page.write_text(
+        page_of(recording, Recording(AdaptiveExit(0.5), SamplingParams()), greedy=True, plan=None), encoding="utf-8"
+    )
     opened.get(page.as_uri())
     find(opened, "#text .own").click()
     assert "raw probabilities" in find(opened, "#inspector").text

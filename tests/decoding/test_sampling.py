@@ -19,13 +19,14 @@ from transformers.generation.logits_process import (
 )
 
 from decoding.sampling import (
-    Sampler,
     SamplingParams,
     distribution,
     unlikely_among_candidates,
     unlikely_by_sorting,
 )
+from decoding.text import Rules
 from model import InputError
+from tests.laws import text_of
 
 VOCAB = 8
 scores = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0, 2.0, 7.5, 30.0])
@@ -144,24 +145,23 @@ def test_half_precision_logits_give_float32_probabilities_and_float64_stays() ->
 
 def test_several_constraints_allow_what_all_of_them_allow() -> None:
     first, second = torch.tensor([True, True, False]), torch.tensor([False, True, True])
-    sampler = Sampler(SamplingParams(1.0), (lambda _: first, lambda _: None, lambda _: second))
-    assert sampler.allowed([0]).tolist() == [False, True, False]
-    assert sampler.distribution(torch.zeros(1, 3), torch.tensor([0])).tolist() == [[0.0, 1.0, 0.0]]
+    rules = Rules(9, constraints=(lambda _: first, lambda _: None, lambda _: second))
+    allowed = text_of([0], rules, vocab=3).allowed(torch.tensor([], dtype=torch.int64))
+    assert allowed.tolist() == [[False, True, False]]
+    probs = distribution(torch.zeros(1, 3), torch.tensor([0]), SamplingParams(1.0), allowed)
+    assert probs.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_constraints_that_forbid_nothing_change_nothing() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    free, unconstrained = Sampler(SamplingParams(1.0), (lambda _: None,)), Sampler(SamplingParams(1.0))
-    assert free.allowed([0]) is None
-    assert torch.equal(
-        free.distribution(logits, torch.tensor([0])), unconstrained.distribution(logits, torch.tensor([0]))
-    )
+    text = text_of([0], Rules(9, constraints=(lambda _: None,)), vocab=3)
+    assert text.allowed(torch.tensor([1, 2])) is None
 
 
 def test_each_row_is_constrained_by_its_own_prefix() -> None:
     """A constraint that never lets a token follow itself, over two rows of a draft."""
-    sampler = Sampler(SamplingParams(1.0), (lambda tokens: torch.arange(3) != tokens[-1],))
-    probs = sampler.distribution(torch.zeros(2, 3), torch.tensor([0, 2]))
+    text = text_of([0], Rules(9, constraints=(lambda tokens: torch.arange(3) != tokens[-1],)), vocab=3)
+    allowed = text.allowed(torch.tensor([2]))
+    probs = distribution(torch.zeros(2, 3), torch.tensor([0, 2]), SamplingParams(1.0), allowed)
     assert probs.tolist() == [[0.0, 0.5, 0.5], [0.5, 0.5, 0.0]]
 
 

@@ -8,16 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding import speculate as loop
-from decoding.banned import BannedWords
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.proof.judge import Setup, run_loop
+from decoding.proof.plain_law import Request
+from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
-from decoding.sampling import Sampler, SamplingParams
-from decoding.stopping import StopRules
+from decoding.sampling import SamplingParams
+from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
-from tests.laws import DRAFT_PLAN, Drafting, Request, Scripted, TableModel, plans, run_loop, tiny_model
+from tests.laws import Scripted, plans, tiny_model
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
 FAMILIES = ["llama", "gemma2"]
@@ -38,11 +40,11 @@ def write(
     *,
     prompt: list[int] = PROMPT,
     params: SamplingParams = SamplingParams(),
-    stop: StopRules | None = None,
+    rules: Rules | None = None,
     seed: int = 0,
 ) -> list[Round]:
-    stop = stop or StopRules(20)
-    return list(loop.speculate(model, cache, prompt, drafter, policy, Sampler(params), stop, SeededRandomness(seed)))
+    text = Text(prompt, rules or Rules(20), model)
+    return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(seed)))
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:
@@ -106,7 +108,7 @@ def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
 def test_the_budget_is_met_exactly(budget: int) -> None:
     model = tiny_model("llama", vocab=VOCAB)
     cache = prefilled(model)
-    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), stop=StopRules(budget))
+    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), rules=Rules(budget))
     assert len(tokens_of(rounds)) == budget
     assert [round.finish for round in rounds] == [None] * (len(rounds) - 1) + ["length"]
     assert all(len(round.drafted) < budget for round in rounds), "a token that cannot be used was drafted"
@@ -116,7 +118,7 @@ def test_a_full_context_ends_the_text() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     prompt = [at % VOCAB for at in range(model.max_positions - 3)]
     cache = prefilled(model, prompt)
-    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), prompt=prompt, stop=StopRules(50))
+    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), prompt=prompt, rules=Rules(50))
     assert len(tokens_of(rounds)) == 3
     assert rounds[-1].finish == "length"
 
@@ -124,8 +126,8 @@ def test_a_full_context_ends_the_text() -> None:
 def test_a_first_token_that_ends_the_text_ends_it_under_a_budget_of_one_and_no_draft() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     first = plainly_greedy(model, 1)[0]
-    stop = StopRules(1, frozenset({first}))
-    rounds = write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0), stop=stop)
+    rules = Rules(1, frozenset({first}))
+    rounds = write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0), rules=rules)
     assert [(round.emitted, round.finish) for round in rounds] == [([first], "eos")]
 
 
@@ -171,19 +173,9 @@ def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> Non
 def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
     model = tiny_model("llama", vocab=2)
     for drafter in (NoDraft(2), PromptLookup(2)):
-        banned = BannedWords(["a", "b"], 2)
-        rounds = loop.speculate(
-            model,
-            prefilled(model, [0, 1, 0]),
-            [0, 1, 0],
-            drafter,
-            FixedLength(2),
-            Sampler(SamplingParams(), (banned.allowed,)),
-            StopRules(5),
-            SeededRandomness(0),
-            token_bytes=lambda token: b"ab"[token : token + 1],
-            banned=banned,
-        )
+        text = Text([0, 1, 0], Rules(5, banned=["a", "b"]), model, lambda token: b"ab"[token : token + 1])
+        cache = prefilled(model, [0, 1, 0])
+        rounds = loop.speculate(model, cache, text, drafter, FixedLength(2), SamplingParams(), SeededRandomness(0))
         with pytest.raises(InputError, match="no token at position 3"):
             list(rounds)
 
@@ -244,7 +236,7 @@ def test_what_follows_a_rejected_token_may_be_no_number(broken: float) -> None:
     always_two = torch.tensor([[0.0, 0.0, 1.0]] * 3, dtype=torch.float64)  # and after a 2 row 0 of the target answers
     model, rounds = TableModel(target, always_two), []
     model.tables[None][0] = torch.tensor([0.0, 0.0, broken])
-    self_draft = Drafting(lambda target, cache: ModelDrafter(target, cache, DRAFT_PLAN), lambda: FixedLength(2))
+    self_draft = Setup(lambda target, cache: ModelDrafter(target, cache, DRAFT_PLAN), lambda: FixedLength(2))
     request = Request(prompt=(0,), max_new_tokens=6)
     outcome = run_loop(model, request, self_draft, SeededRandomness(0), rounds)
     assert [token for round in rounds for token in round.emitted] == [1, 0, 1, 0, 1, 0], outcome

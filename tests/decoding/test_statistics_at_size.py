@@ -16,9 +16,9 @@ from torch import Tensor
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler, SamplingParams, distribution
+from decoding.sampling import SamplingParams, distribution
 from decoding.speculate import speculate
-from decoding.stopping import StopRules
+from decoding.text import Rules, Text
 from model import Decoder, KVCache, LayerPlan
 from tests.laws import tiny_model
 from weights.load import load_model
@@ -81,7 +81,8 @@ def first_tokens(
     drafter, randomness = make(target, cache), SeededRandomness(0)
     counts, rejected = torch.zeros(model.vocab_size, dtype=torch.int64), 0
     for _ in range(samples):
-        rounds = speculate(target, cache, prompt, drafter, FixedLength(1), Sampler(PARAMS), StopRules(2), randomness)
+        text = Text(prompt, Rules(2), target)
+        rounds = speculate(target, cache, text, drafter, FixedLength(1), PARAMS, randomness)
         first = next(rounds)
         rounds.close()
         counts[first.emitted[0]] += 1

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.banned import BannedWords
+from decoding.patterns import Patterns
 from decoding.rounds import Round, Statistics
 from decoding.show.streaming import TextStream
-from decoding.stopping import StopRules
-from decoding.text import Patterns, Transcript
+from decoding.text import Rules, Text
 from model import InputError
+from tests.laws import text_of
 
 PIECES = [
     b"a",
@@ -31,19 +31,6 @@ words = st.lists(st.sampled_from(["a", "ab", "aba", "bb", "é", "bé", "🦊"]),
 
 def piece(token: int) -> bytes:
     return PIECES[token]
-
-
-@given(tokens=tokens, length=st.integers(0, 12), more=tokens)
-@settings(derandomize=True)
-def test_a_transcript_taken_back_is_the_transcript_never_written(
-    tokens: list[int], length: int, more: list[int]
-) -> None:
-    text = Transcript(tokens, piece)
-    text.truncate(length)
-    for token in more:
-        text.append(token)
-    fresh = Transcript(tokens[:length] + more, piece)
-    assert (text.tokens, text.data, text.ends) == (fresh.tokens, fresh.data, fresh.ends)
 
 
 @given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=10), words=words)
@@ -69,121 +56,165 @@ def test_what_is_pending_is_the_longest_end_that_begins_a_pattern(tokens: list[i
         for begin in range(len(data))
         if any(word.startswith(data[begin:]) and len(word) > len(data) - begin for word in map(str.encode, words))
     ]
-    assert Patterns(words).pending(data) == min(starts, default=len(data))
+    assert Patterns(words).pending(data, len(data)) == min(starts, default=len(data))
 
 
-def one_token_rounds(tokens: list[int], prompt: list[int], stop: StopRules) -> list[Round]:
-    """Rounds of one token each, up to the first stop."""
-    text, rounds = Transcript(prompt, piece), []
-    for token in tokens:
-        text.append(token)
-        rounds.append(Round(len(text.tokens) - 1, [], 0, [token], finish=stop.check(text, 1000)))
-        if rounds[-1].finish:
+def text_after(prompt: list[int], rules: Rules) -> Text:
+    return text_of(prompt, rules, piece, vocab=len(PIECES))
+
+
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    wanted=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    stops=words,
+    banned=words,
+    eos=st.sets(st.integers(0, 9), max_size=2),
+    groups=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+)
+@settings(derandomize=True, max_examples=1000)
+def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back(
+    prompt: list[int], wanted: list[int], stops: list[str], banned: list[str], eos: set[int], groups: list[int]
+) -> None:
+    """For any bans, stops, rounds and tokenisation. A token forbidden where it is wanted is replaced by another."""
+    text = text_after(prompt, Rules(len(wanted), frozenset(eos), stops, banned))
+    stream, shown, left = TextStream(text), "", list(wanted)
+    for count in groups * 3:
+        round = left[:count] or [3]
+        for at, token in enumerate(round):
+            allowed = text.allowed_after(round[:at])
+            if allowed is not None and not allowed[token]:
+                round = [*round[:at], int(allowed.long().argmax())] if allowed.any() else round[:at]
+                break
+        if not round:
+            return  # every token is forbidden: the loop ends here
+        left = left[len(text.extend(round).emitted) :]
+        shown += stream.pull()
+        assert text.written.startswith(shown), "something was shown that is not in the text any more"
+        if text.finish:
             break
-    return rounds
+    whole = b"".join(map(piece, text.generated))
+    if text.finish == "stop":
+        whole = whole[: min(whole.find(word) for word in map(str.encode, stops) if word in whole)]
+    if text.finish:
+        assert shown == text.written == whole.decode(errors="replace")
 
 
 @given(
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     tokens=st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    words=words,
+    stops=words,
     eos=st.sets(st.integers(0, 9), max_size=2),
     group=st.integers(1, 4),
 )
 @settings(derandomize=True, max_examples=300)
-def test_streamed_text_is_the_text_cut_before_the_stop_whatever_the_rounds(
-    prompt: list[int], tokens: list[int], words: list[str], eos: set[int], group: int
+def test_a_text_ends_at_the_same_token_whatever_the_rounds(
+    prompt: list[int], tokens: list[int], stops: list[str], eos: set[int], group: int
 ) -> None:
-    stop = StopRules(len(tokens), frozenset(eos), words)
-    rounds = one_token_rounds(tokens, prompt, stop)
-    written = [round.emitted[0] for round in rounds]
-    whole = b"".join(map(piece, written))
-    if rounds[-1].finish == "stop":
-        whole = whole[: min(whole.find(word) for word in map(str.encode, words) if word in whole)]
-    stream, shown = TextStream(prompt, piece, stop), ""
-    for at in range(0, len(written), group):
-        finish = rounds[-1].finish if at + group >= len(written) else None
-        shown += stream.push(Round(0, [], 0, written[at : at + group], finish=finish))
-        assert whole.decode(errors="replace").startswith(shown), "something was shown that is not in the text"
-    assert shown == stream.text == whole.decode(errors="replace")
-    assert stream.tokens == written
+    rules = Rules(len(tokens), frozenset(eos), stops)
+    texts = [text_after(prompt, rules), text_after(prompt, rules)]
+    for text, size in zip(texts, (1, group), strict=True):
+        for at in range(0, len(tokens), size):
+            if not text.finish:
+                text.extend(tokens[at : at + size])
+    assert (texts[0].generated, texts[0].finish) == (texts[1].generated, texts[1].finish)
+    assert texts[0].finish is not None
+
+
+@given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
+@settings(derandomize=True, max_examples=300)
+def test_a_text_taken_back_is_the_text_never_written(tokens: list[int], more: list[int]) -> None:
+    text = text_after([0, *tokens], Rules(100, banned=["ab", "ba"]))
+    before = list(text.tokens)
+    extension = text.extend(more)
+    kept = before + extension.emitted
+    kept = kept[: len(kept) - len(extension.retracted)]
+    fresh = text_after(kept, Rules(100))
+    assert (text.tokens, text.data, text.ends) == (fresh.tokens, fresh.data, fresh.ends)
+    assert before + extension.emitted == [*kept, *extension.retracted]
+
+
+def pulls(text: Text, rounds: list[list[int]]) -> list[str]:
+    """What becomes certain after each round."""
+    stream = TextStream(text)
+    return [stream.pull() for round in rounds if text.extend(round)]
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
-    stream = TextStream([0], piece, StopRules(9))
-    assert [stream.push(Round(0, [], 0, [token])) for token in (6, 7, 8)] == ["", "é", ""]
-    assert stream.push(Round(0, [], 0, [9], finish="length")) == "🦊"
+    assert pulls(text_after([0], Rules(4)), [[6], [7], [8], [9]]) == ["", "é", "", "🦊"]
 
 
 def test_an_interrupted_stream_shows_what_it_held_back() -> None:
-    stream = TextStream([0], piece, StopRules(9, stop_strings=["ba"]))
-    assert stream.push(Round(0, [], 0, [0, 1])) == "a"
-    assert stream.flush() == "b"
+    text = text_after([0], Rules(9, stop_strings=["ba"]))
+    stream = TextStream(text)
+    text.extend([0, 1])
+    assert (stream.pull(), stream.flush(), text.written) == ("a", "b", "ab")
 
 
 def test_a_stop_string_begun_in_the_prompt_is_not_a_stop() -> None:
-    stop, text = StopRules(9, stop_strings=["ab"]), Transcript([0], piece)
-    text.append(1)
-    assert stop.check(text, 100) is None
+    text = text_after([0], Rules(9, stop_strings=["ab"]))
+    assert text.extend([1]).finish is None
 
 
 def test_end_of_text_comes_before_stop_string_and_budget_at_the_same_token() -> None:
-    text = Transcript([1], piece)
-    text.append(0)
-    assert StopRules(1, frozenset({0}), ["a"]).check(text, 2) == "eos"
-    assert StopRules(1, frozenset(), ["a"]).check(text, 2) == "stop"
-    assert StopRules(1).check(text, 2) == "length"
-    assert StopRules(2).check(text, 2) == "length", "the context is full"
-    assert StopRules(2).check(text, 3) is None
+    def finish(rules: Rules, positions: int = 2) -> str | None:
+        return text_of([1], rules, piece, positions=positions).extend([0]).finish
+
+    assert finish(Rules(1, frozenset({0}), ["a"])) == "eos"
+    assert finish(Rules(1, frozenset(), ["a"])) == "stop"
+    assert finish(Rules(1)) == "length"
+    assert finish(Rules(2)) == "length", "the context is full"
+    assert finish(Rules(2), positions=3) is None
 
 
 def test_a_banned_word_takes_back_the_token_in_which_it_began() -> None:
-    banned, text = BannedWords(["bb"], 10), Transcript([0], piece)
-    for token in (2, 1):  # a|ab|b
-        text.append(token)
-    assert banned.retract(text) == 2
-    assert text.tokens == [0]
-    assert banned.forbidden == {1: [2]}
-    allowed = banned.allowed([0])
+    text = text_after([0], Rules(9, banned=["bb"]))
+    extension = text.extend([2, 1, 3])  # a|ab|b, and one that the round does not come to
+    assert (extension.emitted, extension.retracted, text.tokens) == ([2, 1], [2, 1], [0])
+    assert text.forbidden == {1: [2]}
+    allowed = text.allowed_after([])
     assert allowed is not None
     assert allowed.tolist() == [token != 2 for token in range(10)]
-    assert banned.allowed([0, 1]) is None
+    assert text.allowed_after([1]) is None
 
 
 def test_a_banned_word_begun_in_the_prompt_forbids_the_first_generated_token() -> None:
-    banned, text = BannedWords(["aab"], 10), Transcript([0, 0], piece)
-    text.append(1)
-    assert banned.retract(text) == 1
-    assert text.tokens == [0, 0]
-    assert banned.forbidden == {2: [1]}
+    text = text_after([0, 0], Rules(9, banned=["aab"]))
+    assert text.extend([1]).retracted == [1]
+    assert (text.tokens, text.forbidden) == ([0, 0], {2: [1]})
 
 
 def test_what_is_forbidden_adds_up_at_a_prefix_and_ends_when_a_rollback_passes_it() -> None:
-    banned, text = BannedWords(["ab", "aé", "bba"], 10), Transcript([1], piece)
-    for token in (1, 0, 1):  # b|b a b: "bba" began in the prompt
-        text.append(token)
-        if banned.retract(text):
-            break
-    assert banned.forbidden == {1: [1]}
-    for token in (0, 5):  # b|a é
-        text.append(token)
-    assert banned.retract(text) == 2
-    assert banned.forbidden == {1: [1, 0]}
-    banned.forbidden[3] = [4]
-    for token in (3, 0, 1):  # an empty token, then a b
-        text.append(token)
-    assert banned.retract(text) == 2
-    assert banned.forbidden == {1: [1, 0], 2: [0]}, "position 3 was passed"
+    text = text_after([1], Rules(20, banned=["ab", "aé", "bba"]))
+    text.extend([1, 0, 1])  # b|b a b: "bba" began in the prompt
+    assert text.forbidden == {1: [1]}
+    assert text.extend([0, 5]).retracted == [0, 5]  # b|a é
+    assert text.forbidden == {1: [1, 0]}
+    text.forbidden[3] = [4]
+    assert text.extend([3, 0, 1]).retracted == [0, 1]  # an empty token, then a b
+    assert text.forbidden == {1: [1, 0], 2: [0]}, "position 3 was passed"
 
 
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
-    banned = BannedWords(["bb"], 10)
-    stream = TextStream([0], piece, StopRules(9), banned)
-    assert stream.push(Round(0, [], 0, [2])) == ""  # "ab" may yet be taken back whole
-    assert stream.push(Round(0, [], 0, [0])) == "aba"
-    assert stream.push(Round(0, [], 0, [1, 1], retracted=2)) == ""
-    assert stream.tokens == [2, 0]
-    assert TextStream([1], piece, StopRules(9), banned).push(Round(0, [], 0, [3])) == ""
+    text = text_after([0], Rules(9, banned=["bb"]))
+    assert pulls(text, [[2], [0], [1, 1]]) == ["", "aba", ""], "ab may yet be taken back whole"
+    assert text.generated == [2, 0]
+    assert pulls(text_after([1], Rules(9, banned=["bb"])), [[3]]) == [""]
+
+
+def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back() -> None:
+    """Once "island of" has taken "island" back, "village" completes "small village": "small" goes too."""
+    words = [b"the ", b"small ", b"island ", b"of ", b"village "]
+    text = text_of([0], Rules(9, banned=["island of", "small village"]), words.__getitem__)
+    stream, shown = TextStream(text), ""
+    for token, retracted in ((1, []), (2, []), (3, [2, 3]), (4, [1, 4]), (3, [])):
+        assert text.extend([token]).retracted == retracted
+        shown += stream.pull()
+    assert (shown, text.tokens) == ("of ", [0, 3])
+
+
+def test_a_constraint_that_allows_nothing_is_one_clear_error() -> None:
+    with pytest.raises(InputError, match="no token at position 1"):
+        text_after([0], Rules(9)).extend([None])
 
 
 def test_statistics_count_output_only() -> None:
@@ -193,7 +224,7 @@ def test_statistics_count_output_only() -> None:
     for round in (
         Round(5, [1, 1, 1], 2, [1, 1, 4]),
         Round(8, [], 0, [3]),
-        Round(9, [1, 1], 2, [1, 1, 2], retracted=2),
+        Round(9, [1, 1], 2, [1, 1, 2], retracted=[1, 2]),
         Round(10, [7, 7, 7], 3, [7], finish="eos"),  # two more were accepted after the end: they do not exist
     ):
         statistics.add(round)
@@ -204,9 +235,7 @@ def test_statistics_count_output_only() -> None:
     assert statistics.histogram == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: StopRules(0), lambda: StopRules(1, stop_strings=[""]), lambda: BannedWords([""], 3)]
-)
+@pytest.mark.parametrize("make", [lambda: Rules(0), lambda: Rules(1, stop_strings=[""]), lambda: Rules(1, banned=[""])])
 def test_an_empty_string_or_budget_is_refused(make: object) -> None:
     with pytest.raises(InputError):
         make()

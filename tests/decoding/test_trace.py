@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 import generate
+from decoding import writer
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.rounds import Round
 from decoding.show import trace
@@ -150,15 +151,15 @@ def test_ctrl_c_while_a_draft_is_shown_still_shows_its_verdict(monkeypatch: pyte
 def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
     """Also where the taken tokens hold half of a character: the half before it is remembered, the other forgotten."""
     rounds = [
-        Round(5, [0, 1], 2, [0, 1, 2], retracted=2),
+        Round(5, [0, 1], 2, [0, 1, 2], retracted=[1, 2]),
         Round(6, [], 0, [6]),
-        Round(7, [], 0, [7, 2], retracted=2),
+        Round(7, [], 0, [7, 2], retracted=[7, 2]),
         Round(7, [7, 5], 2, [7, 5, 0]),
     ]
     body = show(rounds).split("\n")[1]
     assert body.startswith('[ the quick] fox<taken back: " quick fox">')
     assert body.endswith("[✔] the")
-    assert show([Round(5, [], 0, [4], retracted=1), Round(5, [], 0, [5])]).split("\n")[1] == '<taken back: "�">�'
+    assert show([Round(5, [], 0, [4], retracted=[4]), Round(5, [], 0, [5])]).split("\n")[1] == '<taken back: "�">�'
 
 
 def test_a_rejected_half_of_a_character_is_shown_with_the_half_before_it() -> None:
@@ -169,7 +170,7 @@ def test_a_rejected_half_of_a_character_is_shown_with_the_half_before_it() -> No
 def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
     hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202e\u2028[red]x[/red]\x7f\x00"
     labels = Labels(lambda token: hostile.encode(), {})
-    shown = show([Round(5, [1, 1], 1, [1, 1], retracted=1)], colour=colour, labels=labels)
+    shown = show([Round(5, [1, 1], 1, [1, 1], retracted=[1])], colour=colour, labels=labels)
     left = re.sub(r"\x1b\[[0-9;]*m", "", shown) if colour else shown
     assert left.count("\n") == 3 and all(character.isprintable() for character in left.replace("\n", ""))
     assert "[red]x[/red]" in left, "markup was obeyed"
@@ -255,13 +256,13 @@ def test_ctrl_c_keeps_what_was_there(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Status 130, the trace up to its footer, and a page of the rounds so far."""
-    production, page = generate.speculate, tmp_path / "page.html"
+    production, page = writer.speculate, tmp_path / "page.html"
 
     def interrupted(*arguments: Any, **named: Any) -> Iterator[Round]:
         yield from islice(production(*arguments, **named), 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "speculate", interrupted)
+    monkeypatch.setattr(writer, "speculate", interrupted)
     options = ["the hen", "--model", str(models / "model"), "--draft", "none", "--num-samples", "2", "--trace"]
     assert generate.main([*options, "--html", str(page)]) == 130
     assert "1.00 tokens a round" in capsys.readouterr().out

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.stopping import StopRules
+from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 from model.fast.graphs import GraphedDecoder, StaticStep
 from tests.laws import plans, tiny_model
@@ -68,8 +68,9 @@ def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
         with torch.inference_mode():
             model.prefill(torch.tensor([[1, 2, 3]]), cache)
         drafter = ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
-        sampler, randomness = Sampler(SamplingParams(temperature=0.9)), SeededRandomness(5, model.device)
-        rounds = speculate(model, cache, [1, 2, 3, 4], drafter, FixedLength(3), sampler, StopRules(40), randomness)
+        params, randomness = SamplingParams(temperature=0.9), SeededRandomness(5, model.device)
+        text = Text([1, 2, 3, 4], Rules(40), model)
+        rounds = speculate(model, cache, text, drafter, FixedLength(3), params, randomness)
         texts.append([token for round in rounds for token in round.emitted])
     assert texts[0] == texts[1]
 

@@ -219,26 +219,6 @@ def test_every_way_of_drafting_writes_the_plain_greedy_text_in_float64(
     assert outcome.out == run(*common, "--draft", "none").out
 
 
-def test_a_difference_to_plain_decoding_is_located_with_its_logit_gap(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sample that is made to differ at its third token."""
-    production = generate.Generator.write_plainly
-
-    def altered(self: generate.Generator, stop: Any) -> generate.Sample:
-        sample = production(self, stop)
-        tokens = sample.stream.transcript.tokens
-        if len(sample.stream.tokens) > 4:
-            tokens[sample.stream.transcript.prompt_length + 2] ^= 1
-        return sample
-
-    monkeypatch.setattr(generate.Generator, "write_plainly", altered)
-    outcome = run("the hen", "--model", model, "--draft", "lookup", "--max-new-tokens", "9", "--compare")
-    gap = re.search(r"greedy texts differ from token 2 on, where the two logits are (\S+) apart", outcome.err)
-    assert gap
-    assert float(gap[1]) > 0
-
-
 def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, model: str) -> None:
     outcome = run(
         *["the hen", "--model", model, "--draft", "exit", "--temperature", "1", "--seed", "4"],
@@ -311,24 +291,24 @@ def test_a_position_where_everything_is_forbidden_is_one_clear_line(run: Run, mo
     bans = [part for letter in sorted(alphabet) for part in ("--ban", letter)]
     stop = ["--max-new-tokens", "3", "--draft", "none"]
     outcome = run("the", "--model", model, *stop, *bans)
-    assert outcome.status in (0, 2), "bytes of longer characters may still be written"
+    assert outcome.status == 0, "bytes of longer characters may still be written"
     assert not alphabet & set(outcome.out.rstrip("\n"))
 
 
 def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    production, calls = TextStream.push, []
+    production, calls = TextStream.pull, []
 
-    def interrupted(self: TextStream, round: Any) -> str:
+    def interrupted(self: TextStream) -> str:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return production(self, round)
+        return production(self)
 
-    monkeypatch.setattr(TextStream, "push", interrupted)
+    monkeypatch.setattr(TextStream, "pull", interrupted)
     outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
     assert outcome.status == 130
     assert [result["finish_reason"] for result in outcome.objects] == ["interrupted"]
-    assert len(outcome.objects[0]["tokens"]) == 3
+    assert len(outcome.objects[0]["tokens"]) == 4, "those of the round whose text was not shown yet included"
     assert "tokens/s" in outcome.err
 
 
@@ -355,7 +335,7 @@ def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "compare", interrupted)
+    monkeypatch.setattr(generate, "comparison", interrupted)
     outcome = run("the", "--model", model, "--draft", "exit", "--max-new-tokens", "6", "--compare", "--json")
     assert outcome.status == 130
     assert [len(result["tokens"]) for result in outcome.objects] == [6]

@@ -8,22 +8,30 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
+
 import generate
+from decoding import writer
+from decoding.compare import comparison, logit_gap
 from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.text import Rules
 from tests.folders import write_folder
+from weights.load import load_model
 
 
 def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
     """Four runs of the loop: two short ones that are not timed, the speculative one, the plain one."""
     runs: list[tuple[str, int, int]] = []
-    production = generate.speculate
+    production = writer.speculate
 
     def watched(*arguments: Any, **named: Any) -> Iterator[Round]:
-        _, cache, prompt, drafter, _, _, stop, *_ = arguments
-        runs.append((type(drafter).__name__, stop.max_new_tokens, cache.length - len(prompt)))
+        _, cache, text, drafter, *_ = arguments
+        runs.append((type(drafter).__name__, text.rules.max_new_tokens, cache.length - len(text)))
         return production(*arguments, **named)
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(generate, "speculate", watched):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(writer, "speculate", watched):
         model = str(write_folder(Path(folder)))
         options = ["the hen", "--model", model, "--draft", "exit", "--max-new-tokens", "9", "--compare"]
         assert generate.main(options) == 0
@@ -31,3 +39,33 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
     assert drafters == ("ModelDrafter", "NoDraft", "ModelDrafter", "NoDraft")
     assert budgets == (6, 6, 9, 9), "the warm-up has room for a draft of full length, 4 tokens"
     assert beyond_prompt[0] == -1, "the first run finds the prompt but its last token, as speculate wants it"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("draft", ["exit", "lookup"])
+def test_a_text_shorter_than_the_warm_up_can_be_compared(tokens: int, draft: str, tmp_path: Path) -> None:
+    """The warm-up writes no further than the cache reaches."""
+    options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", draft, "--max-new-tokens", str(tokens)]
+    assert generate.main([*options, "--compare"]) == 0
+
+
+def test_the_gap_is_that_of_the_two_logits_after_the_common_text(tmp_path: Path) -> None:
+    """Of a pass over prompt and common text, without a cache."""
+    model = load_model(write_folder(tmp_path))
+    texts, prompt, common = writer.Writer(model, 40), [5, 9, 2], [7, 1, 8]
+    texts.begin(prompt)
+    with torch.inference_mode():
+        row = model(torch.tensor([prompt + common]))[0, -1]
+    assert logit_gap(texts, common, [3, 11]) == pytest.approx((row[3] - row[11]).abs().item(), rel=1e-4)
+
+
+def test_texts_that_differ_are_told_with_their_first_difference(tmp_path: Path) -> None:
+    """A draft that changes the text would be a defect: here the sample is falsified."""
+    model = load_model(write_folder(tmp_path))
+    texts, greedy = writer.Writer(model, 40), SamplingParams()
+    texts.begin([5, 9, 2])
+    sample = texts.write_plainly(Rules(8), greedy, 0)
+    said = comparison(texts, sample, greedy, 0)
+    assert "greedy texts are equal" in said
+    sample.text.tokens[3 + 4] ^= 1
+    assert "greedy texts differ from token 4 on" in comparison(texts, sample, greedy, 0)

@@ -1,42 +1,45 @@
-"""The README's example: a drafter of your own, and the proof that it is lossless."""
+"""The README's example: a drafter of your own, the proof that it is lossless, and a text written with it."""
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import generate
 from decoding.drafters import Draft
-from decoding.proof.enumeration import output_law, total_variation
-from tests.laws import Drafting, Request, plain_law, run_loop
+from decoding.proof.enumeration import total_variation
+from decoding.proof.judge import Setup, bias
+from decoding.proof.plain_law import Request
+from tests.folders import write_folder
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def example() -> dict[str, Any]:
-    """What the README's example defines, after it has run: with its own assertion."""
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The README's example, as its reader saves it."""
     code = re.search(r"```python\n(.*?)```", README[README.index("## Adding your own drafter") :], re.DOTALL)
     assert code is not None
-    names: dict[str, Any] = {}
-    exec(code[1], names)
-    return names
+    path = tmp_path_factory.mktemp("own") / "my_drafter.py"
+    path.write_text(code[1], encoding="utf-8")
+    return path
 
 
-def bias(example: dict[str, Any], drafter: type) -> float:
-    """Total variation between what the loop writes with this drafter and what plain sampling writes."""
-    model, request = example["model"], example["request"]
-    assert isinstance(request, Request)
-    drafting = Drafting(lambda target, cache: drafter(target.vocab_size), example["drafting"].policy)
-    law = output_law(lambda randomness: run_loop(model, request, drafting, randomness))
-    return total_variation(law, plain_law(model, request))
+@pytest.fixture(scope="module")
+def example(file: Path) -> dict[str, Any]:
+    """What the example defines, after it has run: with its own assertion."""
+    return runpy.run_path(str(file), run_name="__main__")
 
 
 def test_the_readmes_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
-    assert bias(example, example["PopularTokens"]) < 1e-9
+    assert isinstance(example["request"], Request)
+    assert bias(example["model"], example["request"], Setup(example["PopularTokens"])) < 1e-9
     assert example["distance"] < 1e-9
 
 
@@ -48,7 +51,44 @@ def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, 
             draft = super().propose(*request)
             return Draft(draft.tokens, torch.ones_like(draft.probs))
 
-    assert bias(example, Flatterer) > 0.01
+    assert bias(example["model"], example["request"], Setup(Flatterer)) > 0.01
+
+
+def test_generate_drafts_with_the_readers_own_class(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["the hen and the", "--model", str(write_folder(tmp_path / "model")), "--max-new-tokens", "12", "--json"]
+    texts = []
+    for draft in (f"{file}:PopularTokens", "none"):
+        assert generate.main([*command, "--draft", draft]) == 0
+        captured = capsys.readouterr()
+        texts.append(json.loads(captured.out))
+    assert texts[0]["tokens"] == texts[1]["tokens"]
+    assert texts[0]["drafted"] > 0 == texts[1]["drafted"]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "said"),
+    [
+        (None, "A", "is no Python file"),
+        ("class A:\n  broken", "A", "NameError: name 'broken' is not defined"),
+        ("A = (", "A", "SyntaxError"),
+        ("class A: pass", "B", "AttributeError"),
+        ("class A:\n  def __init__(self): pass", "A", "TypeError"),
+    ],
+    ids=["no file", "broken", "no Python", "no such class", "takes nothing"],
+)
+def test_a_class_that_cannot_be_had_is_one_clear_line(
+    content: str | None, name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    if content is not None:
+        file.write_text(content)
+    model = str(write_folder(tmp_path / "model"))
+    assert generate.main(["the", "--model", model, "--draft", f"{file}:{name}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --draft") and error.count("\n") == 1
+    assert said in error
 
 
 @pytest.mark.parametrize(("law", "other", "distance"), [({"a": 1.0}, {"a": 1.0}, 0.0), ({"a": 1.0}, {"b": 1.0}, 1.0)])

@@ -32,7 +32,7 @@ def test_every_linked_file_exists(path: str) -> None:
 )
 def test_every_function_stands_in_the_file_it_is_said_to(name: str, path: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
-    assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b|^{name} = ", source, re.MULTILINE)
+    assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b|^{name}(: .*)? = ", source, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters import NoDraft
-from decoding.policies import FixedLength
-from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler
-from decoding.speculate import speculate
-from decoding.stopping import StopRules
+from decoding.sampling import SamplingParams
+from decoding.text import Rules
+from decoding.writer import Writer
 from model import Decoder
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
@@ -123,20 +120,9 @@ def test_plain_decoding_of_a_chat_equals_generate_up_to_and_with_the_end_of_turn
 
 def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
     """What the production loop writes after a prompt when nothing is drafted."""
-    cache = model.new_cache(len(prompt) + NEW_TOKENS)
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]]), cache)
-    rounds = speculate(
-        model,
-        cache,
-        prompt,
-        NoDraft(model.vocab_size),
-        FixedLength(0),
-        Sampler(),
-        StopRules(NEW_TOKENS, eos_ids),
-        SeededRandomness(0),
-    )
-    return [token for round in rounds for token in round.emitted]
+    writer = Writer(model, len(prompt) + NEW_TOKENS)
+    writer.begin(prompt)
+    return writer.write_plainly(Rules(NEW_TOKENS, eos_ids), SamplingParams(), 0).text.generated
 
 
 def test_text_ends_at_every_id_that_generate_ends_at(

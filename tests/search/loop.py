@@ -10,9 +10,9 @@ from decoding.drafters import ModelDrafter
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.stopping import StopRules
+from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 
 BUDGET = 11
@@ -33,5 +33,5 @@ def run(
     with torch.inference_mode():
         model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
     drafter = ModelDrafter(model, cache, plan)
-    stop = StopRules(budget, eos_ids)
-    return list(speculate(model, cache, prompt, drafter, policy, Sampler(params), stop, randomness))
+    text = Text(prompt, Rules(budget, eos_ids), model)
+    return list(speculate(model, cache, text, drafter, policy, params, randomness))

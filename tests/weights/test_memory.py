@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.sampling import Sampler, SamplingParams
+from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
-from decoding.stopping import StopRules
+from decoding.text import Rules, Text
 from model import InputError, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from tests.oracle import FAMILIES, configs
@@ -153,8 +153,8 @@ def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, posit
         cache = model.new_cache(positions)
         model.prefill(torch.ones(1, prompt - 1, dtype=torch.int64), cache)
         drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
-        stop, randomness = StopRules(positions - prompt), SeededRandomness(0)
-        rounds = speculate(model, cache, [1] * prompt, drafter, FixedLength(8), Sampler(params), stop, randomness)
+        text, randomness = Text([1] * prompt, Rules(positions - prompt), model), SeededRandomness(0)
+        rounds = speculate(model, cache, text, drafter, FixedLength(8), params, randomness)
         for _ in rounds:
             pass
 

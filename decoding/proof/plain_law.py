@@ -1,0 +1,106 @@
+"""The law that plain sampling gives a text, by recursion over texts: what the loop's law is held against.
+
+It is an oracle of its own: it shares with the production loop only the function ``distribution``. It knows no rounds,
+drafts, caches or rollbacks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decoding.proof.table_model import TEXTS
+from decoding.sampling import SamplingParams, distribution
+from decoding.text import Constraint, Rules
+
+DEAD_END = "every token forbidden"
+
+Outcome = Hashable  # (tokens, finish), or DEAD_END
+
+
+class Rows(Protocol):
+    """What the oracle asks of a model: the logits ``[vocab]`` after a history."""
+
+    vocab_size: int
+
+    def row(self, history: Sequence[int]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a model, apart from how to draft."""
+
+    prompt: tuple[int, ...] = (0,)
+    params: SamplingParams = SamplingParams(temperature=1.0)
+    max_new_tokens: int = 2
+    eos_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    banned: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+
+    @property
+    def rules(self) -> Rules:
+        """The rules as the production loop takes them."""
+        constraints = (self.constraint,) if self.constraint else ()
+        return Rules(self.max_new_tokens, self.eos_ids, self.stop_strings, self.banned, constraints)
+
+
+def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
+    """The law of plain sampling under the request's rules, by recursion over texts."""
+    law: defaultdict[Outcome, float] = defaultdict(float)
+
+    def expand(tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float) -> None:
+        history = request.prompt + tokens
+        allowed = torch.ones(model.vocab_size, dtype=torch.bool)
+        if request.constraint and (mask := request.constraint(history)) is not None:
+            allowed &= mask
+        for token in forbidden.get(len(tokens), frozenset()):
+            allowed[token] = False
+        probs = distribution(model.row(history)[None], torch.tensor(history), request.params, allowed[None])[0]
+        if not probs.any():
+            law[DEAD_END] += weight
+            return
+        for token, chance in enumerate(probs.tolist()):
+            if chance == 0:
+                continue
+            longer = (*tokens, token)
+            begin = _completed(request.prompt + longer, request.banned, floor=0)
+            if begin is not None:
+                back = max(_holder(request.prompt + longer, begin) - len(request.prompt), 0)
+                kept = {at: banned for at, banned in forbidden.items() if at <= back}
+                kept[back] = kept.get(back, frozenset()) | {longer[back]}
+                expand(longer[:back], kept, weight * chance)
+                continue
+            floor = len(b"".join(TEXTS[t] for t in request.prompt))
+            if token in request.eos_ids:
+                law[longer, "eos"] += weight * chance
+            elif _completed(request.prompt + longer, request.stop_strings, floor) is not None:
+                law[longer, "stop"] += weight * chance
+            elif len(longer) == request.max_new_tokens:
+                law[longer, "length"] += weight * chance
+            else:
+                expand(longer, forbidden, weight * chance)
+
+    expand((), {}, 1.0)
+    return dict(law)
+
+
+def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
+    """Where the word begins that the last token completes first (the longest, if several): by trying every end."""
+    text = b"".join(TEXTS[token] for token in tokens)
+    for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):
+        for word in sorted((word.encode() for word in words), key=len, reverse=True):
+            if text[floor:end].endswith(word):
+                return end - len(word)
+    return None
+
+
+def _holder(tokens: Sequence[int], offset: int) -> int:
+    """The position of the token that spells the byte at ``offset``."""
+    spelled = [position for position, token in enumerate(tokens) for _ in TEXTS[token]]
+    return spelled[offset]

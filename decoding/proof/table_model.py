@@ -1,0 +1,58 @@
+"""A language model small enough to know its law exactly: a table of probabilities behind the interface of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model import KVCache, LayerPlan
+
+TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")  # what its tokens spell; 2 spells what 0 and 1 spell together
+DRAFT_PLAN = LayerPlan((True, False), (True, True))
+
+
+class TableModel:
+    """A language model that is a table: after each text a row of probabilities, chosen by its whole history.
+
+    It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads its
+    history back from there. So a wrong position, a hole, a token fed twice or an entry of the draft left in
+    the target's history gives a wrong row or an error, just as it would in a transformer.
+    """
+
+    max_positions = 64
+    device = torch.device("cpu")
+
+    def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
+        """``target``, ``draft``: ``[states, vocab]`` float64; the draft's table answers under DRAFT_PLAN."""
+        self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
+        self.states, self.vocab_size = target.shape
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return KVCache(2, 1, 1, capacity, dtype=torch.float64)
+
+    def row(self, history: Sequence[int], plan: LayerPlan | None = None) -> Tensor:
+        """Logits ``[vocab]`` after a history: the state mixes all of it, order included."""
+        state = 0
+        for token in history:
+            state = (3 * state + token + 1) % self.states
+        return self.tables[plan][state]
+
+    def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None) -> Tensor:
+        # Keys are ids; the draft's are marked by a half, so that the target can tell its own entries.
+        entries = tokens[:, None, :, None].double() + (0.0 if plan is None else 0.5)
+        for layer in range(2):
+            if plan is None or plan.attention[layer]:
+                history, _ = cache.write(layer, start, entries, entries)
+        ids = history.flatten().tolist()
+        if plan is None:
+            assert all(entry == int(entry) for entry in ids), "the target read an entry that a draft wrote"
+        else:
+            assert all(entry == int(entry) for entry in ids[: cache.lengths[1]]), "the draft lost the target's entries"
+        rows = [self.row([int(entry) for entry in ids[: start + 1 + t]], plan) for t in range(tokens.shape[1])]
+        return torch.stack(rows)[None]
+
+    def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
+        if tokens.shape[1]:
+            self(tokens, cache, start)

@@ -1,0 +1,137 @@
+"""The writer of texts: a prepared target with its cache, which begins a prompt and writes texts after it.
+
+``generate.py``, the benchmark and the search's confirmation all write through it, so what they time is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from decoding.chooser import Drafting, plain
+from decoding.drafters import Drafter
+from decoding.policies import Policy
+from decoding.randomness import Randomness, SeededRandomness
+from decoding.rounds import Round, Statistics
+from decoding.sampling import SamplingParams
+from decoding.speculate import Observer, speculate
+from decoding.text import Rules, Text, TokenBytes
+from model import Decoder, KVCache
+from model.clock import now
+
+WARM_UP_TOKENS = 4  # written and thrown away before anything is timed, at least
+
+Reader = Callable[[Round, float], None]  # takes a round as it comes in, and the seconds decoding has taken so far
+
+
+@dataclass
+class Sample:
+    """A text with its rounds, and the seconds that decoding took; the prompt's prefill is not in them."""
+
+    text: Text
+    rounds: list[Round] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+    seconds: float = 0.0
+
+    @property
+    def finish(self) -> str:
+        """Why the text ended: "eos", "stop", "length", or "interrupted" by Ctrl-C."""
+        return self.text.finish or "interrupted"
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.statistics.tokens / self.seconds if self.seconds else 0.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a text was written; ``sample`` holds what there is of it."""
+
+    def __init__(self, sample: Sample) -> None:
+        super().__init__()
+        self.sample = sample
+
+
+class Writer:
+    """A target and the cache of the text that it writes.
+
+    All prompts share one cache, and each drafting keeps one drafter: what was prepared for them, such as CUDA graphs,
+    serves every text.
+    """
+
+    def __init__(self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b"") -> None:
+        """``capacity``: positions of the cache, for the longest prompt with its output."""
+        self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
+        self.cache: KVCache = model.new_cache(capacity)
+        self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
+        self.prompt: list[int] = []
+        self.plain = plain(model)
+
+    @torch.inference_mode()
+    def begin(self, prompt: Sequence[int]) -> float:
+        """Read a prompt afresh, all but its last token, and return the seconds that took.
+
+        A draft model with a cache of its own reads it when it first drafts.
+        """
+        began = now(self.model.device)
+        self.prompt = list(prompt)
+        self.cache.truncate(0)
+        for drafter in self.drafters.values():
+            drafter.rollback(0)
+        ids = torch.tensor([self.prompt[:-1]], dtype=torch.int64, device=self.model.device)
+        self.model.prefill(ids, self.cache)
+        return now(self.model.device) - began
+
+    def new_text(self, rules: Rules) -> Text:
+        """A text that holds the prompt and nothing more."""
+        return Text(self.prompt, rules, self.model, self.token_bytes)
+
+    def write(
+        self,
+        text: Text,
+        drafting: Drafting,
+        params: SamplingParams,
+        randomness: Randomness,
+        *,
+        policy: Policy | None = None,
+        readers: Sequence[Reader] = (),
+        observer: Observer | None = None,
+    ) -> Sample:
+        """Write a text that holds the prompt to its end. Raises Interrupted on Ctrl-C.
+
+        ``policy`` is a fresh one of the drafting by default. What the ``readers`` take is not decoding time.
+        """
+        sample, policy = Sample(text), policy or drafting.new_policy()
+        if drafting.new_drafter not in self.drafters:
+            self.drafters[drafting.new_drafter] = drafting.new_drafter(self.cache)
+        drafter = self.drafters[drafting.new_drafter]
+        rounds = speculate(self.model, self.cache, text, drafter, policy, params, randomness, observer)
+        try:
+            with closing(rounds):
+                began = now(self.model.device)
+                for round in rounds:
+                    sample.seconds += now(self.model.device) - began
+                    sample.rounds.append(round)
+                    sample.statistics.add(round)
+                    for read in readers:
+                        read(round, sample.seconds)
+                    began = now(self.model.device)
+        except KeyboardInterrupt:
+            raise Interrupted(sample) from None
+        return sample
+
+    def write_plainly(self, rules: Rules, params: SamplingParams, seed: int) -> Sample:
+        """The same request without a draft: what speculation is compared with."""
+        return self.write(self.new_text(rules), self.plain, params, SeededRandomness(seed, self.model.device))
+
+    def warm_up(self, drafting: Drafting, params: SamplingParams) -> None:
+        """Write a few tokens, with the draft and without, to be thrown away before anything is timed.
+
+        As many as a draft of full length and the token after it, but no more than the cache has room for.
+        """
+        wanted = max(WARM_UP_TOKENS, drafting.new_policy().gamma + 2)
+        rules = Rules(min(wanted, self.capacity - len(self.prompt)))
+        for way in (drafting, self.plain):
+            self.write(self.new_text(rules), way, params, SeededRandomness(0, self.model.device))
