@@ -28,7 +28,7 @@ from model import InputError, parse_config
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from search.texts import encode_prompts
-from weights.command_line import OneLineParser
+from weights.command_line import OneLineParser, run_command
 from weights.device import pick_device
 from weights.draft_model import load_draft_model
 from weights.files import check_place, read_json, write_json
@@ -169,15 +169,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    try:
-        benchmark(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(lambda: benchmark(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

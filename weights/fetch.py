@@ -6,6 +6,7 @@ again checks them and mends what is missing or damaged.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from model import InputError
-from weights.command_line import OneLineParser
+from weights.command_line import OneLineParser, run_command
 from weights.files import is_file, one_line, read_optional_json, write_json
 from weights.names import WEIGHTS
 
@@ -33,19 +34,18 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.m
 
 
 def main(arguments: list[str] | None = None) -> int:
+    def work() -> None:
+        options = parse_arguments(arguments)
+        print(fetch(options.name, options.out))
+
+    return run_command(work, "interrupted: nothing was changed; run the same command again")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
     parser.add_argument("name", help=f"{SMOLLM2}, or hf:ORG/NAME for a model of the Hugging Face hub")
     parser.add_argument("--out", type=Path, help="folder to write (default: weights/NAME)")
-    options = parser.parse_args(arguments)
-    try:
-        print(fetch(options.name, options.out))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was changed; run the same command again", file=sys.stderr)
-        return 130
-    return 0
+    return parser.parse_args(arguments)
 
 
 def fetch(name: str, out: Path | None = None) -> Path:
