@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from model import InputError
 from weights.command_line import OneLineParser, run_command
-from weights.files import is_file, one_line, read_optional_json, write_json
+from weights.files import is_file, is_there, one_line, read_optional_json, write_json
 from weights.names import WEIGHTS
 
 MANIFEST = "manifest.json"
@@ -66,13 +66,14 @@ def fetch(name: str, out: Path | None = None) -> Path:
             return folder
         if folder.exists() and any(folder.iterdir()):
             print(f"{folder} is damaged: fetching it again", file=sys.stderr)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        place = folder.resolve()  # what a link leads to
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as temporary:
             fresh = Path(temporary) / "checkpoint"
             fresh.mkdir()
             make(fresh)
             write_json(fresh / MANIFEST, {"source": name, "sha256": {p.name: _sha256(p) for p in _content(fresh)}})
-            _replace(folder, fresh)
+            _replace(place, fresh)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder} cannot be written: {one_line(getattr(error, 'strerror', None) or error)}") from None
     return folder
@@ -96,9 +97,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _check_replaceable(folder: Path, name: str) -> None:
     """Raises InputError unless the folder is absent, empty, or was fetched from ``name`` before."""
-    if not folder.exists():
+    if not is_there(folder):
         return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).exists()):
+    if not folder.is_dir() or (any(folder.iterdir()) and not is_there(folder / MANIFEST)):
         raise InputError(f"{folder} exists and was not written by this command: give another --out")
     source = _manifest(folder).get("source", name)
     if source != name:
@@ -111,8 +112,12 @@ def _replace(folder: Path, fresh: Path) -> None:
         sums = _manifest(folder).get("sha256")
         fetched = {MANIFEST, *(sums if isinstance(sums, dict) else ())}
         for path in folder.iterdir():
-            if path.name not in fetched and not (fresh / path.name).exists():
-                (shutil.copytree if path.is_dir() else shutil.copy2)(path, fresh / path.name)
+            if path.name in fetched or is_there(fresh / path.name):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, fresh / path.name, symlinks=True)
+            else:
+                shutil.copy2(path, fresh / path.name, follow_symlinks=False)
         folder.rename(fresh.with_name("damaged"))
     fresh.rename(folder)
 

@@ -371,6 +371,13 @@ def test_a_name_that_is_no_folder_says_what_there_is(
     assert name == "" or "offered" in str(caught.value)
 
 
+@pytest.mark.parametrize("target", ["config.json", "nowhere"], ids=["loop", "dangling"])
+def test_a_config_that_is_a_link_to_nowhere_is_named(tmp_path: Path, target: str) -> None:
+    (tmp_path / "config.json").symlink_to(target)
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert "config.json" in refusal(tmp_path) and "holds no config.json" not in refusal(tmp_path)
+
+
 # Plan files
 
 

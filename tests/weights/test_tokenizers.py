@@ -501,6 +501,27 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama-3", "tokenizer_config.json"),
+        ("llama-3", "generation_config.json"),
+        ("llama-3", "chat_template.jinja"),
+        ("llama-3", "tokenizer.json"),
+        ("llama-2, sentencepiece", "tokenizer.model"),
+        ("llama-2, sentencepiece", "added_tokens.json"),
+    ],
+)
+@pytest.mark.parametrize("target", ["itself", "nowhere"])
+def test_a_file_that_is_a_link_to_nowhere_is_not_taken_for_absent(folders, tmp_path, kind, name, target):
+    write(tmp_path, **copy_of(folders[kind], tmp_path))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(name if target == "itself" else target)
+    with pytest.raises(InputError, match=name) as refusal:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_decoder_of_another_kind_is_refused(folders, tmp_path):
     write(tmp_path, **copy_of(folders["llama-3"], tmp_path))
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
