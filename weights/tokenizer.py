@@ -69,13 +69,8 @@ class Tokenizer:
         marks = dict(zip(sorted(typed, key=len, reverse=True), fresh, strict=False))
         hidden = [{**message, "content": _replace_all(message["content"], marks)} for message in messages]
         back = {mark: name for name, mark in marks.items()}
-        ids: list[int] = []
-        for part in split_at(control, self._render(hidden)):
-            if part in control:
-                ids.append(control[part])
-            elif part:
-                ids += self.vocabulary.encode(_replace_all(part, back), parse_special=False)
-        return ids
+        parts = split_at(control, self._render(hidden))
+        return self.vocabulary.encode_parts([control.get(part, _replace_all(part, back)) for part in parts])
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that this token adds to the text: none for control tokens and ids without a piece."""

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 
 from model import InputError
 from weights.tokenizer import Tokenizer
+from weights.vocabulary import split_at
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind at all.",
@@ -350,8 +351,30 @@ conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
 @over_texts
 @given(messages=conversations)
 def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, messages):
+    """As a whole, and in the parts that it is coded in when a user has typed the name of a control token.
+
+    Not where one is typed here: transformers then makes it a control token, which ours must not.
+    """
+    tokenizer = loaded(folders[kind])
+    control = tokenizer.vocabulary.special
+    assume(not any(name in message["content"] for message in messages for name in control))
     expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert loaded(folders[kind]).encode_chat(messages) == expected
+    assert tokenizer.encode_chat(messages) == expected
+    parts = [control.get(part, part) for part in split_at(control, tokenizer._render(messages))]
+    assert tokenizer.vocabulary.encode_parts(parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("llama-2, sentencepiece", "▁["), ("llama-2, json", "▁["), ("llama-2, transformers 5", "[")]
+)
+def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(folders, kind, first):
+    """Where transformers 5 codes a text after a control token without a space, so it stays."""
+    pieces = ["<s>", first, "IN", "ST", "]", "▁<", "s", ">", "▁[", "/", "IN", "ST", "]"]
+    twin = oracle(folders, kind)
+    typed = [{"role": "user", "content": "<s>"}]
+    assert loaded(folders[kind]).encode_chat(typed) == twin.convert_tokens_to_ids(pieces)
+    innocent = twin.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=True)["input_ids"]
+    assert twin.convert_ids_to_tokens(innocent) == [*pieces[:5], "▁fox", *pieces[8:]]
 
 
 def test_gemmas_turns_are_framed_by_control_tokens(folders):
