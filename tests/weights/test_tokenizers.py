@@ -307,7 +307,7 @@ def test_a_plain_prompt_begins_as_its_model_was_trained(folders, kind, bos):
     assert not control_ids(tokenizer) & set(ids[len(expected) :])
 
 
-@pytest.mark.parametrize("kind", ["llama-2, sentencepiece", "llama-2, json", "gemma, json", "llama-3", "smollm"])
+@every_kind
 @pytest.mark.parametrize("adds", [True, False])
 def test_add_bos_token_in_the_settings_wins(folders, kind, adds, tmp_path):
     settings_ = copy_of(folders[kind], tmp_path)
