@@ -50,10 +50,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     draft.add_argument("--min-target-confidence", type=float, metavar="X", help="draft only while the target is sure")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="the budget of a text")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off (default: 0)")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off (default: 0)")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
     sampling.add_argument("--seed", type=int, help="same seed, draft and --gamma: same text (default: random)")
     sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write")
@@ -198,8 +198,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    return run_command(lambda: run(options))
+    return run_command(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from decoding.sampling import SamplingParams
 from model import InputError, parse_config
 from model.fast import accelerate
 from search.prompts import PROMPTS
-from weights.command_line import OneLineParser
+from weights.command_line import OneLineParser, run_command
 from weights.device import pick_device
 from weights.files import check_place, read_json, write_json
 from weights.load import DTYPES, load_model, stored_dtype
@@ -168,15 +168,7 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    try:
-        benchmark(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(lambda: benchmark(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

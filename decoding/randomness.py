@@ -25,13 +25,16 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """The first token of each row whose cumulative probability exceeds u: never one of probability 0.
 
     ``[rows, vocab]`` probabilities, or weights that need not sum to 1, and ``[rows]`` float64 in [0, 1) ->
-    ``[rows]`` int64. A row of zeros has no such token; then the last id comes back, which no caller may use.
+    ``[rows]`` int64. A row of zeros has no such token; what then comes back no caller may use.
     """
     cumulative = probs.double().cumsum(-1)
     total = cumulative[:, -1:]
     # u · total can round up to total, beyond every token; the number just below total cannot.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+    found = torch.searchsorted(cumulative, point, right=True).clamp(max=probs.shape[-1] - 1)
+    # A sum made in parallel, as on a GPU, need not be monotone: in the last digit it may rise at a token of probability
+    # 0, and u may fall between. Such a u, one in 10¹³ or fewer, goes to the likeliest token.
+    return torch.where(probs.gather(-1, found) > 0, found, probs.max(-1, keepdim=True).indices)[:, 0]
 
 
 class SeededRandomness:

@@ -51,7 +51,7 @@ from search.study import (
 )
 from search.texts import read_prompts, split, written_texts
 from search.workers import Job, quiet_optuna, run_alone, run_workers
-from weights.command_line import OneLineParser, say
+from weights.command_line import OneLineParser, run_command, say
 from weights.device import pick_device
 from weights.files import check_place
 from weights.fingerprint import model_fingerprint
@@ -67,22 +67,27 @@ SEARCHED, HELD_OUT = "searched", "held out"
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m search", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    parser.add_argument("--trials", type=int, default=200, metavar="N", help="of Optuna (default: 200)")
+    parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans that are tried")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)")
     parser.add_argument("--resume", action="store_true", help="go on with the search of this plan file")
-    parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe")
+    parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe", help="what proposes the plans")
     parser.add_argument("--workers", type=int, default=1, metavar="W", help="processes that search side by side")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same search")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw what was found into this folder")
     parser.add_argument("--compare", type=int, metavar="K", help="only compare the samplers, over K seeds")
     text = parser.add_argument_group("calibration text")
-    text.add_argument("--calibration", type=Path, metavar="FILE", help=".txt (a prompt a line) or .jsonl with prompt")
+    text.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help=".txt (a prompt a line) or .jsonl with prompt (default: our own)",
+    )
     text.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="written after each prompt")
-    text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    text.add_argument("--top-k", type=int, default=0, metavar="K")
-    text.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    text.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    text.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    text.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
+    text.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
+    text.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
+    text.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
     return parser.parse_args(arguments)
@@ -322,14 +327,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    try:
-        return run(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,37 @@
-"""What every command line here shares."""
+"""What every command line here shares: its help, its complaints, its exit status, its standard streams."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO
+
+import torch
 
 from model.errors import InputError
+from weights.files import one_line
+
+OUTPUTS = {"stdout": "standard output", "stderr": "standard error"}
+
+
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows every option's default, unless it has none, is off by default, or its help says so in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is False or action.default in (None, "", []) or "default" in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line, like every other."""
+    """An argument parser whose complaints are one line, like every other, and whose help shows defaults."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=DefaultsFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
@@ -23,15 +42,99 @@ def say(line: str) -> None:
     print(f"[{line}]", file=sys.stderr)
 
 
-def run_command(work: Callable[[], int]) -> int:
-    """Stop-gap."""
+def run_command(work: Callable[[], int | None], interrupted: str | None = None) -> int:
+    """Do the work of a command line; returns its exit status, and tells every failure in one line.
+
+    0, or what ``work`` returns; 2 after wrong input, memory that ran out, or a file, a disk or an output that failed;
+    130 after Ctrl-C, which is answered with the line ``interrupted``, if any. When nobody reads the output any more, as
+    in ``| head``, it ends in silence with 0. ``work`` should parse the arguments too, so that all this holds for them;
+    the parser's SystemExit passes through.
+    """
+    mend_standard_streams()
+    status, complaint = 2, None
     try:
-        return work()
+        try:
+            return work() or 0
+        finally:
+            sys.stdout.flush()  # now, while it can still be told that this fails
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        complaint = f"error: {error}"
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        status, complaint = 130, interrupted
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # so rich ends when the reader of its output has gone
+            raise
+        status = 0
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and error.filename in OUTPUTS.values():
+            status = 0
+        else:
+            what = "something" if error.filename is None else one_line(error.filename)
+            complaint = f"error: {what} cannot be read or written: {one_line(error.strerror or error)}"
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
+    _finish(sys.stdout)
+    if complaint is not None:
+        with suppress(OSError):
+            print(complaint, file=sys.stderr)
+    _finish(sys.stderr)
+    return status
+
+
+def mend_standard_streams() -> None:
+    """Lay /dev/null where a standard stream is closed, and let the others show any text and name themselves in errors.
+
+    Where one is closed, the next file to be opened would get its number, and with it what a library writes to standard
+    error; and ``print`` takes a standard error that is None for standard output.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as we run
+        elif name in OUTPUTS and stream is getattr(sys, f"__{name}__"):  # not where a test stands in for it
+            setattr(sys, name, _named(stream, OUTPUTS[name]))
+
+
+class _NamedOutput(io.FileIO):
+    """A descriptor whose errors say its name, which tells them from those of any file."""
+
+    title: str
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = self.title
+            raise
+
+
+def _named(stream: TextIO, title: str) -> TextIO:
+    """The same stream, as buffered as it is, with named errors; what a terminal cannot show becomes "?"."""
+    raw = _NamedOutput(stream.fileno(), "w", closefd=False)
+    raw.title = title
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw) if isinstance(stream.buffer, io.BufferedWriter) else raw,
+        encoding=stream.encoding,
+        errors="replace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of the device, or of the host: torch then raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _finish(stream: TextIO) -> None:
+    """Write out what a stream still holds or, where that fails, throw it away: the interpreter would complain of it."""
+    try:
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

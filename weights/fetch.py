@@ -6,6 +6,7 @@ again checks them and mends what is missing or damaged.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 import shutil
@@ -19,8 +20,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from model import InputError
-from weights.command_line import OneLineParser
-from weights.files import is_file, one_line, read_optional_json, write_json
+from weights.command_line import OneLineParser, run_command
+from weights.files import is_file, is_there, one_line, read_optional_json, write_json
 from weights.names import WEIGHTS
 
 MANIFEST = "manifest.json"
@@ -33,19 +34,18 @@ HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.m
 
 
 def main(arguments: list[str] | None = None) -> int:
+    def work() -> None:
+        options = parse_arguments(arguments)
+        print(fetch(options.name, options.out))
+
+    return run_command(work, "interrupted: nothing was changed; run the same command again")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
     parser.add_argument("name", help=f"{SMOLLM2}, or hf:ORG/NAME for a model of the Hugging Face hub")
     parser.add_argument("--out", type=Path, help="folder to write (default: weights/NAME)")
-    options = parser.parse_args(arguments)
-    try:
-        print(fetch(options.name, options.out))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was changed; run the same command again", file=sys.stderr)
-        return 130
-    return 0
+    return parser.parse_args(arguments)
 
 
 def fetch(name: str, out: Path | None = None) -> Path:
@@ -66,13 +66,14 @@ def fetch(name: str, out: Path | None = None) -> Path:
             return folder
         if folder.exists() and any(folder.iterdir()):
             print(f"{folder} is damaged: fetching it again", file=sys.stderr)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        place = folder.resolve()  # what a link leads to
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as temporary:
             fresh = Path(temporary) / "checkpoint"
             fresh.mkdir()
             make(fresh)
             write_json(fresh / MANIFEST, {"source": name, "sha256": {p.name: _sha256(p) for p in _content(fresh)}})
-            _replace(folder, fresh)
+            _replace(place, fresh)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder} cannot be written: {one_line(getattr(error, 'strerror', None) or error)}") from None
     return folder
@@ -96,9 +97,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _check_replaceable(folder: Path, name: str) -> None:
     """Raises InputError unless the folder is absent, empty, or was fetched from ``name`` before."""
-    if not folder.exists():
+    if not is_there(folder):
         return
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).exists()):
+    if not folder.is_dir() or (any(folder.iterdir()) and not is_there(folder / MANIFEST)):
         raise InputError(f"{folder} exists and was not written by this command: give another --out")
     source = _manifest(folder).get("source", name)
     if source != name:
@@ -111,8 +112,12 @@ def _replace(folder: Path, fresh: Path) -> None:
         sums = _manifest(folder).get("sha256")
         fetched = {MANIFEST, *(sums if isinstance(sums, dict) else ())}
         for path in folder.iterdir():
-            if path.name not in fetched and not (fresh / path.name).exists():
-                (shutil.copytree if path.is_dir() else shutil.copy2)(path, fresh / path.name)
+            if path.name in fetched or is_there(fresh / path.name):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, fresh / path.name, symlinks=True)
+            else:
+                shutil.copy2(path, fresh / path.name, follow_symlinks=False)
         folder.rename(fresh.with_name("damaged"))
     fresh.rename(folder)
 

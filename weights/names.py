@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from model import InputError
+from weights.files import is_there
 
 WEIGHTS = Path(__file__).parent
 
@@ -16,7 +17,7 @@ def model_folder(name: str) -> Path:
     """
     for folder in (Path(name), WEIGHTS / name):
         if _is_folder(folder):
-            if not (folder / "config.json").is_file():
+            if not is_there(folder / "config.json"):
                 raise InputError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
             return folder
     known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))

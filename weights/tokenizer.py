@@ -15,7 +15,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model import InputError
-from weights.files import read_optional_json
+from weights.files import is_there, read_optional_json
 from weights.vocabulary import (
     NAMED_TOKENS,
     PRIVATE_USE,
@@ -34,9 +34,9 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or not understood."""
         self.settings = read_optional_json(folder / "tokenizer_config.json")
-        if (folder / "tokenizer.json").exists():
+        if is_there(folder / "tokenizer.json"):
             self.vocabulary: Vocabulary = JsonVocabulary(folder / "tokenizer.json", self.settings)
-        elif (folder / "tokenizer.model").exists():
+        elif is_there(folder / "tokenizer.model"):
             self.vocabulary = SentencePieceVocabulary(folder / "tokenizer.model", self.settings)
         else:
             raise InputError(f"{folder} holds no tokenizer.json and no tokenizer.model")
@@ -69,13 +69,8 @@ class Tokenizer:
         marks = dict(zip(sorted(typed, key=len, reverse=True), fresh, strict=False))
         hidden = [{**message, "content": _replace_all(message["content"], marks)} for message in messages]
         back = {mark: name for name, mark in marks.items()}
-        ids: list[int] = []
-        for part in split_at(control, self._render(hidden)):
-            if part in control:
-                ids.append(control[part])
-            elif part:
-                ids += self.vocabulary.encode(_replace_all(part, back), parse_special=False)
-        return ids
+        parts = split_at(control, self._render(hidden))
+        return self.vocabulary.encode_parts([control.get(part, _replace_all(part, back)) for part in parts])
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that this token adds to the text: none for control tokens and ids without a piece."""
@@ -122,7 +117,7 @@ def _replace_all(text: str, replacements: dict[str, str]) -> str:
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.exists():
+    if is_there(file):
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,9 @@ class Vocabulary(Protocol):
     adds_space: bool  # whether encode puts a space before the text, which is none of the text's
 
     def encode(self, text: str, *, parse_special: bool) -> list[int]: ...
+
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        """Control tokens by their ids, and between them texts, in which the names of control tokens are text."""
 
     def encode_prompt(self, text: str) -> list[int]: ...
 
@@ -59,6 +63,9 @@ class JsonVocabulary:
         for piece, number in vocabulary.items():
             self.pieces[number] = b"" if piece in self.special else to_bytes(piece)
         self.adds_space = not byte_level and self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
+        # A word that nobody can type. Added after the vocabulary was read: its id is none of the model's.
+        self.gap = f"\ue000{secrets.token_hex(16)}"
+        self.library.add_tokens([tokenizers.AddedToken(self.gap, normalized=False)])
         # transformers lets tokenizer_config.json overrule the file's own rule.
         wants_bos = settings.get("add_bos_token")
         self.bos = self.special.get(token_text(settings.get("bos_token"))) if wants_bos else None
@@ -67,6 +74,13 @@ class JsonVocabulary:
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
         self.library.encode_special_tokens = not parse_special
         return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        """All at once: a text that follows a control token may be coded otherwise than one that begins the whole."""
+        control = (part for part in parts if isinstance(part, int))
+        ids = self.encode("".join(self.gap if isinstance(part, int) else part for part in parts), parse_special=False)
+        gap = self.library.token_to_id(self.gap)
+        return [next(control) if number == gap else number for number in ids]
 
     def encode_prompt(self, text: str) -> list[int]:
         if self.own_rule:
@@ -101,10 +115,10 @@ class SentencePieceVocabulary:
     def encode(self, text: str, *, parse_special: bool) -> list[int]:
         if not parse_special:
             return self._encode_text(text)
-        ids: list[int] = []
-        for part in split_at(self.special, text):
-            ids += [self.special[part]] if part in self.special else self._encode_text(part)
-        return ids
+        return self.encode_parts([self.special.get(part, part) for part in split_at(self.special, text)])
+
+    def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
+        return [number for part in parts for number in ([part] if isinstance(part, int) else self._encode_text(part))]
 
     def encode_prompt(self, text: str) -> list[int]:
         ids = self._encode_text(text)

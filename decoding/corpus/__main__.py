@@ -19,7 +19,7 @@ from decoding.sampling import SamplingParams
 from model import InputError, parse_config
 from model.fast import accelerate
 from model.layers import wide_dtype
-from weights.command_line import OneLineParser
+from weights.command_line import OneLineParser, run_command
 from weights.device import keep_freed_memory, pick_device
 from weights.files import read_json
 from weights.load import DTYPES, load_model, stored_dtype
@@ -100,11 +100,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of responses wanted in the file")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".jsonl; an earlier one is continued")
     parser.add_argument("--kind", choices=[*KINDS, "both"], default="both", help="children's stories, or its own chats")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="default: 0.8")
-    parser.add_argument("--top-k", type=int, default=80, metavar="K", help="0: off; default: 80")
-    parser.add_argument("--max-new-tokens", type=int, default=320, metavar="N", help="of a response; default: 320")
-    parser.add_argument("--batch", type=int, default=BATCH, metavar="B", help=f"texts at a time; default: {BATCH}")
-    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
+    parser.add_argument("--top-k", type=int, default=80, metavar="K", help="0: off")
+    parser.add_argument("--max-new-tokens", type=int, default=320, metavar="N", help="of a response")
+    parser.add_argument("--batch", type=int, default=BATCH, metavar="B", help="texts at a time")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same texts")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
     return parser.parse_args(arguments)
@@ -132,16 +132,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    try:
-        run(options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"interrupted: {options.out} holds whole texts; run the same command again to go on", file=sys.stderr)
-        return 130
-    return 0
+    interrupted = "interrupted: the file holds whole texts; run the same command again to go on"
+    return run_command(lambda: run(parse_arguments(arguments)), interrupted)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from tests.laws import text_of
 
 VOCAB = 8
 scores = st.sampled_from([-math.inf, -20.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0, 2.0, 7.5, 30.0])
+DISTINCT = [-math.inf, -20.0, -3.0, -1.1, -0.5, 0.0, 0.25, 1.0, 2.0, 3.1, 7.5, 30.0]
 rows = st.lists(scores, min_size=VOCAB, max_size=VOCAB).filter(lambda row: max(row) > -math.inf)
 contexts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 params = st.builds(
@@ -60,15 +61,27 @@ def transformers_distribution(row: list[float], context: list[int], params: Samp
 
 @settings(max_examples=400, derandomize=True, deadline=None)
 @given(row=rows, context=contexts, params=params)
-def test_a_distribution_is_that_of_transformers_processors(
+def test_a_distribution_has_the_probabilities_of_transformers_processors(
     row: list[float], context: list[int], params: SamplingParams
 ) -> None:
+    """Sorted: where equal scores straddle the top-p edge, either may stay."""
     ours = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor(context), params)[0]
     theirs = transformers_distribution(row, context, params)
-    # Where equal scores straddle the top-p edge either may stay: then only the sorted probabilities agree.
     torch.testing.assert_close(ours.sort().values, theirs.sort().values, rtol=0, atol=1e-12)
-    if len(set(row)) == VOCAB and params.repetition_penalty == 1:
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(row=st.permutations(DISTINCT).map(lambda row: row[:VOCAB]), context=contexts, params=params)
+def test_a_distribution_without_ties_is_that_of_transformers_processors(
+    row: list[float], context: list[int], params: SamplingParams
+) -> None:
+    """Token by token: that each probability belongs to its own token."""
+    penalised = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(
+        torch.tensor([context]), torch.tensor([row], dtype=torch.float64)
+    )
+    assert len(set(penalised[0].tolist())) == VOCAB  # whatever the penalty: these scores have no ties
+    ours = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor(context), params)[0]
+    torch.testing.assert_close(ours, transformers_distribution(row, context, params), rtol=0, atol=1e-12)
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

@@ -364,6 +364,36 @@ def test_what_others_laid_beside_the_checkpoint_survives_its_mending(maker: Make
     assert (folder / "plots" / "search.html").read_text() == "plot"
 
 
+def test_links_laid_beside_the_checkpoint_stay_links(maker: Maker, tmp_path: Path) -> None:
+    folder = fetch(SMOLLM2, tmp_path / "model")
+    (tmp_path / "plans").mkdir()
+    links = {"plans": "../plans", "loop": "loop", "dangling": "nowhere"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    flip_a_byte(folder)
+    fetch(SMOLLM2, folder)
+    assert is_whole(folder)
+    assert {name: os.readlink(folder / name) for name in links} == links
+
+
+def test_a_link_to_a_damaged_folder_stays_and_its_folder_is_mended(maker: Maker, tmp_path: Path) -> None:
+    folder = fetch(SMOLLM2, tmp_path / "disk" / "model")
+    (tmp_path / "link").symlink_to("disk/model")
+    flip_a_byte(folder)
+    assert fetch(SMOLLM2, tmp_path / "link") == tmp_path / "link"
+    assert (tmp_path / "link").is_symlink() and is_whole(folder)
+    assert names(tmp_path) == {"disk", "link"} and names(tmp_path / "disk") == {"model"}
+
+
+@pytest.mark.parametrize("target", ["out", "nowhere"], ids=["loop", "dangling"])
+def test_a_link_to_nowhere_is_refused_before_the_download(maker: Maker, tmp_path: Path, target: str) -> None:
+    (tmp_path / "out").symlink_to(target)
+    with pytest.raises(InputError) as caught:
+        fetch(SMOLLM2, tmp_path / "out")
+    assert "was not written by this command" in line_of(caught)
+    assert (tmp_path / "out").is_symlink() and maker.calls == 0
+
+
 def test_a_failed_mending_leaves_the_folder_as_it_was(maker: Maker, tmp_path: Path) -> None:
     folder = fetch(SMOLLM2, tmp_path / "model")
     flip_a_byte(folder)

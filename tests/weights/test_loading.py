@@ -371,6 +371,13 @@ def test_a_name_that_is_no_folder_says_what_there_is(
     assert name == "" or "offered" in str(caught.value)
 
 
+@pytest.mark.parametrize("target", ["config.json", "nowhere"], ids=["loop", "dangling"])
+def test_a_config_that_is_a_link_to_nowhere_is_named(tmp_path: Path, target: str) -> None:
+    (tmp_path / "config.json").symlink_to(target)
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert "config.json" in refusal(tmp_path) and "holds no config.json" not in refusal(tmp_path)
+
+
 # Plan files
 
 
@@ -583,14 +590,20 @@ def loads_or_says_why(folder: Path) -> None:
             assert taken and all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+def loading(folder: Path) -> Path:
+    """The folder, which loads before it is damaged: so what is refused is refused for the damage."""
+    assert load_model(folder).num_layers == 2
+    return folder
+
+
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_weights(tmp_path_factory.mktemp("llama"), FULL_LLAMA, random_state(FULL_LLAMA))
+    return loading(write_weights(tmp_path_factory.mktemp("llama"), FULL_LLAMA, random_state(FULL_LLAMA)))
 
 
 @pytest.fixture(scope="module")
 def gemma2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_weights(tmp_path_factory.mktemp("gemma2"), FULL_GEMMA2, random_state(FULL_GEMMA2))
+    return loading(write_weights(tmp_path_factory.mktemp("gemma2"), FULL_GEMMA2, random_state(FULL_GEMMA2)))
 
 
 @settings(max_examples=300)
@@ -617,7 +630,7 @@ def test_any_bytes_as_config_are_refused_in_one_line(tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def sharded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards"), random_state(SMALL))
+    return loading(write_shards(tmp_path_factory.mktemp("shards"), random_state(SMALL)))
 
 
 SHARD_NAMES = st.sampled_from(
@@ -728,7 +741,7 @@ def sound_bytes(draw: st.DrawFn, good: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def weights_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    folder = write_weights(tmp_path_factory.mktemp("weights"), SMALL, random_state(SMALL))
+    folder = loading(write_weights(tmp_path_factory.mktemp("weights"), SMALL, random_state(SMALL)))
     return folder, (folder / "model.safetensors").read_bytes()
 
 

@@ -126,12 +126,14 @@ def test_shards_stay_within_their_size_and_the_index_names_each_tensor_once(tmp_
     model = random_model(raw_config("llama"))
     save_model(model, tmp_path, max_shard_bytes=SHARDS)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    found = {}
+    found, most = {}, 0
     for file in sorted(tmp_path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as shard:
             sizes = [shard.get_tensor(name).nbytes for name in shard.keys()]  # noqa: SIM118 - not a dict
             found |= dict.fromkeys(shard.keys(), file.name)
         assert sum(sizes) <= SHARDS or len(sizes) == 1
+        most = max(most, len(sizes))
+    assert most > 1 and len(set(found.values())) > 1, "one tensor a shard, or one shard, would say nothing of sizes"
     assert found == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(parameter.nbytes for parameter in model.parameters())
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 
 from model import InputError
 from weights.tokenizer import Tokenizer
+from weights.vocabulary import split_at
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind at all.",
@@ -306,7 +307,7 @@ def test_a_plain_prompt_begins_as_its_model_was_trained(folders, kind, bos):
     assert not control_ids(tokenizer) & set(ids[len(expected) :])
 
 
-@pytest.mark.parametrize("kind", ["llama-2, sentencepiece", "llama-2, json", "gemma, json", "llama-3", "smollm"])
+@every_kind
 @pytest.mark.parametrize("adds", [True, False])
 def test_add_bos_token_in_the_settings_wins(folders, kind, adds, tmp_path):
     settings_ = copy_of(folders[kind], tmp_path)
@@ -350,8 +351,30 @@ conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
 @over_texts
 @given(messages=conversations)
 def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, messages):
+    """As a whole, and in the parts that it is coded in when a user has typed the name of a control token.
+
+    Not where one is typed here: transformers then makes it a control token, which ours must not.
+    """
+    tokenizer = loaded(folders[kind])
+    control = tokenizer.vocabulary.special
+    assume(not any(name in message["content"] for message in messages for name in control))
     expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert loaded(folders[kind]).encode_chat(messages) == expected
+    assert tokenizer.encode_chat(messages) == expected
+    parts = [control.get(part, part) for part in split_at(control, tokenizer._render(messages))]
+    assert tokenizer.vocabulary.encode_parts(parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("llama-2, sentencepiece", "▁["), ("llama-2, json", "▁["), ("llama-2, transformers 5", "[")]
+)
+def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(folders, kind, first):
+    """Where transformers 5 codes a text after a control token without a space, so it stays."""
+    pieces = ["<s>", first, "IN", "ST", "]", "▁<", "s", ">", "▁[", "/", "IN", "ST", "]"]
+    twin = oracle(folders, kind)
+    typed = [{"role": "user", "content": "<s>"}]
+    assert loaded(folders[kind]).encode_chat(typed) == twin.convert_tokens_to_ids(pieces)
+    innocent = twin.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=True)["input_ids"]
+    assert twin.convert_ids_to_tokens(innocent) == [*pieces[:5], "▁fox", *pieces[8:]]
 
 
 def test_gemmas_turns_are_framed_by_control_tokens(folders):
@@ -497,6 +520,27 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     write(tmp_path, **copy_of(folders[kind], tmp_path))
     damage(tmp_path, name, content)
     with pytest.raises(InputError, match=message) as refusal:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama-3", "tokenizer_config.json"),
+        ("llama-3", "generation_config.json"),
+        ("llama-3", "chat_template.jinja"),
+        ("llama-3", "tokenizer.json"),
+        ("llama-2, sentencepiece", "tokenizer.model"),
+        ("llama-2, sentencepiece", "added_tokens.json"),
+    ],
+)
+@pytest.mark.parametrize("target", ["itself", "nowhere"])
+def test_a_file_that_is_a_link_to_nowhere_is_not_taken_for_absent(folders, tmp_path, kind, name, target):
+    write(tmp_path, **copy_of(folders[kind], tmp_path))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(name if target == "itself" else target)
+    with pytest.raises(InputError, match=name) as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
 

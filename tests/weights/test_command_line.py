@@ -1,0 +1,269 @@
+"""What every command line shares, as a shell meets it: statuses, one line for a failure, streams that are not there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmark.__main__
+import decoding.corpus.__main__
+import search.__main__
+from model import InputError
+from weights import fetch
+from weights.command_line import OneLineParser, run_command
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, subprocess, sys, time
+from weights.command_line import OneLineParser, run_command
+
+def little():
+    print("a little")
+
+def much():
+    for number in range(50_000):
+        print("line", number)
+
+def much_by_rich():
+    from rich.console import Console
+    for number in range(20_000):
+        Console(width=60).print("line", number)
+
+def much_noise():
+    for number in range(50_000):
+        print("line", number, file=sys.stderr)
+
+def sleep():
+    print("ready", flush=True)
+    time.sleep(60)
+
+def foreign():
+    print("caf\\u00e9 \\u65e5 \\udcff")
+    print("caf\\u00e9", file=sys.stderr)
+
+def read():
+    print(repr(sys.stdin.read()))
+
+def noise_beside_a_file():
+    with open(sys.argv[2], "w") as file:
+        file.write("kept")
+        print("progress", file=sys.stderr)
+        subprocess.run(["sh", "-c", "echo noise >&2"])  # as a library in C does
+        os.write(2, b"noise")
+    print('{"text": "fox"}')
+
+def help():
+    OneLineParser(prog="script", description="words").parse_args(["--help"])
+
+sys.exit(run_command(globals()[sys.argv[1]], "interrupted: go on with it"))
+"""
+Shell = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Runs one function of the script above by a line of shell, in which $RUN stands for it."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def run(line: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+        command = " ".join(f"'{part}'" for part in (sys.executable, tmp_path / "script.py", *arguments))
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | more
+        line = line.replace("$RUN", command)
+        return subprocess.run(["bash", "-o", "pipefail", "-c", line], env=environment, capture_output=True, timeout=60)
+
+    return run
+
+
+# Failures
+
+
+def outcome(work: Callable[[], int | None], capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+    """Exit status and what was said on standard error; nothing was said on standard output."""
+    status = run_command(work, *more)
+    said = capsys.readouterr()
+    assert said.out == ""
+    return status, said.err
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(lambda: None, capsys) == (0, "")
+    assert outcome(lambda: 130, capsys) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (InputError("'a\nb\x1b[31m' is wrong:\nmend it"), "error: 'a b [31m' is wrong: mend it\n"),
+        (FileNotFoundError(2, "No such file", "a\nb"), "error: a b cannot be read or written: No such file\n"),
+        (OSError(5, "Input/output error"), "error: something cannot be read or written: Input/output error\n"),
+        (
+            BrokenPipeError(32, "Broken pipe"),
+            "error: something cannot be read or written: Broken pipe\n",
+        ),  # of a worker, say
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+            "error: out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",
+        ),
+    ],
+    ids=["input", "file", "no file", "pipe of its own", "device memory"],
+)
+def test_a_failure_is_one_line_and_status_2(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(raising(error), capsys) == (2, line)
+
+
+def test_the_hosts_memory_too_may_run_out(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = outcome(lambda: torch.empty(2**50), capsys)
+    assert status == 2 and said.startswith("error: out of memory: ") and said.count("\n") == 1
+
+
+def test_a_mistake_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_command(raising(RuntimeError("shapes differ")))
+    with pytest.raises(SystemExit):
+        run_command(raising(SystemExit(2)))
+
+
+def test_ctrl_c_is_130_with_the_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(raising(KeyboardInterrupt()), capsys) == (130, "")
+    assert outcome(raising(KeyboardInterrupt()), capsys, "go on with it") == (130, "go on with it\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py", "sleep"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted: go on with it\n")
+
+
+# Standard streams
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("work", ["little", "much", "help"])
+def test_a_full_disk_is_one_line(work: str, shell: Shell) -> None:
+    line = b"error: standard output cannot be read or written: No space left on device\n"
+    done = shell("$RUN > /dev/full", work)
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line_without_buffers_and_nothing_on_standard_error(shell: Shell) -> None:
+    done = shell("$RUN > /dev/full", "much", PYTHONUNBUFFERED="1")
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1) and done.stderr.startswith(b"error: standard output")
+    done = shell("$RUN 2> /dev/full", "foreign")
+    assert (done.returncode, done.stderr) == (2, b"")
+
+
+@pytest.mark.parametrize("work", ["much", "much_by_rich"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_is_met_with_silence_and_status_0(work: str, unbuffered: str, shell: Shell) -> None:
+    done = shell("$RUN | head -n 1", work, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"line 0\n", b"")
+
+
+def test_progress_and_what_is_written_at_the_end_may_find_no_reader(shell: Shell) -> None:
+    done = shell("$RUN 2>&1 | head -n 1; echo ${PIPESTATUS[0]}", "much_noise")
+    assert (done.stdout, done.stderr) == (b"line 0\n0\n", b"")
+    done = shell("$RUN | true; echo ${PIPESTATUS[0]}", "little")
+    assert (done.stdout, done.stderr) == (b"0\n", b"")
+
+
+def test_a_closed_standard_input_is_an_empty_one(shell: Shell) -> None:
+    done = shell("$RUN <&-", "read")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"''\n", b"")
+
+
+def test_what_goes_to_a_closed_standard_error_goes_nowhere_else(shell: Shell, tmp_path: Path) -> None:
+    """Not into standard output, which is JSON, and not into the file that is opened next."""
+    done = shell("$RUN 2>&-", "noise_beside_a_file", str(tmp_path / "file"))
+    assert (done.returncode, done.stdout) == (0, b'{"text": "fox"}\n')
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_with_every_stream_closed_the_work_is_done_all_the_same(shell: Shell, tmp_path: Path) -> None:
+    done = shell("$RUN <&- >&- 2>&-", "noise_beside_a_file", str(tmp_path / "file"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: Shell) -> None:
+    done = shell("$RUN", "foreign", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ? ?\n", b"caf?\n")
+
+
+# Help
+
+
+class ParserSeen(Exception):
+    """Carries a command's parser out of it."""
+
+
+@pytest.fixture(params=[search.__main__, benchmark.__main__, decoding.corpus.__main__, fetch], ids=lambda m: m.__name__)
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    def leave(self: argparse.ArgumentParser, *_: object) -> None:
+        raise ParserSeen(self)
+
+    monkeypatch.setattr(OneLineParser, "parse_args", leave)
+    with pytest.raises(ParserSeen) as seen:
+        request.param.main([])
+    return seen.value.args[0]
+
+
+NOTHING_UNLESS_GIVEN = {"--plots", "--compare", "--draft-model", "--against", "--json", "--plot"}
+
+
+def test_every_option_shows_its_default_or_says_it_in_words(parser: argparse.ArgumentParser) -> None:
+    formatter = parser._get_formatter()
+    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    assert options
+    for action in options:
+        told, name = formatter._expand_help(action), action.option_strings[0]
+        if action.default is False or action.required or name in NOTHING_UNLESS_GIVEN:
+            assert told and "default" not in told, name
+        elif action.default in (None, [], "auto"):
+            assert "default: " in told and "None" not in told, f"{name} does not say what happens without it"
+        else:
+            assert f"(default: {action.default})" in told, name
+
+
+def test_the_help_adds_what_an_option_does_not_say_itself() -> None:
+    parser = OneLineParser(prog="script")
+    parser.add_argument("--zero", type=int, default=0, help="a number")
+    parser.add_argument("--said", type=int, default=1, help="a number, by default one")
+    parser.add_argument("--none", help="a name")
+    parser.add_argument("--flag", action="store_true", help="a flag")
+    parser.add_argument("--many", action="append", default=[], help="several")
+    parser.add_argument("--either", action=argparse.BooleanOptionalAction, default=True, help="on or off")
+    told = " ".join(parser.format_help().split())
+    for part in ("a number (default: 0)", "on or off (default: True)", "by default one --none", "a name --flag"):
+        assert part in told
+    assert told.count("default") == 3
+
+
+def test_a_mistyped_option_is_one_line_that_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fetch.main(["--wrong"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.endswith("; see python -m weights.fetch --help\n")
+    assert said.count("\n") == 1
