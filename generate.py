@@ -12,7 +12,6 @@ from pathlib import Path
 
 from decoding.chooser import DRAFTERS, Drafting, DraftOptions, Setting, choose
 from decoding.compare import comparison
-from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.show.labels import Labels
 from decoding.show.page import Heading, Recording, write_page
@@ -20,6 +19,7 @@ from decoding.show.report import as_json, describe, sampling_in_words
 from decoding.show.streaming import TextStream
 from decoding.show.trace import LiveTrace, TraceConsole
 from decoding.text import Rules
+from decoding.verify import COUPLINGS, Chance, chance_of
 from decoding.writer import Interrupted, Sample, Writer
 from model import InputError, parse_config
 from model.fast import accelerate
@@ -55,7 +55,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
-    sampling.add_argument("--seed", type=int, help="same seed, draft and --gamma: same text (default: random)")
+    sampling.add_argument("--seed", type=int, metavar="S", help="(default: random); what it fixes, --coupling says")
+    sampling.add_argument(
+        "--coupling",
+        choices=list(COUPLINGS),
+        help="race: a seed means a text, whatever drafts; ratio: more drafts are accepted, and a seed repeats a text "
+        "only while draft lengths repeat (default: race with --seed, else ratio)",
+    )
     sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write")
     sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
     sampling.add_argument("--ban", action="append", default=[], metavar="WORD", help="never write WORD")
@@ -84,7 +90,10 @@ class Request:
             raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
         if options.html is not None:
             check_place(options.html)
-        self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed % 2**64
+        if options.seed is not None and not 0 <= options.seed < 2**64:
+            raise InputError(f"--seed must be from 0 to 2**64 - 1, found {options.seed}")
+        self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
+        self.coupling = options.coupling or ("ratio" if options.seed is None else "race")
         self.folder, self.device = model_folder(options.model), pick_device(options.device)
         self.config = parse_config(read_json(self.folder / "config.json"))
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
@@ -95,6 +104,15 @@ class Request:
             self.prompt = read_prompt(options.prompt, options.prompt_file)
             self.ids = encode_prompt(self.tokenizer, self.prompt, chat=options.chat, system=options.system)
             check_prompt(self.ids, self.config, self.folder)
+
+    @property
+    def repeat_with(self) -> str:
+        """The options that repeat the text."""
+        return f"--seed {self.seed} --coupling {self.coupling}" if self.params.temperature else ""
+
+    def chance(self, sample: int) -> Chance:
+        """All the chance of the sample of this number."""
+        return chance_of(self.coupling, self.seed, self.device, sample)
 
     @property
     def capacity(self) -> int:
@@ -128,7 +146,7 @@ class Output:
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []
 
-    def write(self, writer: Writer, randomness: SeededRandomness) -> Sample:
+    def write(self, writer: Writer, chance: Chance) -> Sample:
         """Write one sample, showing it as it comes, and its line of statistics."""
         options, request = self.request.options, self.request
         text, policy = writer.new_text(request.rules), self.drafting.new_policy()
@@ -144,10 +162,10 @@ class Output:
             observer = recording.observe if options.html else None
             shown = {"policy": policy, "readers": readers, "observer": observer}
             try:
-                sample = writer.write(text, self.drafting, request.params, randomness, **shown)
+                sample = writer.write(text, self.drafting, request.params, chance, **shown)
             except Interrupted as stopped:
                 sample = stopped.sample
-        print(describe(sample, self.drafting.name, request.params, request.seed), file=sys.stderr)
+        print(describe(sample, self.drafting.name, request.repeat_with), file=sys.stderr)
         self.samples.append(sample)
         return sample
 
@@ -159,9 +177,9 @@ class Output:
         request, options = self.request, self.request.options
         if options.json:
             for sample in self.samples:
-                print(json.dumps(as_json(sample), ensure_ascii=False))
+                print(json.dumps(as_json(sample, request.repeat_with), ensure_ascii=False))
         if options.html and self.recordings:
-            sampling = sampling_in_words(request.params, request.seed)
+            sampling = sampling_in_words(request.params, request.repeat_with)
             facts = [("Model", request.folder.name), ("Draft", self.drafting.name), ("Sampling", sampling)]
             heading = Heading(request.prompt, facts, self.drafting.plan, greedy=request.params.temperature == 0)
             write_page(options.html, heading, self.recordings, self.labels)
@@ -182,16 +200,16 @@ def run(options: argparse.Namespace) -> int:
     writer.begin(request.ids)
     if options.compare:
         writer.warm_up(drafting, request.params)
-    output, randomness = Output(request, drafting), SeededRandomness(request.seed, request.device)
+    output = Output(request, drafting)
     try:
         for number in range(options.num_samples):
             if number:
                 print("-" * 20, file=output.file)
-            sample = output.write(writer, randomness)
+            sample = output.write(writer, request.chance(number))
             if sample.text.finish is None:
                 return 130
             if options.compare and number == 0:
-                print(comparison(writer, sample, request.params, request.seed), file=sys.stderr)
+                print(comparison(writer, sample, request.params, request.chance(0)), file=sys.stderr)
     finally:  # what is complete is printed, whatever ends the rest
         output.close()
     return 0

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from decoding.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, policy_maker
-from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
+from decoding.verify import chance_of
 from decoding.writer import Writer
 from model import Decoder, InputError
 from weights.files import is_there
@@ -72,9 +72,8 @@ def our_contender(
     """Our loop, the prompt's prefill included."""
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill = writer.begin(prompt)
-        randomness = SeededRandomness(0, writer.model.device)
-        sample = writer.write(writer.new_text(Rules(count)), drafting, params, randomness)
+        prefill, chance = writer.begin(prompt), chance_of("ratio", 0, writer.model.device)
+        sample = writer.write(writer.new_text(Rules(count)), drafting, params, chance)
         return Written(sample.text.generated, sample.rounds, prefill)
 
     return Contender(write, costs)

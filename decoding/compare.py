@@ -5,26 +5,32 @@ from __future__ import annotations
 import torch
 
 from decoding.sampling import SamplingParams
+from decoding.verify import Chance, verify_by_ratio
 from decoding.writer import Sample, Writer
 
 
-def comparison(writer: Writer, sample: Sample, params: SamplingParams, seed: int) -> str:
-    """Decode the sample's request plainly and say how much faster speculation was and, when greedy, if texts agree."""
-    plain = writer.write_plainly(sample.text.rules, params, seed)
+def comparison(writer: Writer, sample: Sample, params: SamplingParams, chance: Chance) -> str:
+    """Decode the sample's request plainly and say how much faster speculation was and if the texts agree.
+
+    They must in greedy decoding and under the race; under the ratio rule they only have the same law.
+    """
+    plain = writer.write_plainly(sample.text.rules, params, chance)
     line = (
         f"[plain decoding: {plain.statistics.tokens} tokens, {plain.tokens_per_second:.1f} tokens/s; "
         f"speed-up {sample.tokens_per_second / plain.tokens_per_second:.2f}x"
     )
-    if params.temperature:
+    greedy = params.temperature == 0
+    if not greedy and chance.verify is verify_by_ratio:
         return line + "]"
     ours, theirs = sample.text.generated, plain.text.generated
     if ours == theirs:
-        return line + "; greedy texts are equal]"
-    if params.repetition_penalty != 1 or sample.text.rules.banned:
-        return line + "; greedy texts differ]"  # what decided was not the raw logits
+        return line + "; the texts are equal]"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    gap = logit_gap(writer, theirs[:at], ours[at : at + 1] + theirs[at : at + 1])
-    return line + f"; greedy texts differ from token {at} on, where the two logits are {gap:.3g} apart]"
+    line += f"; the texts differ from token {at} on"
+    if greedy and params.repetition_penalty == 1 and not sample.text.rules.banned:  # the raw logits decided
+        gap = logit_gap(writer, theirs[:at], ours[at : at + 1] + theirs[at : at + 1])
+        line += f", where the two logits are {gap:.3g} apart"
+    return line + "]"
 
 
 def logit_gap(writer: Writer, common: list[int], two: list[int]) -> float:

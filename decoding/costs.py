@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from decoding.model_port import Model
-from decoding.randomness import SeededRandomness
+from decoding.randomness import Place, SeededRandomness
 from decoding.sampling import SamplingParams, distribution
-from decoding.verify import verify
+from decoding.verify import verify_by_ratio
 from model.clock import take_turns
 from model.plan import LayerPlan
 
@@ -100,7 +100,7 @@ def verification(target: Model, count: int, cache: Any, params: SamplingParams =
 
     def step() -> None:
         probs = distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens, params)
-        torch.stack(verify(probs, draft_probs, tokens[CONTEXT + 1 :], randomness)).tolist()
+        torch.stack(verify_by_ratio(probs, draft_probs, tokens[CONTEXT + 1 :], randomness, Place(CONTEXT))).tolist()
 
     return step
 
@@ -117,7 +117,7 @@ def draft_steps(
         context = before
         for start in range(CONTEXT, CONTEXT + count):
             probs = distribution(model(context[None, start:], cache, start, plan)[0], context, params)
-            context = torch.cat((context, randomness.draw(probs[0])[None]))
+            context = torch.cat((context, randomness.draw(probs[0], Place(start))[None]))
         context.tolist()
 
     return steps

@@ -82,7 +82,7 @@ class ModelDrafter:
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
                 break  # nothing is allowed here; if the text gets so far, the loop says so
-            token = randomness.draw(probs[0])
+            token = randomness.draw(probs[0], text.place(len(rows)))
             start, context = len(context), torch.cat((context, token[None]))
             rows.append(probs)
             unprocessed.append(logits)

@@ -1,24 +1,40 @@
 """The port through which the loop draws: two verbs, so that chance can be replaced.
 
-In production a ``torch.Generator`` serves them; in a proof, ``decoding.proof.enumeration`` walks every outcome.
+In production a ``torch.Generator`` serves them, or keyed exponentials, under which a seed means one text whatever
+drafts; in a proof, ``decoding.proof.enumeration`` walks every outcome.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-class Randomness(Protocol):
-    """Where all chance comes from. Both verbs take and return tensors and never read the host."""
+class Place(NamedTuple):
+    """Where a token is drawn: its position in the text, and how often a banned word had taken text back by then."""
 
-    def draw(self, probs: Tensor) -> Tensor:
+    position: int
+    retractions: int = 0
+
+    def after(self, tokens: int) -> Place:
+        """The place so many tokens later."""
+        return self._replace(position=self.position + tokens)
+
+
+class Randomness(Protocol):
+    """Where all chance comes from. Both verbs take and return tensors."""
+
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
         """One token: ``[vocab]`` probabilities, or weights that need not sum to 1 -> ``[]`` int64."""
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Independent coin tosses: ``[k]`` probabilities (1 and above: surely) -> ``[k]`` bool."""
+
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
+MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -38,22 +54,81 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 class SeededRandomness:
-    """Draws from a seeded ``torch.Generator``. The same seed gives the same tokens.
+    """Draws from a seeded ``torch.Generator``, one after another: equal seeds and draft lengths, equal tokens.
 
     Uniform numbers are float64 in [0, 1): u < p is strict, so that u = 0 accepts nothing that is
     impossible, and a float32 uniform, which is 0 once in 2²⁴ draws, is not fine enough.
     """
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
+        self.generator = torch.Generator(device).manual_seed((seed + sample * GOLDEN) % 2**64)
 
     def uniform(self, count: int) -> Tensor:
         """``[count]`` float64 in [0, 1)."""
         return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
         """One token by ``inverse_cdf``: never one of probability 0."""
         return inverse_cdf(probs[None], self.uniform(1))[0]
 
     def accept(self, probabilities: Tensor) -> Tensor:
         return self.uniform(len(probabilities)) < probabilities
+
+
+class KeyedRandomness:
+    """The exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): a seed means a text.
+
+    At every place each token id has an exponential E of its own, and the draw from p is argmin E/p, whose law is p.
+    Draft and target race with the same E, so they mostly agree. E follows from (seed, sample, position, retractions)
+    and the id alone, by a counter-based hash: the same bits on every device, whatever was drawn before. After a
+    retraction every place has fresh E: those used before are not independent of the text having been taken back.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
+        self.key, self.device = mix(seed, sample), device
+
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
+        """The token whose exponential over its probability is least: never one of probability 0."""
+        ids = probs.nonzero()[:, 0] if probs.device.type == "cpu" else torch.arange(len(probs), device=probs.device)
+        if not len(ids):
+            return torch.zeros((), dtype=torch.int64, device=probs.device)  # of a row of zeros: no caller may use it
+        arrivals = self.exponentials(ids, place) / probs.index_select(0, ids).double()
+        return ids.index_select(0, arrivals.nan_to_num(nan=0.0).argmin()[None])[0]
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        """Not in the race: its verification draws the target's tokens and keeps the drafts that equal them."""
+        raise TypeError("the exponential race tosses no coins")
+
+    def exponentials(self, ids: Tensor, place: Place) -> Tensor:
+        """E = -log u of each id at this place, u of 53 bits in (0, 1]: ``[n]`` int64 -> ``[n]`` float64."""
+        key = mix(self.key, place.position, place.retractions)
+        bits = hashed(ids * signed(GOLDEN) + signed(key))
+        return ((shifted(bits, 11) + 1).double() * 2.0**-53).log_().neg_()
+
+
+def hashed(counters: Tensor) -> Tensor:
+    """SplitMix64's finaliser over ``[n]`` int64, which wraps as the hash's unsigned numbers do."""
+    for shift, factor in MIXERS:
+        counters = (counters ^ shifted(counters, shift)) * signed(factor)
+    return counters ^ shifted(counters, 31)
+
+
+def shifted(numbers: Tensor, by: int) -> Tensor:
+    """The logical right shift, which torch lacks for signed numbers."""
+    return (numbers >> by) & ((1 << (64 - by)) - 1)
+
+
+def signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit key out of several numbers, by the same hash."""
+    key = 0
+    for number in numbers:
+        key = (key ^ number) + GOLDEN & (1 << 64) - 1
+        for shift, factor in MIXERS:
+            key = (key ^ key >> shift) * factor & (1 << 64) - 1
+        key ^= key >> 31
+    return key

@@ -15,7 +15,7 @@ from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Text
-from decoding.verify import verify
+from decoding.verify import Verify, verify_by_ratio
 from model.diagnose import explain_nonfinite
 
 # Is shown each round's draft, the target's logits and probabilities [k + 1, vocab], how many tokens were accepted, and
@@ -32,13 +32,15 @@ def speculate(
     policy: Policy,
     params: SamplingParams,
     randomness: Randomness,
+    verify: Verify = verify_by_ratio,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
     """Extend ``text`` to its end with exactly the target's distribution; yields a record of each round.
 
     Plain decoding is the same loop with an empty draft. ``cache`` must hold the text but its last token
     (``target.prefill``); rolled back to the prompt it serves for another sample. Raises InputError when the constraints
-    allow no token at a position that the text has reached, and when the target's logits are not numbers.
+    allow no token at a position that the text has reached, and when the target's logits are not numbers. ``verify`` is
+    the rule that goes with the randomness (``decoding.verify.COUPLINGS``).
     """
     cache.truncate(len(text) - 1)
     drafter.rollback(len(text))
@@ -50,7 +52,7 @@ def speculate(
         context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
         probs = distribution(logits, context, params, text.allowed(draft.tokens))
-        kept, token = verify(probs, draft.probs, draft.tokens, randomness)
+        kept, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
         verdict = read_verdict(draft, kept, token, logits, probs, policy)
         if verdict.broken:
             raise explain_nonfinite(target, cache, context[: position + verdict.accepted])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decoding.model_port import Model
 from decoding.patterns import Patterns
+from decoding.randomness import Place
 from model.errors import InputError
 
 TokenBytes = Callable[[int], bytes]  # the bytes a token adds to the text
@@ -85,6 +86,7 @@ class Text:
         self.data = bytearray()
         self.ends: list[int] = []  # the offset in ``data`` where each token's bytes end
         self.forbidden: dict[int, list[int]] = {}  # position -> tokens that a banned word forbids there
+        self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # where in ``data`` a finished text ends
         for token in prompt:
@@ -123,6 +125,10 @@ class Text:
         while end > self.prompt_bytes and (begin := self.bans.pending(self.data, end)) < end:
             end = self._begin(self._holder(begin))
         return self.stops.pending(self.data, end, self.prompt_bytes)
+
+    def place(self, drafted: int = 0) -> Place:
+        """Where the next token is drawn, or the one after so many drafted ones."""
+        return Place(len(self) + drafted, self.retractions)
 
     def tensor(self, device: torch.device) -> Tensor:
         """The tokens, ``[n]`` int64."""
@@ -193,6 +199,7 @@ class Text:
             return []
         position = self._holder(begin)
         removed = self.tokens[position:]
+        self.retractions += 1
         self.forbidden = {at: tokens for at, tokens in self.forbidden.items() if at <= position}
         self.forbidden.setdefault(position, []).append(removed[0])
         del self.tokens[position:], self.ends[position:]

@@ -1,19 +1,24 @@
-"""The acceptance rule: what makes speculation exact."""
+"""The two rules of verification, side by side: what makes speculation exact."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decoding.randomness import Randomness
+from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness
 
 
-def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness) -> tuple[Tensor, Tensor]:
+def verify_by_ratio(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
+) -> tuple[Tensor, Tensor]:
     """Accept a prefix of the draft and draw the token after it (arXiv 2211.17192, algorithm 1; 2302.01318).
 
     ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids drawn
-    from the rows of q; p and q are compared in the wider of their dtypes, so that neither is rounded.
-    Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64, and the token that
+    from the rows of q, the first at ``place``; p and q are compared in the wider of their dtypes, so that neither is
+    rounded. Returns ``(accepted, next_token)``: how many drafted tokens to keep, ``[]`` int64, and the token that
     follows them, ``[]`` int64.
 
     Drafted token x is kept with probability min(1, p(x) / q(x)); at the first one that is not, the next
@@ -32,4 +37,40 @@ def verify(target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomnes
     q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:]))).index_select(0, accepted[None])[0]
     residual = (p - q).clamp(min=0)
     # p = q up to rounding leaves nothing over; such a rejection has probability ~0, and p is its limit.
-    return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p))
+    return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p), place)
+
+
+def verify_by_race(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
+) -> tuple[Tensor, Tensor]:
+    """Draw the target's token at every place and keep the drafts that equal it (arXiv 2408.07978); as above.
+
+    The text is then what plain decoding draws at the same places, whatever was drafted: q is never read, and even a
+    drafter that misstates it changes nothing. A draft that raced with the same exponentials is kept with probability
+    Σ_x 1 / Σ_y max(p_y / p_x, q_y / q_x), less than the ratio rule's Σ min(p, q); one that was sure of x, with p(x).
+    """
+    drawn = torch.stack([randomness.draw(row, place.after(number)) for number, row in enumerate(target_probs)])
+    accepted = (drawn[:-1] == drafted).long().cumprod(0).sum()
+    return accepted, drawn.index_select(0, accepted[None])[0]
+
+
+Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]
+
+
+class Chance(NamedTuple):
+    """Randomness, and the rule of verification that goes with it."""
+
+    randomness: Randomness
+    verify: Verify = verify_by_ratio
+
+
+COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
+    "ratio": (SeededRandomness, verify_by_ratio),
+    "race": (KeyedRandomness, verify_by_race),
+}
+
+
+def chance_of(coupling: str, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> Chance:
+    """All the chance of one text: by the ratio rule, or by the race, under which a seed means a text."""
+    make, rule = COUPLINGS[coupling]
+    return Chance(make(seed, device, sample), rule)

@@ -14,11 +14,11 @@ import torch
 from decoding.chooser import Drafting, plain
 from decoding.drafters import Drafter
 from decoding.policies import Policy
-from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round, Statistics
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
+from decoding.verify import Chance, chance_of
 from model import Decoder, KVCache
 from model.clock import now
 
@@ -93,7 +93,7 @@ class Writer:
         text: Text,
         drafting: Drafting,
         params: SamplingParams,
-        randomness: Randomness,
+        chance: Chance,
         *,
         policy: Policy | None = None,
         readers: Sequence[Reader] = (),
@@ -107,7 +107,7 @@ class Writer:
         if drafting.new_drafter not in self.drafters:
             self.drafters[drafting.new_drafter] = drafting.new_drafter(self.cache)
         drafter = self.drafters[drafting.new_drafter]
-        rounds = speculate(self.model, self.cache, text, drafter, policy, params, randomness, observer)
+        rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer)
         try:
             with closing(rounds):
                 began = now(self.model.device)
@@ -122,9 +122,9 @@ class Writer:
             raise Interrupted(sample) from None
         return sample
 
-    def write_plainly(self, rules: Rules, params: SamplingParams, seed: int) -> Sample:
+    def write_plainly(self, rules: Rules, params: SamplingParams, chance: Chance) -> Sample:
         """The same request without a draft: what speculation is compared with."""
-        return self.write(self.new_text(rules), self.plain, params, SeededRandomness(seed, self.model.device))
+        return self.write(self.new_text(rules), self.plain, params, chance)
 
     def warm_up(self, drafting: Drafting, params: SamplingParams) -> None:
         """Write a few tokens, with the draft and without, to be thrown away before anything is timed.
@@ -134,4 +134,4 @@ class Writer:
         wanted = max(WARM_UP_TOKENS, drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
         for way in (drafting, self.plain):
-            self.write(self.new_text(rules), way, params, SeededRandomness(0, self.model.device))
+            self.write(self.new_text(rules), way, params, chance_of("ratio", 0, self.model.device))

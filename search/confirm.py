@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from decoding.chooser import plain, planned
 from decoding.costs import SublayerCosts
 from decoding.plan_file import DraftPlan
-from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
+from decoding.verify import chance_of
 from decoding.writer import Writer
 from model import Decoder, LayerPlan
 from search.acceptance import Calibration, Text
@@ -47,6 +47,7 @@ def confirm(
     eos_ids: frozenset[int],
     max_new_tokens: int,
     seed: int,
+    coupling: str = "ratio",
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Confirmation]:
     """Decode every held-out prompt plainly and with each candidate, in turns; the fastest candidate comes first.
@@ -67,8 +68,8 @@ def confirm(
         for _ in range(REPEATS):
             for number, contender in enumerate(contenders):
                 writer.begin(text.prompt)
-                randomness = SeededRandomness(seed, model.device)
-                sample = writer.write(writer.new_text(Rules(max_new_tokens, eos_ids)), contender, params, randomness)
+                chance = chance_of(coupling, seed, model.device)
+                sample = writer.write(writer.new_text(Rules(max_new_tokens, eos_ids)), contender, params, chance)
                 best[number], written[number] = min(best[number], sample.seconds), sample.statistics.tokens
                 for round in sample.rounds:
                     sums[number].add(round)

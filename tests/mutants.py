@@ -19,18 +19,19 @@ import torch
 
 import decoding.sampling
 import decoding.speculate
+import decoding.verify
 import generate
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit
 from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
-from decoding.randomness import SeededRandomness
+from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model import KVCache
-from tests.decoding import test_drafters, test_randomness, test_speculate, test_text
+from tests.decoding import test_drafters, test_race, test_randomness, test_speculate, test_text
 from tests.scripts import test_compare
 
 EXACT = 1e-9
@@ -82,12 +83,12 @@ def law(request: Request, setup: Setup | None = None, *, ties: bool = False) -> 
     return the_enumerated_law_equals_plain_samplings
 
 
-def for_family(test: Callable[[str], None], family: str) -> Callable[[], None]:
-    """A killer: a test that takes a model family."""
+def of(test: Callable[[str], None], value: str) -> Callable[[], None]:
+    """A killer: a test that takes a value, such as a model family."""
 
     @functools.wraps(test)
     def run() -> None:
-        test(family)
+        test(value)
 
     return run
 
@@ -110,18 +111,26 @@ PENALISED = Request(params=SamplingParams(1.0, repetition_penalty=1.5))
 ENDING = Request(max_new_tokens=3, eos_ids=frozenset({1}))
 LONG = Request(max_new_tokens=3)
 ADAPTIVE = Setup(policy=lambda: AdaptiveExit(0.45, 2))
-S = decoding.speculate
+S, R = decoding.speculate, decoding.verify
 SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
 NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
 
 MUTANTS = [
-    Mutant(1, "a rejection samples p instead of the residual", S, "verify", "(p - q).clamp(min=0)", "p", law(SAMPLED)),
+    Mutant(
+        1,
+        "a rejection samples p instead of the residual",
+        R,
+        "verify_by_ratio",
+        "(p - q).clamp(min=0)",
+        "p",
+        law(SAMPLED),
+    ),
     Mutant(
         2,
         "a greedy draft is verified as if it were sampled",
         ModelDrafter,
         "propose",
-        "token = randomness.draw(probs[0])",
+        "token = randomness.draw(probs[0], text.place(len(rows)))",
         "token = probs[0].argmax()",
         law(SAMPLED),
     ),
@@ -156,7 +165,9 @@ MUTANTS = [
         "<= probabilities",
         test_randomness.test_u_zero_accepts_nothing_impossible,
     ),
-    Mutant(6, "an epsilon in the residual", S, "verify", ".clamp(min=0)", ".clamp(min=0) + 1e-6", law(FILTERED)),
+    Mutant(
+        6, "an epsilon in the residual", R, "verify_by_ratio", ".clamp(min=0)", ".clamp(min=0) + 1e-6", law(FILTERED)
+    ),
     Mutant(
         7,
         "temperature 0 is a division by 1e-10",
@@ -178,8 +189,8 @@ MUTANTS = [
     Mutant(
         9,
         "a sampled acceptance with a greedy bonus token",
-        S,
-        "verify",
+        R,
+        "verify_by_ratio",
         "p = target_probs.index_select(0, accepted[None])[0]",
         "p = target_probs.index_select(0, accepted[None])[0]\n"
         "    p = (p == p.max()).to(p.dtype) if accepted == len(drafted) else p",
@@ -264,7 +275,7 @@ MUTANTS = [
         "propose",
         "self.cache, start, self.plan",
         "self.cache, self.cache.lengths[0], self.plan",
-        for_family(SELF_DRAFT, "llama"),
+        of(SELF_DRAFT, "llama"),
     ),
     Mutant(
         18,
@@ -274,13 +285,13 @@ MUTANTS = [
         "self.values[layer][:, :, start:end] = values",
         "self.values[layer][:, :, start:end] = values\n"
         "    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",
-        for_family(SELF_DRAFT, "gemma2"),
+        of(SELF_DRAFT, "gemma2"),
     ),
     Mutant(
         20,
         "an all-zero residual gives NaN",
-        S,
-        "verify",
+        R,
+        "verify_by_ratio",
         "torch.where(residual.sum() > 0, residual, p)",
         "residual / residual.sum()",
         test_speculate.test_an_all_zero_residual_draws_from_the_target,
@@ -301,7 +312,7 @@ MUTANTS = [
         "propose",
         "start = self.cache.length\n",
         "start = self.cache.length\n    start = start and len(text) - 1\n",
-        for_family(NO_HOLE, "llama"),
+        of(NO_HOLE, "llama"),
     ),
     Mutant(
         23,
@@ -333,8 +344,8 @@ MUTANTS = [
     Mutant(
         26,
         "probabilities are rounded to bf16 before the ratio",
-        S,
-        "verify",
+        R,
+        "verify_by_ratio",
         "p_drafted / q_drafted",
         "p_drafted.bfloat16().to(wide) / q_drafted",
         law(SAMPLED),
@@ -347,6 +358,53 @@ MUTANTS = [
         "while end >",
         "if end >",
         test_text.test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back,
+    ),
+    Mutant(
+        28,
+        "the race uses its exponentials again after a retraction",
+        Text,
+        "_retract",
+        "self.retractions += 1",
+        "pass",
+        test_race.test_after_a_retraction_every_place_has_fresh_exponentials,
+    ),
+    Mutant(
+        28,
+        "the draft races with other exponentials than the target",
+        ModelDrafter,
+        "propose",
+        "text.place(len(rows))",
+        "text.place(len(rows) + 1000)",
+        test_race.test_a_draft_is_kept_as_often_as_shared_exponentials_make_it,
+    ),
+    Mutant(
+        28,
+        "the race's exponentials depend on how much was drafted",
+        R,
+        "verify_by_race",
+        "place.after(number)",
+        "place.after(number + len(drafted))",
+        test_race.test_every_drafter_writes_the_same_text_of_a_table_model,
+    ),
+    Mutant(
+        30,
+        "draft and residual come from one keyed stream under the ratio rule",
+        R,
+        "chance_of",
+        "return Chance(make(seed, device, sample), rule)",
+        "chance = Chance(make(seed, device, sample), rule)\n"
+        "    chance.randomness.draw = KeyedRandomness(seed, device, sample).draw\n"
+        "    return chance",
+        of(test_race.test_over_seeds_the_first_token_has_the_targets_law, "ratio"),
+    ),
+    Mutant(
+        31,
+        "exponentials of 24 bits decide between tens of thousands of tokens",
+        KeyedRandomness,
+        "exponentials",
+        "((shifted(bits, 11) + 1).double() * 2.0**-53)",
+        "((shifted(bits, 40) + 1).double() * 2.0**-24)",
+        test_race.test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should,
     ),
 ]
 

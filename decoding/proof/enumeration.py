@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.randomness import Randomness
+from decoding.randomness import Place, Randomness
 
 
 class Enumerator:
@@ -28,7 +28,7 @@ class Enumerator:
         self.forks: list[int] = []  # how many outcomes each fork has
         self.weight = 1.0
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
         weights = probs.double() / probs.double().sum().clamp(min=torch.finfo(torch.float64).tiny)
         outcomes = [(weight, token) for token, weight in enumerate(weights.tolist()) if weight > 0]
         # All zeros is what a forbidden position looks like; its draw may not be used, as in production.
@@ -65,13 +65,39 @@ class Enumerator:
         return True
 
 
-def output_law(run: Callable[[Randomness], Hashable]) -> dict[Hashable, float]:
+class RaceEnumerator(Enumerator):
+    """The same for the exponential race over two tokens, whose whole chance at a place is one number.
+
+    Token a wins, E_a/p_a < E_b/p_b, just when u = E_a / (E_a + E_b) < p_a, and u is uniform on (0, 1). What a path's
+    draws have told of each place's u is an interval; the next draw there splits it at its own p_a.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[Place, tuple[float, float]] = {}
+
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
+        low, high = self.known.get(place, (0.0, 1.0))
+        a, b = probs.double().tolist()
+        split = min(max(a / (a + b), low), high) if a + b else high
+        sides = [((split - low) / (high - low), 0, (low, split)), ((high - split) / (high - low), 1, (split, high))]
+        token, self.known[place] = self._choose([(chance, (token, part)) for chance, token, part in sides if chance])
+        return torch.tensor(token, device=probs.device)
+
+    def next_path(self) -> bool:
+        self.known = {}
+        return super().next_path()
+
+
+def output_law(
+    run: Callable[[Randomness], Hashable], enumerator: Callable[[], Enumerator] = Enumerator
+) -> dict[Hashable, float]:
     """The exact probability of every result of ``run``.
 
     ``run`` must start afresh at each call and draw only through the randomness it is given.
     """
     law: defaultdict[Hashable, float] = defaultdict(float)
-    enumerator = Enumerator()
+    enumerator = enumerator()
     while True:
         result = run(enumerator)
         law[result] += enumerator.weight

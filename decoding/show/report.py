@@ -8,17 +8,17 @@ from decoding.sampling import SamplingParams
 from decoding.writer import Sample
 
 
-def describe(sample: Sample, how: str, params: SamplingParams, seed: int) -> str:
-    """The line of statistics; ``how`` names the draft."""
+def describe(sample: Sample, how: str, repeat_with: str) -> str:
+    """The line of statistics; ``how`` names the draft, ``repeat_with`` the options that repeat a drawn text."""
     s = sample.statistics
     line = f"[{s.tokens} tokens in {sample.seconds:.2f} s: {sample.tokens_per_second:.1f} tokens/s; {how}"
     if s.acceptance_rate is not None:
         line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
     line += f", {s.tokens_per_round:.2f} tokens a round"
-    return line + (f"; seed {seed}]" if params.temperature else "]")
+    return line + (f"; {repeat_with}]" if repeat_with else "]")
 
 
-def as_json(sample: Sample) -> dict[str, Any]:
+def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
     """The object that --json prints."""
     s = sample.statistics
     return {
@@ -34,15 +34,16 @@ def as_json(sample: Sample) -> dict[str, Any]:
         "acceptance_rate": s.acceptance_rate,
         "tokens_per_round": s.tokens_per_round,
         "accepted_histogram": s.histogram,
+        "repeat_with": repeat_with,
     }
 
 
-def sampling_in_words(params: SamplingParams, seed: int) -> str:
-    """The parameters that are in force, and the seed unless decoding is greedy."""
+def sampling_in_words(params: SamplingParams, repeat_with: str) -> str:
+    """The parameters that are in force, and the options that repeat a drawn text."""
     filters = {"top-k": (params.top_k, 0), "top-p": (params.top_p, 1), "min-p": (params.min_p, 0)}
     in_force = {name: value for name, (value, off) in filters.items() if value != off} if params.temperature else {}
     if params.repetition_penalty != 1:
         in_force["repetition penalty"] = params.repetition_penalty
     words = [f"temperature {params.temperature:g}" if params.temperature else "greedy"]
     words += [f"{name} {value:g}" for name, value in in_force.items()]
-    return ", ".join([*words, f"seed {seed}"] if params.temperature else words)
+    return ", ".join([*words, repeat_with] if repeat_with else words)

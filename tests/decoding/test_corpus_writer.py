@@ -27,6 +27,7 @@ from decoding.corpus.text_file import DISTINCT_CHARACTERS, TextFile, WrittenText
 from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
+from decoding.randomness import Place
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
 from tests.folders import VOCAB_SIZE, write_folder
@@ -54,7 +55,7 @@ def alone(model: Decoder, prompt: list[int], params: SamplingParams, max_new_tok
 class First:
     """Chance that always takes the likeliest token: all that a one-hot distribution needs."""
 
-    def draw(self, probs: Tensor) -> Tensor:
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
         return probs.argmax()
 
     def accept(self, probabilities: Tensor) -> Tensor:

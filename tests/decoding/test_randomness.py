@@ -9,9 +9,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decoding.randomness import SeededRandomness, inverse_cdf
+from decoding.randomness import Place, SeededRandomness, inverse_cdf
 from tests.laws import Scripted
 
+START = Place(0)
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 
@@ -33,13 +34,13 @@ def test_u_just_below_one_accepts_only_the_certain() -> None:
 )
 def test_a_draw_never_gives_a_token_of_probability_zero(u: float, probs: list[float]) -> None:
     for dtype in (torch.float32, torch.float64):
-        token = Scripted(u).draw(torch.tensor(probs, dtype=dtype))
+        token = Scripted(u).draw(torch.tensor(probs, dtype=dtype), START)
         assert probs[token] > 0
 
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
     probs = torch.tensor([0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
-    drawn = [Scripted(u).draw(probs).item() for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, JUST_BELOW_1)]
+    drawn = [Scripted(u).draw(probs, START).item() for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, JUST_BELOW_1)]
     assert drawn == [0, 0, 2, 2, 3, 3]
 
 
@@ -81,14 +82,14 @@ def test_prefix_sums_that_are_not_monotone_never_give_a_token_of_probability_zer
 
 def test_weights_need_not_sum_to_one() -> None:
     weights = torch.tensor([3e-5, 0.0, 1e-5])
-    assert [Scripted(u).draw(weights).item() for u in (0.0, 0.7, 0.8)] == [0, 0, 2]
+    assert [Scripted(u).draw(weights, START).item() for u in (0.0, 0.7, 0.8)] == [0, 0, 2]
 
 
 def test_draws_follow_their_distribution() -> None:
     """Chi-square over 20 000 draws; the bound is exceeded by chance once in 10⁶ seeds (5 degrees of freedom)."""
     probs = torch.tensor([0.05, 0.15, 0.3, 0.0, 0.25, 0.2, 0.05])
     randomness = SeededRandomness(1)
-    counts = torch.bincount(torch.stack([randomness.draw(probs) for _ in range(20_000)]), minlength=7)
+    counts = torch.bincount(torch.stack([randomness.draw(probs, START) for _ in range(20_000)]), minlength=7)
     expected = probs * 20_000
     assert counts[3] == 0
     assert ((counts - expected)[probs > 0] ** 2 / expected[probs > 0]).sum() < 35.9

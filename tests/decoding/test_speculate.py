@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding import speculate as loop
+from decoding import verify as rules
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
-from decoding.randomness import SeededRandomness
+from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
@@ -126,8 +127,8 @@ def test_a_full_context_ends_the_text() -> None:
 def test_a_first_token_that_ends_the_text_ends_it_under_a_budget_of_one_and_no_draft() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     first = plainly_greedy(model, 1)[0]
-    rules = Rules(1, frozenset({first}))
-    rounds = write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0), rules=rules)
+    end = Rules(1, frozenset({first}))
+    rounds = write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0), rules=end)
     assert [(round.emitted, round.finish) for round in rounds] == [([first], "eos")]
 
 
@@ -192,7 +193,7 @@ def test_an_all_zero_residual_draws_from_the_target() -> None:
     """Where p = q up to rounding a rejection leaves nothing over; the draw then comes from p, not from NaN."""
     p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
     q = torch.tensor([[0.5, 0.5 + 1e-7, 0.0]])
-    accepted, token = loop.verify(p, q, torch.tensor([1]), Scripted(0.99999999, 0.9))
+    accepted, token = rules.verify_by_ratio(p, q, torch.tensor([1]), Scripted(0.99999999, 0.9), Place(0))
     assert (accepted.item(), token.item()) == (0, 1)
 
 
@@ -200,13 +201,13 @@ def test_a_draft_in_float64_is_not_rounded_to_a_float32_target() -> None:
     """Rounded to float32 this q would be .1 itself, and u = 1 - 1e-10 would accept."""
     p = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
     q = torch.tensor([[p[0, 0].item() + 1e-10, 0.9]], dtype=torch.float64)
-    accepted, _ = loop.verify(p, q, torch.tensor([0]), Scripted(1 - 1e-10, 0.0))
+    accepted, _ = rules.verify_by_ratio(p, q, torch.tensor([0]), Scripted(1 - 1e-10, 0.0), Place(0))
     assert accepted.item() == 0
 
 
 def test_an_impossible_token_is_never_accepted_not_even_at_u_zero() -> None:
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
-    accepted, token = loop.verify(p, q, torch.tensor([0]), Scripted(0.0, 0.0))
+    accepted, token = rules.verify_by_ratio(p, q, torch.tensor([0]), Scripted(0.0, 0.0), Place(0))
     assert (accepted.item(), token.item()) == (0, 1)
 
 

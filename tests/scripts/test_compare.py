@@ -17,6 +17,7 @@ from decoding.compare import comparison, logit_gap
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
+from decoding.verify import chance_of
 from tests.folders import write_folder
 from weights.load import load_model
 
@@ -62,10 +63,10 @@ def test_the_gap_is_that_of_the_two_logits_after_the_common_text(tmp_path: Path)
 def test_texts_that_differ_are_told_with_their_first_difference(tmp_path: Path) -> None:
     """A draft that changes the text would be a defect: here the sample is falsified."""
     model = load_model(write_folder(tmp_path))
-    texts, greedy = writer.Writer(model, 40), SamplingParams()
+    texts, greedy, chance = writer.Writer(model, 40), SamplingParams(), chance_of("ratio", 0)
     texts.begin([5, 9, 2])
-    sample = texts.write_plainly(Rules(8), greedy, 0)
-    said = comparison(texts, sample, greedy, 0)
-    assert "greedy texts are equal" in said
+    sample = texts.write_plainly(Rules(8), greedy, chance)
+    said = comparison(texts, sample, greedy, chance)
+    assert "the texts are equal" in said
     sample.text.tokens[3 + 4] ^= 1
-    assert "greedy texts differ from token 4 on" in comparison(texts, sample, greedy, 0)
+    assert "the texts differ from token 4 on" in comparison(texts, sample, greedy, chance)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
+from decoding.verify import chance_of
 from decoding.writer import Writer
 from model import Decoder
 from weights.load import load_model
@@ -122,7 +123,7 @@ def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> li
     """What the production loop writes after a prompt when nothing is drafted."""
     writer = Writer(model, len(prompt) + NEW_TOKENS)
     writer.begin(prompt)
-    return writer.write_plainly(Rules(NEW_TOKENS, eos_ids), SamplingParams(), 0).text.generated
+    return writer.write_plainly(Rules(NEW_TOKENS, eos_ids), SamplingParams(), chance_of("ratio", 0)).text.generated
 
 
 def test_text_ends_at_every_id_that_generate_ends_at(

@@ -1,0 +1,286 @@
+"""The exponential race: its law is plain sampling's, and a seed means one text, whatever drafts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoding import verify
+from decoding.costs import CostTable
+from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.proof.enumeration import RaceEnumerator, output_law
+from decoding.proof.judge import Setup, race_bias, run_loop, self_draft
+from decoding.proof.plain_law import Request
+from decoding.proof.table_model import TableModel
+from decoding.randomness import GOLDEN, KeyedRandomness, Place, Randomness, hashed, signed
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
+from model import Decoder, KVCache, LayerPlan
+from tests.laws import draft_model, no_draft, prompt_lookup, tiny_model
+
+EXACT = 1e-9
+FALSE_ALARM = 1e-6  # of each chi-square, were the law exact
+
+
+def two_token_model(seed: int) -> TableModel:
+    """Target and draft tables over two tokens."""
+    rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    return TableModel(*(rows / rows.sum(-1, keepdim=True)))
+
+
+def no_three_alike(tokens: Sequence[int]) -> Tensor:
+    """A constraint: never three equal tokens in a row."""
+    allowed = torch.ones(2, dtype=torch.bool)
+    if len(tokens) > 1 and tokens[-1] == tokens[-2]:
+        allowed[tokens[-1]] = False
+    return allowed
+
+
+DRAFTERS = {"plan": self_draft, "model": draft_model, "lookup": prompt_lookup, "none": no_draft}
+POLICIES = {
+    "fixed": lambda: FixedLength(2),
+    "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
+    "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, first_pause=1),
+    "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
+}
+REQUESTS = {
+    "free": Request(max_new_tokens=4),
+    "eos": Request(max_new_tokens=4, eos_ids=frozenset({1})),
+    "stop": Request(max_new_tokens=4, stop_strings=("ba",)),
+    "temperature": Request(params=SamplingParams(0.6, top_p=0.9), max_new_tokens=4),
+    "penalty": Request(params=SamplingParams(1.0, repetition_penalty=1.5), max_new_tokens=4),
+    "constraint": Request(max_new_tokens=4, constraint=no_three_alike),
+    "banned": Request(max_new_tokens=3, banned=("ab",)),
+    "banned, two words": Request(max_new_tokens=2, banned=("bb", "aaa")),
+    "banned from the prompt": Request(prompt=(0, 1), max_new_tokens=2, banned=("ba", "bba")),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("case", REQUESTS)
+def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy: str) -> None:
+    """Enumerated: on every path the loop's draws split what is known of each place's chance."""
+    for seed in range(2):
+        setup = Setup(DRAFTERS[drafter], POLICIES[policy])
+        assert race_bias(two_token_model(seed), REQUESTS[case], setup) < EXACT
+
+
+def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
+    """Two fair tokens a and b, "ab" banned: aa 1/4, ba 3/8, bb 3/8. With E used again it would be 1/4, 1/4, 1/2."""
+    fair = TableModel(torch.full((4, 2), 0.5, dtype=torch.float64))
+    request = Request(prompt=(1,), max_new_tokens=2, banned=("ab",))
+
+    def tokens(randomness: Randomness) -> tuple[int, ...]:
+        return run_loop(fair, request, Setup(), randomness, coupling="race")[0]
+
+    law = output_law(tokens, RaceEnumerator)
+    assert {text: pytest.approx(chance) for text, chance in law.items()} == {(0, 0): 0.25, (1, 0): 0.375, (1, 1): 0.375}
+
+
+def test_every_drafter_writes_the_same_text_of_a_table_model() -> None:
+    model, request = two_token_model(7), Request(max_new_tokens=6)
+    for seed in range(60):
+        setups = [Setup(drafter) for drafter in DRAFTERS.values()]
+        assert len({run_loop(model, request, each, KeyedRandomness(seed), coupling="race") for each in setups}) == 1
+
+
+def test_draws_of_three_tokens_integrate_to_their_probabilities() -> None:
+    """Over a grid of the three uniform numbers behind E, each token wins in its probability's share of the volume."""
+    steps = 24
+    grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    uniforms = torch.cartesian_prod(grid, grid, grid)
+    probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+
+    class OnGrid(KeyedRandomness):
+        def exponentials(self, ids: Tensor, place: Place) -> Tensor:
+            return -uniforms[place.position, ids].log()
+
+    randomness, counts = OnGrid(0), torch.zeros(3, dtype=torch.float64)
+    for number in range(len(uniforms)):
+        counts[randomness.draw(probs, Place(number))] += 1
+    torch.testing.assert_close(counts / counts.sum(), probs, atol=0.02, rtol=0)
+
+
+def chi_square_tail(counts: Tensor, expected: Tensor) -> float:
+    """The probability of so large a chi-square or a larger one, by Wilson and Hilferty's cube root."""
+    assert expected.min() >= 5 and len(counts) > 1
+    statistic, freedom = ((counts - expected) ** 2 / expected).sum().item(), len(counts) - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
+    """3,000 places and 49,152 tokens with a long tail, whose 24 shares are counted; a false alarm once in a million."""
+    vocab, draws, groups = 49152, 3000, 24
+    generator = torch.Generator().manual_seed(0)
+    probs = 1 / (torch.randperm(vocab, generator=generator).double() + 3)
+    probs, group = probs / probs.sum(), torch.randint(groups, (vocab,), generator=generator)
+    expected = torch.zeros(groups, dtype=torch.float64).index_add_(0, group, probs) * draws
+    randomness, counts = KeyedRandomness(11), torch.zeros(groups, dtype=torch.float64)
+    for place in range(draws):
+        counts[group[randomness.draw(probs.float(), Place(place))]] += 1
+    assert chi_square_tail(counts, expected) > FALSE_ALARM
+
+
+def test_exponentials_are_those_of_uniform_numbers_independent_between_places_seeds_and_samples() -> None:
+    ids = torch.arange(20000)
+    columns = [
+        torch.exp(-randomness.exponentials(ids, place))
+        for randomness in (KeyedRandomness(0), KeyedRandomness(1), KeyedRandomness(0, sample=1))
+        for place in (Place(5), Place(6), Place(5, 1))
+    ]
+    for uniform in columns:
+        assert uniform.min() > 0 and uniform.max() <= 1
+        counts = torch.histc(uniform, 100, 0, 1)
+        assert chi_square_tail(counts, torch.full((100,), len(ids) / 100)) > FALSE_ALARM
+    correlations = torch.corrcoef(torch.stack([*columns, columns[0].roll(1)])).fill_diagonal_(0)
+    assert correlations.abs().max() < 5 / math.sqrt(len(ids))
+
+
+def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() -> None:
+    """It wins where its E is below 1e-9 times the other's. So small an E must not be a step of a coarse grid.
+
+    Among 30 million exponentials some 30 lie below 1e-6: all different, and spread as uniform numbers are.
+    """
+    randomness, ids = KeyedRandomness(3), torch.arange(1_000_000)
+    small = [column[column < 1e-6] for place in range(30) for column in [randomness.exponentials(ids, Place(place))]]
+    tiny = torch.cat(small)
+    assert 8 < len(tiny) < 65, "30 are expected: five standard deviations"
+    assert len(tiny.unique()) == len(tiny)
+    steps = tiny / 2**-24
+    assert ((steps - steps.round()).abs() > 1e-3).any(), "E comes in steps of 24 bits"
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """From state 0 it begins with these numbers (the published test vector)."""
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    found = hashed(torch.arange(1, 4) * signed(GOLDEN))
+    assert [number % 2**64 for number in found.tolist()] == expected
+
+
+def test_no_impossible_token_wins() -> None:
+    class AllZero(KeyedRandomness):
+        def exponentials(self, ids: Tensor, place: Place) -> Tensor:
+            return torch.zeros(len(ids), dtype=torch.float64)  # u = 1 throughout
+
+    probs = torch.tensor([0.0, 0.5, 0.5])
+    assert AllZero(0).draw(probs, Place(0)).item() == 1
+    assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
+    assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
+
+
+VOCAB = 7
+
+
+def drafter_of(kind: str, model: Decoder, cache: KVCache) -> Drafter:
+    if kind == "model":
+        draft = tiny_model("llama", vocab=VOCAB, layers=1, seed=9)
+        return ModelDrafter(draft, draft.new_cache(model.max_positions))
+    return {
+        "exit": lambda: ModelDrafter(model, cache, LayerPlan.early_exit(3, 2)),
+        "skip": lambda: ModelDrafter(model, cache, LayerPlan.skipping(3, [1], [0])),
+        "lookup": lambda: PromptLookup(VOCAB),
+        "none": lambda: NoDraft(VOCAB),
+    }[kind]()
+
+
+def write(
+    model: Decoder, rules: Rules, params: SamplingParams, kind: str, policy: Policy, seed: int, sample: int = 0
+) -> Text:
+    """What the production loop writes of this sample under the race."""
+    cache, prompt = model.new_cache(model.max_positions), [1, 2, 3]
+    with torch.inference_mode():
+        model.prefill(torch.tensor([prompt[:-1]]), cache)
+    text = Text(prompt, rules, model, lambda token: b"abcdefg"[token : token + 1])
+    chance = verify.chance_of("race", seed, sample=sample)
+    list(speculate(model, cache, text, drafter_of(kind, model, cache), policy, params, *chance))
+    return text
+
+
+def not_the_same_again(tokens: Sequence[int]) -> Tensor:
+    return torch.arange(VOCAB) != tokens[-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    model_seed=st.integers(0, 99),
+    seed=st.integers(0, 2**64 - 1),
+    sample=st.integers(0, 3),
+    kind=st.sampled_from(["exit", "skip", "model", "lookup"]),
+    policy=st.sampled_from([*POLICIES]),
+    params=st.builds(
+        SamplingParams,
+        st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+        st.sampled_from([0, 3]),
+        st.sampled_from([1.0, 0.8]),
+        st.sampled_from([0.0, 0.1]),
+        st.sampled_from([1.0, 1.4]),
+    ),
+    stops=st.lists(st.sampled_from(["ab", "g", "cc"]), max_size=2),
+    banned=st.lists(st.sampled_from(["aa", "bc", "d", "ef", "ga"]), max_size=3),
+    eos=st.sets(st.integers(0, VOCAB - 1), max_size=1),
+    constrained=st.booleans(),
+)
+def test_a_seed_means_a_text_whatever_drafts(
+    family: str,
+    model_seed: int,
+    seed: int,
+    sample: int,
+    kind: str,
+    policy: str,
+    params: SamplingParams,
+    stops: list[str],
+    banned: list[str],
+    eos: set[int],
+    constrained: bool,
+) -> None:
+    """In float64, token for token plain decoding's, for any rules, parameters and samples."""
+    model = tiny_model(family, vocab=VOCAB, seed=model_seed)
+    rules = Rules(24, frozenset(eos), stops, banned, (not_the_same_again,) if constrained else ())
+    speculated = write(model, rules, params, kind, POLICIES[policy](), seed, sample)
+    plain = write(model, rules, params, "none", FixedLength(0), seed, sample)
+    assert (speculated.generated, speculated.finish) == (plain.generated, plain.finish)
+
+
+def test_seeds_and_samples_give_different_texts() -> None:
+    model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(1.0)
+    pairs = [(seed, sample) for seed in range(4) for sample in range(4)]
+    texts = {tuple(write(model, Rules(24), params, "exit", FixedLength(3), *pair).generated) for pair in pairs}
+    assert len(texts) == len(pairs)
+
+
+def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
+    """With Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x); one that raced with other exponentials would be with Σ p·q only."""
+    model, request, runs, kept = two_token_model(5), Request(max_new_tokens=2), 4000, 0
+    p, q = (table[1].exp().tolist() for table in model.tables.values())
+    shared = sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(2)) for x in range(2))
+    other = sum(a * b for a, b in zip(p, q, strict=True))
+    assert shared - other > 0.1
+    for seed in range(runs):
+        rounds: list[Round] = []
+        run_loop(model, request, Setup(policy=lambda: FixedLength(1)), KeyedRandomness(seed), rounds, "race")
+        kept += rounds[0].accepted
+    assert abs(kept / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
+
+
+@pytest.mark.parametrize("coupling", ["ratio", "race"])
+def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
+    """With a draft far from the target; a false alarm once in a million."""
+    model, request, runs = two_token_model(5), Request(max_new_tokens=2), 3000
+    counts = torch.zeros(2, dtype=torch.float64)
+    for seed in range(runs):
+        randomness = verify.chance_of(coupling, seed).randomness
+        tokens, _ = run_loop(model, request, Setup(), randomness, coupling=coupling)
+        counts[tokens[0]] += 1
+    assert chi_square_tail(counts, model.tables[None][1].exp() * runs) > FALSE_ALARM
