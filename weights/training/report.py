@@ -91,18 +91,19 @@ def plot_losses(log: Path, picture: Path) -> None:
     layers = max(int(layer) for layer in steps[0]["exit_losses"])  # the last layer's loss is always on
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    training = [record["exit_losses"][str(layers)] for record in steps]
-    left.plot([record["step"] for record in steps], training, ".-", color="0.75", label="training, last layer")
+    at, losses = [row["step"] for row in steps], [row["exit_losses"][str(layers)] for row in steps]
+    left.plot(at, losses, ".-", color="0.7", lw=0.8, markevery=-(-len(at) // 100), label="training, last layer")
     left.legend()
     for axis, key, label in ((left, "held_out_loss", "loss, nats a token"), (right, "agreement", "greedy agreement")):
         for layer in range(layers):
             colour = colormaps["viridis"](layer / max(1, layers - 1))
-            axis.plot([row["step"] for row in judged], [row[key][layer] for row in judged], ".-", color=colour)
+            axis.plot([row["step"] for row in judged], [row[key][layer] for row in judged], ".-", color=colour, lw=1.2)
         axis.set_xlim(0, 1.02 * records[-1]["step"])
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("step")
         axis.set_title(f"held-out {label}")
         axis.grid(alpha=0.3)
-    figure.colorbar(ScalarMappable(Normalize(1, layers), "viridis"), ax=[left, right], label="exit after layer")
+    scale = ScalarMappable(Normalize(1, layers), "viridis")
+    figure.colorbar(scale, ax=[left, right], label="exit after layer", ticks=MaxNLocator(integer=True))
     with atomic_path(picture) as temporary:
         figure.savefig(temporary, format=picture.suffix[1:])
