@@ -381,7 +381,7 @@ def test_data_shorter_than_a_row_are_refused_in_one_line_and_leave_nothing(
 
 def test_documents_that_repeat_one_another_are_named_as_the_cause(data: Path, tmp_path: Path, capsys: Any) -> None:
     data.write_text("\n".join(TEXT.splitlines()[:2] * 6000), encoding="utf-8")
-    assert train.main(arguments(data, tmp_path / "run", vocab_size=286)) == 2
+    assert train.main(arguments(data, tmp_path / "run", vocab_size=4096)) == 2
     assert "too few different documents to hold one in 50 out (2 among 12000): add other text" in one_line(capsys)
     assert not (tmp_path / "run").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 
 from model import InputError
 from weights.tokenizer import Tokenizer
-from weights.training.corpus import Document, pick_rows, read_documents, tokenized, train_tokenizer
+from weights.training.corpus import Document, check_held_out, pick_rows, read_documents, tokenized, train_tokenizer
 
 DOCUMENTS = [
     Document(f"The {a} hen met {b * b} foxes.\n\nThey all went home at {b + 7} by the {c} road.", ended=a != "old")
@@ -125,8 +126,8 @@ def test_token_files_of_which_one_is_gone_are_made_again(learnt: Path, tmp_path:
 def test_text_that_is_refused_leaves_the_token_files_of_the_text_before(learnt: Path, tmp_path: Path) -> None:
     tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
     before = inodes(tmp_path)
-    with pytest.raises(InputError, match="too few"):
-        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
+    with pytest.raises(InputError, match="the model has 300 tokens"):
+        tokenized(DOCUMENTS[:9], Tokenizer(learnt), 300, tmp_path)
     assert inodes(tmp_path) == before
 
 
@@ -200,11 +201,15 @@ def test_a_tokenizer_learns_from_a_line_of_any_length(tmp_path: Path) -> None:
     assert "žluťoučký".encode() in {piece.strip(b" ") for piece in Tokenizer(tmp_path).vocabulary.pieces}
 
 
-def test_too_few_documents_or_tokens_are_refused(learnt: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"too few different documents to hold one in 50 out \(1 among 1\)"):
-        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
-    with pytest.raises(InputError, match=r"\(3 among 12000\): add other text"):
-        tokenized(DOCUMENTS[:3] * 4000, Tokenizer(learnt), 320, tmp_path)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_documents_of_one_side_alone_are_refused(held_out: bool) -> None:
+    side = [each for each in DOCUMENTS if (zlib.crc32(each.text.encode()) % 50 == 0) == held_out]
+    with pytest.raises(InputError, match=r"too few different documents to hold one in 50 out \(3 among 12000\): add"):
+        check_held_out(side[:3] * 4000)
+    check_held_out([*side, *DOCUMENTS])
+
+
+def test_tokens_that_the_model_has_not_are_refused(learnt: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the model has 10 tokens"):
         tokenized(DOCUMENTS, Tokenizer(learnt), 10, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -92,6 +92,21 @@ def _pieces(text: str) -> Iterator[Document]:
     yield Document(piece, ended=True)
 
 
+def _is_held_out(document: Document) -> bool:
+    """It depends on the text alone, so more data moves no document from one side to the other."""
+    return zlib.crc32(document.text.encode()) % HELD_OUT_SHARE == 0
+
+
+def check_held_out(documents: Sequence[Document]) -> None:
+    """Raises InputError when all documents, or none, would be held out."""
+    if len({_is_held_out(document) for document in documents}) < 2:
+        different = len({document.text for document in documents})
+        raise InputError(
+            f"too few different documents to hold one in {HELD_OUT_SHARE} out ({different} among {len(documents)}): "
+            "add other text"
+        )
+
+
 def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path) -> None:
     """Learn ``vocab_size`` sentencepiece BPE tokens, every byte among them, and write a tokenizer into ``folder``.
 
@@ -148,7 +163,8 @@ def _unlearnable(vocab_size: int, said: str) -> str:
         return f"--vocab-size {vocab_size} is too small for all bytes and this text's letters: give at least {least[1]}"
     if most := re.search(r"set it to a value <= (\d+)", said):
         return f"--vocab-size {vocab_size} is too large for this text: give at most {most[1]}, or more text"
-    return f"no tokenizer of {vocab_size} tokens can be learnt from this text: give another --vocab-size, or more text"
+    remedy = "give a --vocab-size from some hundred to some ten thousand, or more text"
+    return f"no tokenizer of {vocab_size} tokens can be learnt from this text: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -169,9 +185,7 @@ def pick_rows(tokens: np.ndarray, rows: int, width: int, generator: torch.Genera
 def tokenized(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, folder: Path) -> Tokens:
     """The documents as two files of ids in ``folder``, written once and found again by their fingerprint.
 
-    Which document is held out depends on its text alone, so more data moves none from one side to the other.
-    Raises InputError when a token is not among the model's ``vocab_size`` and when too few documents differ,
-    OSError when the folder cannot be written.
+    Raises InputError when a token is not among the model's ``vocab_size``, OSError when the folder cannot be written.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     made_by = [dtype.name, tokenizer.settings, sorted(tokenizer.eos_ids)]
@@ -202,12 +216,5 @@ def _encode(
         row = tokenizer.encode(document.text) + (end if document.ended else [])
         if max(row, default=0) >= vocab_size:
             raise InputError(f"the tokenizer gives id {max(row)}, but the model has {vocab_size} tokens")
-        held_out = zlib.crc32(document.text.encode()) % HELD_OUT_SHARE == 0
-        ids[HELD_OUT if held_out else TRAIN].append(np.asarray(row, dtype=dtype))
-    if not all(ids.values()):
-        distinct = len({document.text for document in documents})
-        raise InputError(
-            f"too few different documents to hold one in {HELD_OUT_SHARE} out ({distinct} among {len(documents)}): "
-            "add other text"
-        )
+        ids[HELD_OUT if _is_held_out(document) else TRAIN].append(np.asarray(row, dtype=dtype))
     return ids

@@ -17,7 +17,16 @@ from weights.load import load_model
 from weights.names import model_folder
 from weights.save import TOKENIZER_FILES, copy_tokenizer
 from weights.tokenizer import Tokenizer
-from weights.training.corpus import HELD_OUT, INDEX, TRAIN, Tokens, read_documents, tokenized, train_tokenizer
+from weights.training.corpus import (
+    HELD_OUT,
+    INDEX,
+    TRAIN,
+    Tokens,
+    check_held_out,
+    read_documents,
+    tokenized,
+    train_tokenizer,
+)
 from weights.training.processes import Group
 from weights.training.state import STATE
 
@@ -36,6 +45,7 @@ def prepare(options: argparse.Namespace, group: Group) -> tuple[Tokens, Decoder]
     The first process writes the files, the others find them. Raises InputError for what cannot be trained.
     """
     documents = read_documents(options.data)
+    check_held_out(documents)
     start, source = options.start_from and model_folder(options.start_from), tokenizer_source(options)
     raw = read_json(start / "config.json" if start else options.config)
     if not start and isinstance(raw, dict):
