@@ -297,6 +297,17 @@ def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path)
         assert exits == pytest.approx(same, abs=2e-4)
 
 
+def test_of_two_processes_that_cannot_begin_the_first_says_why_and_both_leave_nothing(
+    data: Path, tmp_path: Path
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    given = arguments(data, tmp_path / "run", vocab_size=9000)
+    run = subprocess.run([*torchrun, str(ROOT / "train.py"), *given], capture_output=True, text=True)
+    assert run.returncode != 0 and not (tmp_path / "run").exists()
+    assert run.stderr.count("error: --vocab-size 9000 is too large for this text") == 1
+    assert "[rank" not in run.stderr, "no traceback of a process; torchrun's own has no such mark"
+
+
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(data: Path, tmp_path: Path) -> None:
     start = write_folder(tmp_path / "start", {**GEMMA2, **SHAPE, "head_dim": 8}, eos_ids=(263,))
     options = arguments(data, tmp_path / "run", config=None, start_from=start, learning_rate=1e-9, steps=2)

@@ -195,8 +195,8 @@ def test_no_message_of_sentencepiece_itself_reaches_the_user(
     assert capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_learns_from_a_line_of_any_length(tmp_path: Path) -> None:
-    line = "žluťoučký kůň " * 90000  # beyond a megabyte, and there is no other
+def test_a_tokenizer_learns_from_the_whole_of_a_line_of_any_length(tmp_path: Path) -> None:
+    line = "kůň " * 90000 + "žluťoučký " * 90000  # more than a megabyte, and there is no other
     train_tokenizer([Document(line, True)], 290, tmp_path)
     assert "žluťoučký".encode() in {piece.strip(b" ") for piece in Tokenizer(tmp_path).vocabulary.pieces}
 

@@ -23,7 +23,7 @@ from weights.tokenizer import Tokenizer
 PIECE_CHARACTERS = 4000  # a .txt file is cut at line ends into documents of about this length
 LINE_CHARACTERS = 1 << 18  # a tokenizer learns from a longer line in parts: sentencepiece would leave it out
 HELD_OUT_SHARE = 50  # one document in so many is held out
-TRAIN, HELD_OUT, INDEX = "train.bin", "held_out.bin", "tokens.json"
+TOKEN_FILES = TRAIN, HELD_OUT, INDEX = "train.bin", "held_out.bin", "tokens.json"
 BOS, EOS = "<s>", "</s>"
 # A turn is its text and an empty line: what read_documents makes of a prompt and its response.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}"

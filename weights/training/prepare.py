@@ -17,16 +17,7 @@ from weights.load import load_model
 from weights.names import model_folder
 from weights.save import TOKENIZER_FILES, copy_tokenizer
 from weights.tokenizer import Tokenizer
-from weights.training.corpus import (
-    HELD_OUT,
-    INDEX,
-    TRAIN,
-    Tokens,
-    check_held_out,
-    read_documents,
-    tokenized,
-    train_tokenizer,
-)
+from weights.training.corpus import TOKEN_FILES, Tokens, check_held_out, read_documents, tokenized, train_tokenizer
 from weights.training.processes import Group
 from weights.training.state import STATE
 
@@ -96,7 +87,7 @@ def _goes_on(out: Path, source: Path | None) -> bool:
 @contextmanager
 def take_back(out: Path, group: Group) -> Iterator[Callable[[], None]]:
     """When the block fails, remove what ``prepare`` has made in it, unless the block has called what this yields."""
-    files = [*(out / name for name in TOKENIZER_FILES), *(out / TRAINING / name for name in (TRAIN, HELD_OUT, INDEX))]
+    files = [*(out / name for name in TOKENIZER_FILES), *(out / TRAINING / name for name in TOKEN_FILES)]
     made = [path for path in (*files, out / TRAINING, out, *out.parents) if group.leads and not os.path.lexists(path)]
     try:
         yield made.clear

@@ -63,9 +63,15 @@ class Group:
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        """The first process runs the block alone; then the others do, and find the files it has written."""
+        """The first process runs the block alone; then the others do, and find the files it has written.
+
+        Raises InputError in the others when the first process has not come through.
+        """
         if self.size > 1 and not self.leads:
-            dist.barrier()
+            try:
+                dist.barrier()
+            except RuntimeError:  # the connection is gone
+                raise InputError("the first process could not begin, and has said why") from None
         yield
         if self.size > 1 and self.leads:
             dist.barrier()
