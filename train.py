@@ -9,42 +9,31 @@ does not have: in ``recipe_loss`` the last layer may teach the exits. Every rand
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from model import Decoder, InputError, ModelConfig, build, parse_config
+from model import Decoder, InputError
 from model.layers import place
-from weights.command_line import OneLineParser
-from weights.device import keep_freed_memory, matmul_rate, pick_device
-from weights.files import read_json
-from weights.load import load_model
-from weights.names import model_folder
-from weights.save import copy_tokenizer, save_model
-from weights.tokenizer import Tokenizer
-from weights.training.corpus import Tokens, pick_rows, read_documents, tokenized, train_tokenizer
-from weights.training.files import check_folder, plot_losses, read_state, save_state, trim_log
+from weights.device import keep_freed_memory, pick_device
+from weights.training.corpus import pick_rows
+from weights.training.options import check_options, parser, settings_of
+from weights.training.prepare import prepare, take_back, tokenizer_source
 from weights.training.processes import Group
+from weights.training.report import LOG, PICTURE, Bar, append_log, plot_losses, trim_log
+from weights.training.state import restore_run, save_run
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 LAST_RATE = 0.1  # of the peak learning rate, where the cosine ends
 HELD_OUT_ROWS = 64
-# Options that do not make a run another one: files by their names (their contents count), and those without effect.
-FILES = ("out", "data", "config", "tokenizer")
-WITHOUT_EFFECT = ("device", "evaluate_every", "save_every", "vocab_size", "accumulate")
 
 
 def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_scratch: bool) -> list[float]:
@@ -142,40 +131,23 @@ class Trainer:
     """The model, its optimiser, the text, and the step they have come to."""
 
     def __init__(self, options: argparse.Namespace, group: Group) -> None:
-        self.options, self.group, self.step = options, group, 0
-        self.state_file = options.out / "training" / "state.safetensors"
+        self.options, self.group = options, group
         self.device = group.place(pick_device(options.device))
-        self.tokens, config = prepare(options, group)
-        if options.start_from is None:
-            self.model = build(config)
-            self.model.initialise(
-                std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
-            )
-        else:
-            self.model = load_model(model_folder(options.start_from), torch.float32)
+        self.tokens, self.model = prepare(options, group)
         self.model.to(self.device).train().requires_grad_()
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self.optimiser = torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS, fused=True)
-        state = read_state(self.state_file, self.settings())
-        if state is not None:
-            state.restore(self.model, self.optimiser)
-            self.step = state.step
+        self.settings = settings_of(options, group.size, self.model.config, self.tokens.fingerprint)
+        self.step = restore_run(options.out, self.model, self.optimiser, self.settings)
 
     def take_step(self) -> dict[str, Any]:
         """One update of the weights, over batch × accumulate × processes rows. Raises InputError for a NaN loss."""
         options, layers = self.options, self.model.num_layers
         rates = dropout_rates(layers, self.step, options.steps, options.layer_dropout, options.start_from is None)
-        weights = exit_weights(
-            layers,
-            self.step,
-            options.steps,
-            scale=options.exit_scale,
-            power=options.exit_power,
-            curriculum=options.curriculum,
-            rotation=options.rotation,
-        )
+        shape = {"scale": options.exit_scale, "power": options.exit_power, "rotation": options.rotation}
+        weights = exit_weights(layers, self.step, options.steps, curriculum=options.curriculum, **shape)
         sums = np.zeros(layers + 1)  # of every exit's loss, and of the whole
         for micro in range(self.group.rank, options.accumulate * self.group.size, self.group.size):
             generator = generator_of(options.seed, self.step, micro)
@@ -225,160 +197,38 @@ class Trainer:
             "agreement": np.round(agreement / parts, 4).tolist(),
         }
 
-    def save(self) -> None:
-        """Write the state to go on from, and the model as an ordinary bf16 folder. Each file is replaced as a whole."""
-        published = build(self.model.config).to(torch.bfloat16)
-        published.load_state_dict(self.model.state_dict())
-        save_model(published, self.options.out, tokenizer_from=tokenizer_source(self.options) or self.options.out)
-        # Last: a run that is killed before this makes the model of its last steps again.
-        save_state(self.state_file, self.model, self.optimiser, self.step, self.settings())
 
-    def settings(self) -> dict[str, Any]:
-        """Every option that the losses depend on, the model's shape and the text, by name."""
-        options = vars(self.options).items()
-        chosen = {"--" + name.replace("_", "-"): value for name, value in options if name not in FILES + WITHOUT_EFFECT}
-        rows = self.group.size * self.options.accumulate * self.options.batch
-        if start := self.options.start_from:
-            chosen["--start-from"] = str(model_folder(start).resolve())
-        return {**chosen, "model": repr(self.model.config), "rows a step": rows, "text": self.tokens.fingerprint}
-
-
-def tokenizer_source(options: argparse.Namespace) -> Path | None:
-    """The model folder whose tokenizer the run takes over; None where it learns its own."""
-    named = options.start_from or options.tokenizer
-    return model_folder(named) if named else None
-
-
-def prepare(options: argparse.Namespace, group: Group) -> tuple[Tokens, ModelConfig]:
-    """Tokenizer, token files and config in the run's folder; the first process makes them, the others wait."""
-    folder, documents = options.out / "training", read_documents(options.data)
-    start, source = options.start_from and model_folder(options.start_from), tokenizer_source(options)
-    raw = read_json(start / "config.json" if start else options.config)
-    if not start:
-        raw = {**raw, "vocab_size": options.vocab_size} if isinstance(raw, dict) else raw
-        parse_config(raw)  # refuse it before a tokenizer is learnt
-    if group.rank == 0:
-        check_folder(options.out, source, start)
-        if (folder / "state.safetensors").exists():
-            pass  # the run that goes on has its tokenizer
-        elif source:
-            options.out.mkdir(parents=True, exist_ok=True)
-            copy_tokenizer(source, options.out)
-        else:
-            train_tokenizer(documents, options.vocab_size, options.out)
-    group.wait()
-    tokenizer = Tokenizer(source or options.out)
-    if not start:
-        raw["vocab_size"] = len(tokenizer.vocabulary.pieces)
-    config = parse_config(raw)
-    if options.context > config.max_positions:
-        raise InputError(f"--context {options.context} is more than the config's {config.max_positions} positions")
-    if group.rank == 0:
-        tokenized(documents, tokenizer, config.vocab_size, folder)
-    group.wait()
-    tokens = tokenized(documents, tokenizer, config.vocab_size, folder)
-    if min(len(tokens.train), len(tokens.held_out)) <= options.context:
-        raise InputError(
-            f"the data have {len(tokens.train)} tokens and {len(tokens.held_out)} held out: too few for "
-            f"--context {options.context}"
-        )
-    return tokens, config
-
-
-def run(options: argparse.Namespace, group: Group, console: Console) -> None:
+def run(options: argparse.Namespace, group: Group) -> None:
     """Train to the last step, logging every step and judging and saving as often as asked."""
-    trainer = Trainer(options, group)
-    leads = group.rank == 0
-    log = trainer.state_file.parent / "log.jsonl"
-    if leads:
-        trim_log(log, trainer.step)
-    size = sum(parameter.numel() for parameter in trainer.model.parameters())
-    tokens_a_step = options.batch * options.context * options.accumulate * group.size
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    began, first = time.perf_counter(), trainer.step
-    with Progress(*columns, console=console, disable=not leads) as progress:
-        bar = progress.add_task("", total=options.steps, completed=trainer.step)
-        while trainer.step < options.steps:
-            record = trainer.take_step()
-            rate = (trainer.step - first) * tokens_a_step / (time.perf_counter() - began)
-            progress.update(bar, completed=trainer.step, description=f"loss {record['loss']:.3f}, {rate:.0f} tokens/s")
-            last = trainer.step == options.steps
-            if not leads:
-                continue
-            records = [record]
-            if last or trainer.step % options.evaluate_every == 0:
-                records.append(trainer.judge())
-            with log.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(each) + "\n" for each in records)
-            if last or trainer.step % options.save_every == 0:
-                trainer.save()
-    if leads and trainer.step > first:
-        used, most = 6 * size * rate, matmul_rate(trainer.device, torch.bfloat16 if options.autocast else torch.float32)
-        console.print(
-            f"{size / 1e6:.2f} M parameters, {rate:.0f} tokens/s: {used / 1e9:.0f} GFLOP/s at 6 a parameter and token, "
-            f"{used / most / group.size:.0%} of this machine's matrix products ({most / 1e9:.0f} GFLOP/s)"
-        )
-    if leads:
-        plot_losses(log, trainer.state_file.parent / "losses.svg")
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raises InputError for a value out of range."""
-    for name in ("steps", "batch", "accumulate", "context", "rotation", "evaluate_every", "save_every", "vocab_size"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(options, name)}")
-    if not 0 <= options.layer_dropout < 1:
-        raise InputError(f"--layer-dropout must be from 0 to below 1, found {options.layer_dropout}")
-    if not (0 <= options.exit_scale < math.inf and 0 <= options.exit_power <= 1):
-        raise InputError("--exit-scale must be at least 0, and --exit-power from 0 to 1")
-    if not 0 <= options.exit_teaching <= 1:
-        raise InputError(f"--exit-teaching must be from 0 to 1, found {options.exit_teaching}")
-    if not 0 < options.learning_rate < math.inf:
-        raise InputError(f"--learning-rate must be above 0, found {options.learning_rate}")
-    if not (0 <= options.seed < 2**63 and options.warm_up >= 0):
-        raise InputError("--seed and --warm-up must be whole numbers of at least 0")
-    if options.start_from and options.tokenizer:
-        raise InputError("--start-from DIR brings its tokenizer: leave out --tokenizer")
-    if (options.config is None) == (options.start_from is None):
-        raise InputError(
-            "give the model's shape with --config FILE, or a checkpoint to go on from with --start-from DIR"
-        )
+    with take_back(options.out, group) as keep:
+        trainer, log, source = Trainer(options, group), options.out / LOG, tokenizer_source(options)
+        if group.leads:
+            trim_log(log, trainer.step)
+        with Bar(options, group, trainer.step) as bar:
+            while trainer.step < options.steps:
+                record = trainer.take_step()
+                keep()
+                bar.show(record)
+                if not group.leads:
+                    continue
+                append_log(log, record)
+                last = trainer.step == options.steps
+                if last or trainer.step % options.evaluate_every == 0:
+                    append_log(log, trainer.judge())
+                if last or trainer.step % options.save_every == 0:
+                    save_run(options.out, trainer.model, trainer.optimiser, trainer.settings, trainer.step, source)
+    if group.leads:
+        bar.print_speed(trainer.model, trainer.device)
+        plot_losses(log, options.out / PICTURE)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it goes on")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch")
-    parser.add_argument("--start-from", metavar="DIR", help="a checkpoint to go on from, with its tokenizer")
-    parser.add_argument("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: learn one)")
-    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="of the tokenizer to be learnt")
-    recipe = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)")
-    recipe.add_argument("--layer-dropout", type=float, default=0.1, metavar="P", help="p_max, of the last layer")
-    recipe.add_argument("--exit-scale", type=float, default=1.0, metavar="E", help="e_scale, of early exits' losses")
-    recipe.add_argument("--exit-power", type=float, default=1.0, metavar="A", help="below 1: stronger first exits")
-    recipe.add_argument("--exit-teaching", type=float, default=0.0, metavar="A", help="the last layer teaches exits")
-    recipe.add_argument("--curriculum", choices=["rotational", "gradual", "none"], default="rotational")
-    recipe.add_argument("--rotation", type=int, default=8, metavar="R", help="every R-th layer's exit is on in a step")
-    loop = parser.add_argument_group("the loop")
-    loop.add_argument("--steps", type=int, default=2000, metavar="N")
-    loop.add_argument("--batch", type=int, default=16, metavar="N", help="rows a micro-batch")
-    loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step and process")
-    loop.add_argument("--context", type=int, default=256, metavar="N", help="tokens a row")
-    loop.add_argument("--learning-rate", type=float, default=2e-3, metavar="R", help="at its peak")
-    loop.add_argument("--warm-up", type=int, default=100, metavar="N", help="steps")
-    loop.add_argument("--seed", type=int, default=0)
-    loop.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bf16")
-    loop.add_argument("--evaluate-every", type=int, default=100, metavar="N", help="steps")
-    loop.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
-    loop.add_argument("--device", help="cpu, cuda ... (default: cuda if there is one)")
-    options = parser.parse_args(arguments)
-    group = Group()
+    options, group = parser().parse_args(arguments), Group()
     try:
         check_options(options)
         keep_freed_memory()
         group = Group.join(options.device)
-        run(options, group, Console(stderr=True))
+        run(options, group)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 
 from model import InputError
 from weights.tokenizer import Tokenizer
-from weights.training.corpus import Document, pick_rows, read_documents, tokenized, train_tokenizer
+from weights.training.corpus import Document, check_held_out, pick_rows, read_documents, tokenized, train_tokenizer
 
 DOCUMENTS = [
     Document(f"The {a} hen met {b * b} foxes.\n\nThey all went home at {b + 7} by the {c} road.", ended=a != "old")
@@ -91,27 +93,42 @@ def test_no_document_is_both_trained_on_and_held_out_and_none_is_lost(learnt: Pa
 
 
 def test_a_document_stays_on_its_side_when_text_is_added(learnt: Path, tmp_path: Path) -> None:
-    few = tokenized(DOCUMENTS[:150], Tokenizer(learnt), 320, tmp_path / "few").held_out.tolist()
-    many = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path / "many").held_out.tolist()
-    assert many[: len(few)] == few
+    added, tokenizer = [Document(f"Added {number}.", True) for number in range(77)], Tokenizer(learnt)
+    before = tokenized(DOCUMENTS, tokenizer, 320, tmp_path / "before").held_out.tolist()
+    after = tokenized([*added, *DOCUMENTS], tokenizer, 320, tmp_path / "after").held_out.tolist()
+    assert after[-len(before) :] == before  # in front of the others, so that their numbers change
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    """The files of a folder; one that was written again, atomically, has another number."""
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
 
 
 def test_token_files_are_made_again_only_when_the_text_changed(learnt: Path, tmp_path: Path) -> None:
     tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
-    before = (tmp_path / "train.bin").stat().st_mtime_ns
+    before = inodes(tmp_path)
+    assert sorted(before) == ["held_out.bin", "tokens.json", "train.bin"]
     tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
-    assert (tmp_path / "train.bin").stat().st_mtime_ns == before
-    changed = tokenized(DOCUMENTS[1:], Tokenizer(learnt), 320, tmp_path)
-    assert (tmp_path / "train.bin").stat().st_mtime_ns != before and changed.train.dtype == np.uint16
+    assert inodes(tmp_path) == before
+    changed = [Document(DOCUMENTS[0].text, not DOCUMENTS[0].ended), *DOCUMENTS[1:]]
+    tokens = tokenized(changed, Tokenizer(learnt), 320, tmp_path)
+    assert inodes(tmp_path)["train.bin"] != before["train.bin"] and tokens.train.dtype == np.uint16
+
+
+def test_token_files_of_which_one_is_gone_are_made_again(learnt: Path, tmp_path: Path) -> None:
+    first = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
+    kept = first.train.tolist(), first.held_out.tolist()
+    (tmp_path / "held_out.bin").unlink()
+    again = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
+    assert (again.train.tolist(), again.held_out.tolist()) == kept
 
 
 def test_text_that_is_refused_leaves_the_token_files_of_the_text_before(learnt: Path, tmp_path: Path) -> None:
-    first = tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist()
-    with pytest.raises(InputError, match="too few"):
-        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
-    assert tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist() == first
-    (tmp_path / "held_out.bin").unlink()
-    assert tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path).train.tolist() == first
+    tokenized(DOCUMENTS, Tokenizer(learnt), 320, tmp_path)
+    before = inodes(tmp_path)
+    with pytest.raises(InputError, match="the model has 300 tokens"):
+        tokenized(DOCUMENTS[:9], Tokenizer(learnt), 300, tmp_path)
+    assert inodes(tmp_path) == before
 
 
 def test_rows_are_windows_of_the_file(learnt: Path) -> None:
@@ -141,10 +158,58 @@ def test_wrong_data_is_refused_by_name(tmp_path: Path, name: str, content: str |
         read_documents([tmp_path / name])
 
 
-def test_too_little_text_is_refused(learnt: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not suit this text; it supports at most"):
-        train_tokenizer(DOCUMENTS, 30000, tmp_path)
-    with pytest.raises(InputError, match="too few to hold one in 50 out"):
-        tokenized(DOCUMENTS[:1], Tokenizer(learnt), 320, tmp_path)
+@pytest.mark.parametrize(
+    ("vocab_size", "complaint"),
+    [
+        (30000, r"--vocab-size 30000 is too large for this text: give at most (\d+), or more text"),
+        (200, r"--vocab-size 200 is too small for all bytes and this text's letters: give at least (\d+)"),
+    ],
+)
+def test_a_refused_vocabulary_names_the_last_size_that_is_not(tmp_path: Path, vocab_size: int, complaint: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        train_tokenizer(DOCUMENTS, vocab_size, tmp_path)
+    named = re.fullmatch(complaint, str(refusal.value))
+    assert named
+    train_tokenizer(DOCUMENTS, int(named[1]), tmp_path)
+    assert len(Tokenizer(tmp_path).vocabulary.pieces) == int(named[1])
+    beyond = int(named[1]) + (1 if vocab_size > int(named[1]) else -1)
+    with pytest.raises(InputError, match=f"--vocab-size {beyond} is too"):
+        train_tokenizer(DOCUMENTS, beyond, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("documents", "vocab_size"),
+    [
+        (DOCUMENTS, 1),
+        (DOCUMENTS, 1 << 40),
+        ([], 300),
+        ([Document("left out for its \u2585", True)], 300),
+    ],
+    ids=["no room for control tokens", "no 32-bit number", "no text", "no line that counts"],
+)
+def test_no_message_of_sentencepiece_itself_reaches_the_user(
+    tmp_path: Path, documents: list[Document], vocab_size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError, match=f"^no tokenizer of {vocab_size} tokens can be learnt from this text: give "):
+        train_tokenizer(documents, vocab_size, tmp_path)
+    assert capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_learns_from_the_whole_of_a_line_of_any_length(tmp_path: Path) -> None:
+    line = "kůň " * 90000 + "žluťoučký " * 90000  # more than a megabyte, and there is no other
+    train_tokenizer([Document(line, True)], 290, tmp_path)
+    assert "žluťoučký".encode() in {piece.strip(b" ") for piece in Tokenizer(tmp_path).vocabulary.pieces}
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_documents_of_one_side_alone_are_refused(held_out: bool) -> None:
+    side = [each for each in DOCUMENTS if (zlib.crc32(each.text.encode()) % 50 == 0) == held_out]
+    with pytest.raises(InputError, match=r"too few different documents to hold one in 50 out \(3 among 12000\): add"):
+        check_held_out(side[:3] * 4000)
+    check_held_out([*side, *DOCUMENTS])
+
+
+def test_tokens_that_the_model_has_not_are_refused(learnt: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the model has 10 tokens"):
         tokenized(DOCUMENTS, Tokenizer(learnt), 10, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -106,13 +106,16 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
     "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer.json"),
-    "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json "),
+    "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json cannot be read"),
     "half a plan": (lambda folder: (folder / "plan.json").write_text('{"attn": ['), "plan.json is not valid JSON"),
-    "a plan of gamma -1": (lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'), "gamma"),
+    "a plan of gamma -1": (
+        lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'),
+        "gamma must be a whole number of at least 0, found -1",
+    ),
     "a plan of another model": (lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'), "mlp of layer 9"),
     "no end of text": (
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
-        "eos_token_id",
+        "eos_token_id must be a token id or a list of them, found 'x'",
     ),
 }
 

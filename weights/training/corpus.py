@@ -21,8 +21,9 @@ from weights.files import atomic_path, one_line, read_optional_json, write_json
 from weights.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 4000  # a .txt file is cut at line ends into documents of about this length
+LINE_CHARACTERS = 1 << 18  # a tokenizer learns from a longer line in parts: sentencepiece would leave it out
 HELD_OUT_SHARE = 50  # one document in so many is held out
-TRAIN, HELD_OUT, INDEX = "train.bin", "held_out.bin", "tokens.json"
+TOKEN_FILES = TRAIN, HELD_OUT, INDEX = "train.bin", "held_out.bin", "tokens.json"
 BOS, EOS = "<s>", "</s>"
 # A turn is its text and an empty line: what read_documents makes of a prompt and its response.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}"
@@ -91,13 +92,33 @@ def _pieces(text: str) -> Iterator[Document]:
     yield Document(piece, ended=True)
 
 
+def _is_held_out(document: Document) -> bool:
+    """It depends on the text alone, so more data moves no document from one side to the other."""
+    return zlib.crc32(document.text.encode()) % HELD_OUT_SHARE == 0
+
+
+def check_held_out(documents: Sequence[Document]) -> None:
+    """Raises InputError when all documents, or none, would be held out."""
+    if len({_is_held_out(document) for document in documents}) < 2:
+        different = len({document.text for document in documents})
+        raise InputError(
+            f"too few different documents to hold one in {HELD_OUT_SHARE} out ({different} among {len(documents)}): "
+            "add other text"
+        )
+
+
 def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path) -> None:
     """Learn ``vocab_size`` sentencepiece BPE tokens, every byte among them, and write a tokenizer into ``folder``.
 
     Any text can be encoded: a rare character falls back to its bytes, as in Llama 2. Raises InputError when
-    the documents do not support so large a vocabulary, or the folder cannot be written.
+    the documents support no vocabulary of this size, OSError when the folder cannot be written.
     """
-    lines = (line for document in documents for line in document.text.splitlines() if line)
+    lines = (
+        line[start : start + LINE_CHARACTERS]
+        for document in documents
+        for line in document.text.splitlines()
+        for start in range(0, len(line), LINE_CHARACTERS)
+    )
     learned = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -110,17 +131,15 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             split_digits=True,
-            max_sentence_length=1 << 20,
+            max_sentence_length=4 * LINE_CHARACTERS,  # in bytes
             unk_id=0,
             bos_id=1,
             eos_id=2,
             pad_id=-1,
             minloglevel=2,
         )
-    except (RuntimeError, OSError) as error:
-        limit = re.search(r"<= (\d+)", str(error))
-        known = f"; it supports at most {limit[1]}" if limit else f": {one_line(error)}"
-        raise InputError(f"--vocab-size {vocab_size} does not suit this text{known}") from None
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(_unlearnable(vocab_size, str(error))) from None
     settings = {
         "tokenizer_class": "LlamaTokenizer",
         "bos_token": BOS,
@@ -132,13 +151,20 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    try:
-        write_json(folder / "tokenizer_config.json", settings)
-        write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-        with atomic_path(folder / "tokenizer.model") as temporary:  # last: where it is, the others are
-            temporary.write_bytes(learned.getvalue())
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    with atomic_path(folder / "tokenizer.model") as temporary:  # last: where it is, the others are
+        temporary.write_bytes(learned.getvalue())
+
+
+def _unlearnable(vocab_size: int, said: str) -> str:
+    """What to change, by the number in sentencepiece's complaint; some name nothing but a line of its source."""
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", said):
+        return f"--vocab-size {vocab_size} is too small for all bytes and this text's letters: give at least {least[1]}"
+    if most := re.search(r"set it to a value <= (\d+)", said):
+        return f"--vocab-size {vocab_size} is too large for this text: give at most {most[1]}, or more text"
+    remedy = "give a --vocab-size from some hundred to some ten thousand, or more text"
+    return f"no tokenizer of {vocab_size} tokens can be learnt from this text: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -159,8 +185,7 @@ def pick_rows(tokens: np.ndarray, rows: int, width: int, generator: torch.Genera
 def tokenized(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, folder: Path) -> Tokens:
     """The documents as two files of ids in ``folder``, written once and found again by their fingerprint.
 
-    Which document is held out depends on its text alone, so more data moves none from one side to the other.
-    Raises InputError when a token is not among the model's ``vocab_size``, and when the disk is full.
+    Raises InputError when a token is not among the model's ``vocab_size``, OSError when the folder cannot be written.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     made_by = [dtype.name, tokenizer.settings, sorted(tokenizer.eos_ids)]
@@ -171,29 +196,25 @@ def tokenized(documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: i
     fingerprint = digest.hexdigest()
     known = read_optional_json(folder / INDEX).get("fingerprint") == fingerprint
     if not (known and all((folder / name).exists() for name in (TRAIN, HELD_OUT))):
+        rows = _encode(documents, tokenizer, vocab_size, dtype)
         (folder / INDEX).unlink(missing_ok=True)  # a kill from here on leaves no index to files of another text
-        _write_tokens(documents, tokenizer, vocab_size, dtype, folder)
+        for name, part in rows.items():
+            with atomic_path(folder / name) as temporary:
+                np.concatenate(part).tofile(temporary)
         write_json(folder / INDEX, {"fingerprint": fingerprint})
     train, held_out = (np.memmap(folder / name, dtype=dtype, mode="r") for name in (TRAIN, HELD_OUT))
     return Tokens(train, held_out, fingerprint)
 
 
-def _write_tokens(
-    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, dtype: np.dtype, folder: Path
-) -> None:
+def _encode(
+    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, dtype: np.dtype
+) -> dict[str, list[np.ndarray]]:
+    """The ids of every document, under the name of the file that they belong in."""
     ids: dict[str, list[np.ndarray]] = {TRAIN: [], HELD_OUT: []}
     end = sorted(tokenizer.eos_ids)[:1]
     for document in documents:
         row = tokenizer.encode(document.text) + (end if document.ended else [])
         if max(row, default=0) >= vocab_size:
             raise InputError(f"the tokenizer gives id {max(row)}, but the model has {vocab_size} tokens")
-        held_out = zlib.crc32(document.text.encode()) % HELD_OUT_SHARE == 0
-        ids[HELD_OUT if held_out else TRAIN].append(np.asarray(row, dtype=dtype))
-    if not all(ids.values()):
-        raise InputError(f"{len(documents)} documents are too few to hold one in {HELD_OUT_SHARE} out: add text")
-    for name, rows in ids.items():
-        try:
-            with atomic_path(folder / name) as temporary:
-                np.concatenate(rows).tofile(temporary)
-        except OSError as error:
-            raise InputError(f"{folder / name} cannot be written: {error.strerror or error}") from None
+        ids[HELD_OUT if _is_held_out(document) else TRAIN].append(np.asarray(row, dtype=dtype))
+    return ids

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,11 @@ class Group:
             dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
         return cls(rank, size, local_rank)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process: the one that writes and speaks."""
+        return self.rank == 0
+
     def place(self, device: torch.device) -> torch.device:
         """Where this process trains: its own GPU, if it shares the machine with others."""
         return torch.device("cuda", self.local_rank) if device.type == "cuda" and self.size > 1 else device
@@ -54,9 +61,19 @@ class Group:
             gradient.copy_(mean.view_as(gradient))
         return kept.tolist()
 
-    def wait(self) -> None:
-        """Return when every process has come here."""
-        if self.size > 1:
+    @contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """The first process runs the block alone; then the others do, and find the files it has written.
+
+        Raises InputError in the others when the first process has not come through.
+        """
+        if self.size > 1 and not self.leads:
+            try:
+                dist.barrier()
+            except RuntimeError:  # the connection is gone
+                raise InputError("the first process could not begin, and has said why") from None
+        yield
+        if self.size > 1 and self.leads:
             dist.barrier()
 
     def leave(self) -> None:
