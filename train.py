@@ -21,6 +21,7 @@ from torch import Tensor
 
 from model import Decoder, InputError
 from model.layers import place
+from weights.command_line import run_command
 from weights.device import keep_freed_memory, pick_device
 from weights.training.corpus import pick_rows
 from weights.training.options import check_options, parser, settings_of
@@ -222,28 +223,22 @@ def run(options: argparse.Namespace, group: Group) -> None:
         plot_losses(log, options.out / PICTURE)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options, group = parser().parse_args(arguments), Group()
+def train(options: argparse.Namespace) -> None:
+    """Everything after the arguments are parsed."""
+    check_options(options)
+    keep_freed_memory()
+    group = Group.join(options.device)
     try:
-        check_options(options)
-        keep_freed_memory()
-        group = Group.join(options.device)
         run(options, group)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except torch.OutOfMemoryError:
-        print("error: out of memory: lower --batch and raise --accumulate", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or options.out} cannot be read or written: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"stopped: the same command goes on from what was last saved in {options.out}", file=sys.stderr)
-        return 130
+        raise InputError("out of memory: lower --batch and raise --accumulate") from None
     finally:
         group.leave()
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    stopped = "stopped: the same command goes on from what was last saved in its --out folder"
+    return run_command(lambda: train(parser().parse_args(arguments)), stopped)
 
 
 if __name__ == "__main__":
