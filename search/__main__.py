@@ -30,6 +30,7 @@ from decoding.cost_file import kept_sublayer_costs, machine
 from decoding.costs import SublayerCosts
 from decoding.plan_file import write_plan
 from decoding.sampling import SamplingParams
+from decoding.verify import COUPLINGS
 from model import Decoder, InputError
 from model.fast import accelerate
 from search.acceptance import Calibration, Text
@@ -83,6 +84,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=".txt (a prompt a line) or .jsonl with prompt (default: our own)",
     )
     text.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="written after each prompt")
+    text.add_argument("--coupling", choices=list(COUPLINGS), default="ratio", help="of draft and target when sampling")
     text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
     text.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
     text.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
@@ -117,6 +119,7 @@ class Setting:
     folder: Path
     model: Decoder
     params: SamplingParams
+    coupling: str
     eos_ids: frozenset[int]
     fingerprint: str
     texts: dict[str, list[Text]]
@@ -130,7 +133,7 @@ class Setting:
             "model": self.fingerprint,
             "dtype": str(self.model.dtype),
             "space": 2 * self.model.num_layers,
-            "sampling": asdict(self.params),
+            "sampling": {**asdict(self.params), "coupling": self.coupling},
             "texts": texts,
         }
 
@@ -155,7 +158,14 @@ def prepare(options: argparse.Namespace, params: SamplingParams, folder: Path, p
     costs = kept_sublayer_costs(folder, model, params, lambda: measure_sublayers(model, params))
     searched, held_out = split(texts)
     return Setting(
-        folder, model, params, tokenizer.eos_ids, fingerprint, {SEARCHED: searched, HELD_OUT: held_out}, costs
+        folder,
+        model,
+        params,
+        options.coupling,
+        tokenizer.eos_ids,
+        fingerprint,
+        {SEARCHED: searched, HELD_OUT: held_out},
+        costs,
     )
 
 
@@ -169,7 +179,9 @@ def progress(total: int, done: int = 0) -> Iterator[tuple[Progress, Any]]:
 
 def measured_importance(setting: Setting) -> dict[str, list[float]]:
     """``importance`` on the searched texts, under a progress bar."""
-    calibration = Calibration(setting.model, setting.texts[SEARCHED], setting.params, depths=1)
+    calibration = Calibration(
+        setting.model, setting.texts[SEARCHED], setting.params, depths=1, coupling=setting.coupling
+    )
     with progress(2 * setting.model.num_layers) as (bar, task):
         bar.update(task, description="importance of each sublayer")
         return importance(calibration, lambda: bar.advance(task))
@@ -183,6 +195,7 @@ def search(options: argparse.Namespace, setting: Setting, study: optuna.Study, j
         setting.model.device,
         setting.texts[SEARCHED],
         setting.params,
+        setting.coupling,
         setting.costs,
         journal,
         options.sampler,
@@ -227,6 +240,7 @@ def run_confirmation(options: argparse.Namespace, setting: Setting, found: list[
             setting.eos_ids,
             options.max_new_tokens,
             options.seed,
+            setting.coupling,
             lambda: bar.advance(task),
         )
 
@@ -265,7 +279,7 @@ def conclude(out: Path, setting: Setting, found: list[Candidate], confirmed: lis
         "predicted_speedup_held_out": confirmed[0].predicted.speedup if confirmed else None,
         "measured_speedup": confirmed[0].speedup if confirmed else None,
         "draft_cost": best.draft_cost,
-        "sampling": asdict(setting.params),
+        "sampling": {**asdict(setting.params), "coupling": setting.coupling},
         "dtype": str(setting.model.dtype).removeprefix("torch."),
         "machine": machine(setting.model.device),
         "date": date.today().isoformat(),
@@ -281,7 +295,8 @@ def conclude(out: Path, setting: Setting, found: list[Candidate], confirmed: lis
 def run_comparison(options: argparse.Namespace, setting: Setting) -> None:
     """Print the table of --compare."""
     first = starts(measured_importance(setting), setting.costs)
-    evaluator = Evaluator(Calibration(setting.model, setting.texts[SEARCHED], setting.params), setting.costs)
+    calibration = Calibration(setting.model, setting.texts[SEARCHED], setting.params, coupling=setting.coupling)
+    evaluator = Evaluator(calibration, setting.costs)
     with progress((len(SAMPLERS) * options.compare + 1) * options.trials) as (bar, task):
         bar.update(task, description="a plan that comes up again costs nothing")
         evaluate = remembering(evaluator, lambda: bar.advance(task))

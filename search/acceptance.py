@@ -6,6 +6,12 @@ draft's: all that is needed are the two probabilities of the text's own tokens. 
 x ~ p is Σ min(p, q), the acceptance probability of arXiv 2211.17192, theorem 3.5.) In greedy decoding it is
 whether the two largest logits agree.
 
+Under the exponential race (arXiv 2408.07978) draft and target draw with the same exponentials E. Both draw x where
+E_y > E_x·max(p_y/p_x, q_y/q_x) for every other y: with probability 1 / Σ_y max(p_y/p_x, q_y/q_x), since the E are
+independent and of rate 1. Given that the target drew the text's x, with p_x, so does the draft with probability
+1 / Σ_y max(p_y, p_x·q_y/q_x), and not at all where q_x = 0. That takes whole rows of p, which are made anew from the
+target's last hidden states: to keep them would take much room.
+
 A self-draft reads the target's keys and values up to where its round began, and its own from there. So q also
 depends on the token's *depth*, its place in the round, and all depths of all positions run side by side: at depth d,
 the query of position i sees the target's entries before position i - d, then the entries that the draft
@@ -142,18 +148,36 @@ class TextBatch:
         return x.unflatten(1, (-1, self.longest))
 
 
+def raced_together(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """The probability that the draft draws each token in the race, given that the target does; see above.
+
+    ``p``, ``q`` ``[M, vocab]`` and ``tokens`` ``[M, 1]`` -> ``[M, 1]``.
+    """
+    drafted = q.gather(1, tokens)
+    slower = torch.maximum(p, p.gather(1, tokens) * (q / drafted))
+    return torch.where(drafted > 0, 1 / slower.sum(-1, keepdim=True).clamp(min=1), 0.0)
+
+
 class Calibration:
     """Texts that a target wrote, and what it would make of any plan's drafts of them."""
 
     @torch.inference_mode()
-    def __init__(self, model: Decoder, texts: Sequence[Text], params: SamplingParams, depths: int = DEPTHS) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        texts: Sequence[Text],
+        params: SamplingParams,
+        depths: int = DEPTHS,
+        coupling: str = "ratio",
+    ) -> None:
         self.model, self.texts, self.params = model, list(texts), params
+        self.race = coupling == "race" and params.temperature > 0
         self.longest = max(len(text.written) for text in texts)
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number].prompt))
         self.groups = [by_length[first : first + GROUP] for first in range(0, len(texts), GROUP)]
         self.batches = [TextBatch(model, [texts[number] for number in group], depths) for group in self.groups]
         self.target = torch.ones(len(texts), 1, self.longest, dtype=torch.float64)
-        if params.temperature:
+        if params.temperature and not self.race:
             self.target = self._judge([batch.states[-1][:, None] for batch in self.batches]).accept
 
     @torch.inference_mode()
@@ -170,29 +194,44 @@ class Calibration:
     def _judge(self, states: Sequence[Tensor]) -> Acceptance:
         """The head over each batch's ``[B, D, M, hidden]``, a text and depth at a time: logits take much room."""
         found = torch.ones(4, len(self.texts), states[0].shape[1], self.longest, dtype=torch.float64)
-        for group, rows in zip(self.groups, states, strict=True):
-            for number, text_states in zip(group, rows, strict=True):
+        for group, batch, rows in zip(self.groups, self.batches, states, strict=True):
+            for number, last, text_states in zip(group, batch.states[-1], rows, strict=True):
                 text = self.texts[number]
                 length = len(text.written)
+                target = self._probs(self._logits(last[:length]), text) if self.race else None
                 for depth, state in enumerate(text_states):
-                    logits = self.model.logits(state[None, :length])[0]
-                    found[:, number, depth, :length] = self._measure(logits, text).cpu()
+                    measured = self._measure(self._logits(state[:length]), text, target)
+                    found[:, number, depth, :length] = measured.cpu()
         # A probability of the target can round to 0 where the text was written in other chunks than it is read.
         smallest = torch.finfo(found.dtype).tiny
         return Acceptance((found[0] / self.target.clamp(min=smallest)).clamp(max=1.0), *found[1:])
 
-    def _measure(self, logits: Tensor, text: Text) -> Tensor:
-        """Logits ``[M, vocab]`` -> draft probability of the text's tokens and Acceptance's other three, ``[4, M]``."""
-        written = torch.tensor(text.written, device=logits.device)[:, None]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def _logits(self, state: Tensor) -> Tensor:
+        """Hidden states ``[M, hidden]`` -> logits ``[M, vocab]`` in at least float32."""
+        logits = self.model.logits(state[None])[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _probs(self, logits: Tensor, text: Text) -> Tensor:
+        """The distributions ``[M, vocab]`` that the text's tokens would be drawn from."""
+        context = torch.tensor([*text.prompt, *text.written[:-1]], device=logits.device)
+        return distribution(logits, context, self.params)
+
+    def _measure(self, wide: Tensor, text: Text, target: Tensor | None) -> Tensor:
+        """Draft logits ``[M, vocab]`` -> four columns ``[4, M]``, of which the last three are Acceptance's.
+
+        The first is the draft's probability of the text's tokens; with the ``target``'s rows p, it is that of drawing
+        them with the target in the race.
+        """
+        written = torch.tensor(text.written, device=wide.device)[:, None]
         if self.params.temperature == 0 and self.params.repetition_penalty == 1:
             best = wide.argmax(-1, keepdim=True)  # where distribution() puts its 1, without a row of zeros around it
             drawn, share = (best == written).double(), torch.ones_like(best)
         else:
-            context = torch.tensor([*text.prompt, *text.written[:-1]], device=logits.device)
-            probs = distribution(wide, context, self.params)
+            probs = self._probs(wide, text)
             best = probs.argmax(-1, keepdim=True)
             drawn, share = probs.gather(1, written), probs.gather(1, best)
+            if target is not None:
+                drawn = raced_together(target.double(), probs.double(), written)
         total = wide.logsumexp(-1, keepdim=True)
         confidence, likeliest = ((wide.gather(1, token) - total).exp() for token in (written, best))
         return torch.stack([column[:, 0].double() for column in (drawn, confidence, likeliest, share)])

@@ -47,7 +47,7 @@ def confirm(
     eos_ids: frozenset[int],
     max_new_tokens: int,
     seed: int,
-    coupling: str = "ratio",
+    coupling: str,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Confirmation]:
     """Decode every held-out prompt plainly and with each candidate, in turns; the fastest candidate comes first.
@@ -76,7 +76,7 @@ def confirm(
         seconds = [total + each for total, each in zip(seconds, best, strict=True)]
         tokens = [total + each for total, each in zip(tokens, written, strict=True)]
         on_prompt()
-    calibration = Calibration(model, held_out, params, depths=longest)
+    calibration = Calibration(model, held_out, params, longest, coupling)
     confirmed = []
     speeds = [count / total for count, total in zip(tokens, seconds, strict=True)]
     for candidate, statistics, speed in zip(found, sums[1:], speeds[1:], strict=True):

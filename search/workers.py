@@ -32,6 +32,7 @@ class Job:
     device: torch.device
     texts: list[Text]
     params: SamplingParams
+    coupling: str
     costs: SublayerCosts
     journal: Path
     sampler: str
@@ -48,7 +49,7 @@ def quiet_optuna() -> None:
 
 def run_alone(study: optuna.Study, model: Decoder, job: Job, on_trial: Callable[[], None]) -> None:
     """Work in this process, until the study has its trials."""
-    evaluator = Evaluator(Calibration(model, job.texts, job.params), job.costs)
+    evaluator = Evaluator(Calibration(model, job.texts, job.params, coupling=job.coupling), job.costs)
     optimise(study, evaluator, job.costs, model.num_layers, job.trials, on_trial)
 
 

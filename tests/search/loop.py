@@ -13,6 +13,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
+from decoding.verify import Verify, verify_by_ratio
 from model import Decoder, LayerPlan
 
 BUDGET = 11
@@ -27,6 +28,7 @@ def run(
     randomness: Randomness,
     budget: int = BUDGET,
     eos_ids: frozenset[int] = frozenset(),
+    verify: Verify = verify_by_ratio,
 ) -> list[Round]:
     """The rounds of the production loop."""
     cache = model.new_cache(len(prompt) + budget)
@@ -34,4 +36,4 @@ def run(
         model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
     drafter = ModelDrafter(model, cache, plan)
     text = Text(prompt, Rules(budget, eos_ids), model)
-    return list(speculate(model, cache, text, drafter, policy, params, randomness))
+    return list(speculate(model, cache, text, drafter, policy, params, randomness, verify))

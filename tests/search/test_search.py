@@ -172,7 +172,7 @@ def test_two_workers_share_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyP
     texts = texts_of(264)
     identity = {"model": "a"}
     path = tmp_path / "plan.journal"
-    job = Job(folder, torch.float32, torch.device("cpu"), texts, GREEDY, COSTS, path, "random", 0, 12, 1)
+    job = Job(folder, torch.float32, torch.device("cpu"), texts, GREEDY, "ratio", COSTS, path, "random", 0, 12, 1)
     study = open_study(path, identity, "random", 0, resume=False)
     enqueue(study, [LayerPlan.early_exit(2, 1)])
     heard: list[None] = []
@@ -243,7 +243,7 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts() -> No
         Candidate(plan, Prediction(1.0, gamma, threshold, 0.0, 0.0, 0.0), 0.5)
         for plan, gamma, threshold in [(LayerPlan.early_exit(4, 2), 3, 0.0), (LayerPlan.skipping(4, [1], [2]), 5, 0.0)]
     ]
-    for one in confirm(model, found, held_out, COSTS, GREEDY, frozenset(), 20, 0):
+    for one in confirm(model, found, held_out, COSTS, GREEDY, frozenset(), 20, 0, "ratio"):
         assert one.acceptance_rate == pytest.approx(one.predicted.acceptance_rate, abs=1e-9)
         assert one.tokens_per_round == pytest.approx(one.predicted.tokens_per_round, abs=1e-9)
         assert one.speedup > 0

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from decoding.policies import AdaptiveExit, FixedLength
-from decoding.proof.enumeration import Enumerator
+from decoding.proof.enumeration import Enumerator, RaceEnumerator
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
+from decoding.verify import verify_by_race
 from model import Decoder, LayerPlan
-from search.acceptance import Acceptance, Calibration, Text
+from search.acceptance import Acceptance, Calibration, Text, raced_together
 from search.prediction import expected_rounds
 from tests.laws import tiny_model
 from tests.search.loop import BUDGET, run
@@ -95,6 +96,33 @@ def test_sampled_rounds_are_predicted_exactly_for_every_text(params: SamplingPar
             predicted = expected_rounds(one, [text], [gamma], [0.0])
             law = expected[text.written] / weights[text.written]
             assert [*predicted.drafted[0, 0], predicted.accepted[0, 0]] == pytest.approx(law.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.7, repetition_penalty=1.3)])
+def test_rounds_of_the_race_are_predicted_exactly_for_every_text(params: SamplingParams) -> None:
+    """Two tokens, one drafted a round, so that the draft's own first token decides: enumerated, given each text."""
+    model, prompt, budget, plan = tiny_model("llama", vocab=2, layers=4), (1, 0, 0), 3, PLANS[1]
+    weights: dict[tuple[int, ...], float] = {}
+    accepted: dict[tuple[int, ...], float] = {}
+    enumerator = RaceEnumerator()
+    while True:
+        rounds = run(model, prompt, plan, FixedLength(1), params, enumerator, budget, verify=verify_by_race)
+        text = tuple(token for round in rounds for token in round.emitted)
+        weights[text] = weights.get(text, 0.0) + enumerator.weight
+        accepted[text] = accepted.get(text, 0.0) + enumerator.weight * rounds[0].accepted
+        if not enumerator.next_path():
+            break
+    texts = [Text(prompt, text) for text in weights]
+    found = Calibration(model, texts, params, depths=1, coupling="race").acceptance(plan)
+    for number, text in enumerate(weights):
+        assert found.accept[number, 0, 0].item() == pytest.approx(accepted[text] / weights[text], abs=1e-9)
+
+
+def test_a_token_that_the_draft_cannot_draw_is_never_raced_together() -> None:
+    p, q = torch.tensor([[0.25, 0.75]]).double(), torch.tensor([[0.0, 1.0]]).double()
+    assert raced_together(p, q, torch.tensor([[0]])).item() == 0
+    assert raced_together(p, q, torch.tensor([[1]])).item() == 1
+    assert raced_together(p, p, torch.tensor([[0]])).item() == 1
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
