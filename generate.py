@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from decoding.chooser import DRAFTERS, Drafting, DraftOptions, Setting, choose
@@ -19,14 +19,14 @@ from decoding.show.report import as_json, describe, sampling_in_words
 from decoding.show.streaming import TextStream
 from decoding.show.trace import LiveTrace, TraceConsole
 from decoding.text import Rules
-from decoding.verify import COUPLINGS, Chance, chance_of
+from decoding.verify import COUPLINGS, Chance, Coupling
 from decoding.writer import Interrupted, Sample, Writer
-from model import InputError, parse_config
+from model import InputError
 from model.fast import accelerate
 from weights.command_line import OneLineParser, run_command, say
 from weights.device import pick_device
-from weights.files import check_place, check_utf8, read_json
-from weights.load import DTYPES, load_model, stored_dtype
+from weights.files import check_place, check_utf8
+from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder
 from weights.prompt import check_prompt, encode_prompt, read_prompt
@@ -59,8 +59,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     sampling.add_argument(
         "--coupling",
         choices=list(COUPLINGS),
-        help="race: a seed means a text, whatever drafts; ratio: more drafts are accepted, and a seed repeats a text "
-        "only while draft lengths repeat (default: race with --seed, else ratio)",
+        help="race: a seed means a text, whatever drafts; ratio: accepts more (default: race with --seed, else ratio)",
     )
     sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write")
     sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
@@ -80,9 +79,8 @@ class Request:
     """What is asked for, checked before any weight is read."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        for name, values in (("--system", [options.system or ""]), ("--stop", options.stop), ("--ban", options.ban)):
-            for value in values:
-                check_utf8(name, value)
+        for value in (options.system or "", *options.stop, *options.ban):
+            check_utf8("text of --system, --stop or --ban", value)
         self.params = SamplingParams(*(getattr(options, field.name) for field in fields(SamplingParams)))
         self.draft = DraftOptions(options.draft, *(getattr(options, field.name) for field in fields(DraftOptions)[1:]))
         self.rules = Rules(options.max_new_tokens, stop_strings=options.stop, banned=options.ban)
@@ -90,12 +88,10 @@ class Request:
             raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
         if options.html is not None:
             check_place(options.html)
-        if options.seed is not None and not 0 <= options.seed < 2**64:
-            raise InputError(f"--seed must be from 0 to 2**64 - 1, found {options.seed}")
-        self.seed = secrets.randbelow(2**32) if options.seed is None else options.seed
-        self.coupling = options.coupling or ("ratio" if options.seed is None else "race")
+        self.coupling = Coupling.of(options.coupling, options.seed)
+        self.repeat_with = str(self.coupling) if options.temperature else ""
         self.folder, self.device = model_folder(options.model), pick_device(options.device)
-        self.config = parse_config(read_json(self.folder / "config.json"))
+        self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
         self.options, self.prompt, self.ids = options, "", [0]
         if not options.dry_run or options.prompt is not None or options.prompt_file is not None:
@@ -106,15 +102,6 @@ class Request:
             check_prompt(self.ids, self.config, self.folder)
 
     @property
-    def repeat_with(self) -> str:
-        """The options that repeat the text."""
-        return f"--seed {self.seed} --coupling {self.coupling}" if self.params.temperature else ""
-
-    def chance(self, sample: int) -> Chance:
-        """All the chance of the sample of this number."""
-        return chance_of(self.coupling, self.seed, self.device, sample)
-
-    @property
     def capacity(self) -> int:
         """Positions that prompt and output may take; without a prompt the model's whole context."""
         wanted = len(self.ids) + self.rules.max_new_tokens if self.prompt else self.config.max_positions
@@ -122,17 +109,9 @@ class Request:
 
     def check_memory(self) -> str:
         """The line that says what is needed and what is free. Raises InputError with it when that does not fit."""
-        draft = model_folder(self.draft.draft_model) if self.draft.draft_model else None
-        needed = estimate(
-            self.config,
-            self.dtype,
-            self.capacity,
-            prompt=len(self.ids),
-            draft=draft and parse_config(read_json(draft / "config.json")),
-            fast_on=self.device,
-            longest_draft=self.draft.longest_draft,
-        )
-        return check_fits(needed, self.device)
+        draft = read_config(model_folder(self.draft.draft_model)) if self.draft.draft_model else None
+        more = {"draft": draft, "fast_on": self.device, "longest_draft": self.draft.longest_draft}
+        return check_fits(estimate(self.config, self.dtype, self.capacity, prompt=len(self.ids), **more), self.device)
 
 
 class Output:
@@ -157,8 +136,9 @@ class Output:
             if options.trace:
                 readers.append(views.enter_context(LiveTrace(TraceConsole(file=self.file), self.labels, policy)).add)
             else:
-                readers.append(lambda round, seconds: self.show(stream.pull()))
-                views.callback(lambda: self.show(stream.flush() + "\n"))
+                show = partial(print, end="", file=self.file, flush=True)
+                readers.append(lambda round, seconds: show(stream.pull()))
+                views.callback(lambda: show(stream.flush() + "\n"))
             observer = recording.observe if options.html else None
             shown = {"policy": policy, "readers": readers, "observer": observer}
             try:
@@ -168,9 +148,6 @@ class Output:
         print(describe(sample, self.drafting.name, request.repeat_with), file=sys.stderr)
         self.samples.append(sample)
         return sample
-
-    def show(self, piece: str) -> None:
-        print(piece, end="", file=self.file, flush=True)
 
     def close(self) -> None:
         """Print the JSON and write the page, of what is complete."""
@@ -200,16 +177,16 @@ def run(options: argparse.Namespace) -> int:
     writer.begin(request.ids)
     if options.compare:
         writer.warm_up(drafting, request.params)
-    output = Output(request, drafting)
+    output, chance = Output(request, drafting), partial(request.coupling.chance, request.device)
     try:
         for number in range(options.num_samples):
             if number:
                 print("-" * 20, file=output.file)
-            sample = output.write(writer, request.chance(number))
+            sample = output.write(writer, chance(number))
             if sample.text.finish is None:
                 return 130
             if options.compare and number == 0:
-                print(comparison(writer, sample, request.params, request.chance(0)), file=sys.stderr)
+                print(comparison(writer, sample, request.params, chance(0)), file=sys.stderr)
     finally:  # what is complete is printed, whatever ends the rest
         output.close()
     return 0

@@ -7,14 +7,11 @@ Whatever is compared takes turns, so that a slow spell of the machine hits all a
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 from datetime import datetime, timezone
 from importlib import metadata, util
 from pathlib import Path
-
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read when torch is loaded; see generate.py
 
 from rich.console import Console
 
@@ -26,13 +23,13 @@ from benchmark.sections import SECTIONS, measure, measure_memory
 from decoding.chooser import GAMMA, Setting
 from decoding.cost_file import machine
 from decoding.sampling import SamplingParams
-from model import InputError, parse_config
+from model import InputError
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from weights.command_line import OneLineParser, run_command
 from weights.device import pick_device
-from weights.files import check_place, read_json, write_json
-from weights.load import DTYPES, load_model, stored_dtype
+from weights.files import check_place, write_json
+from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder
 from weights.prompt import encode_prompt
@@ -108,8 +105,8 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, Report]:
     """Load what is needed; the second result is the section memory, measured while the target is alone."""
     folder, device = model_folder(options.model), pick_device(options.device)
     draft_folder = model_folder(options.draft_model) if options.draft_model else None
-    tokenizer, config = Tokenizer(folder), parse_config(read_json(folder / "config.json"))
-    draft_config = parse_config(read_json(draft_folder / "config.json")) if draft_folder else None
+    tokenizer, config = Tokenizer(folder), read_config(folder)
+    draft_config = read_config(draft_folder) if draft_folder else None
     prompts = [
         (kind, text, encode_prompt(tokenizer, text))
         for kind, texts in PROMPTS.items()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness
+from model.errors import InputError
 
 
 def verify_by_ratio(
@@ -68,6 +71,33 @@ COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness],
     "ratio": (SeededRandomness, verify_by_ratio),
     "race": (KeyedRandomness, verify_by_race),
 }
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Which rule decides, and the seed: all that a drawn text depends on besides what is asked for.
+
+    ``name`` is by default "race" where a seed is given and "ratio" where none is; a seed that is not given is made up.
+    Raises InputError for a seed outside 64 bits.
+    """
+
+    name: str
+    seed: int
+
+    @staticmethod
+    def of(name: str | None, seed: int | None) -> Coupling:
+        if seed is not None and not 0 <= seed < 2**64:
+            raise InputError(f"--seed must be from 0 to 2^64 - 1, found {seed}")
+        name = name or ("ratio" if seed is None else "race")
+        return Coupling(name, secrets.randbelow(2**32) if seed is None else seed)
+
+    def __str__(self) -> str:
+        """The options that repeat the text."""
+        return f"--seed {self.seed} --coupling {self.name}"
+
+    def chance(self, device: torch.device, sample: int = 0) -> Chance:
+        """All the chance of the sample of this number."""
+        return chance_of(self.name, self.seed, device, sample)
 
 
 def chance_of(coupling: str, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> Chance:

@@ -8,7 +8,6 @@ for real, on prompts held out, and the winner is written as a plan file that gen
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read when torch is loaded; see generate.py
-
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model import Decoder, InputError, parse_config
+from model import Decoder, InputError
 from model.fast import accelerate
-from weights.files import read_json
-from weights.load import load_model
+from weights.load import load_model, read_config
 from weights.tokenizer import Tokenizer
 from weights.vocabulary import Vocabulary
 
@@ -18,7 +17,7 @@ def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, posi
     ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
     read, unless the vocabularies are equal and the text fits the draft model's context.
     """
-    config = parse_config(read_json(folder / "config.json"))
+    config = read_config(folder)
     theirs = Tokenizer(folder).vocabulary
     same = vocabulary.pieces == theirs.pieces and vocabulary.special == theirs.special
     if config.vocab_size != target.vocab_size or not same:

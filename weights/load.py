@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from model import Decoder, InputError, build, parse_config
+from model import Decoder, InputError, ModelConfig, build, parse_config
 from weights.files import is_file, one_line, read_json
 
 SLICE_BYTES = 16 << 20
@@ -45,7 +45,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
 
     ``dtype`` None keeps the checkpoint's own. Raises InputError for anything wrong with the folder.
     """
-    config = parse_config(read_json(folder / "config.json"))
+    config = read_config(folder)
     stored = stored_tensors(folder)
     depth = 1 + max((int(name.split(".")[1]) for name in stored if _is_layer(name)), default=-1)
     if config.num_layers > depth:
@@ -60,6 +60,11 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
         _check_tied(folder, stored[HEAD], state[EMBEDDING])
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The config of a Hugging Face folder. Raises InputError for one that this project cannot compute."""
+    return parse_config(read_json(folder / "config.json"))
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -16,13 +16,12 @@ from decoding.batch import BATCH
 from decoding.corpus.author import Author, UserTurn
 from decoding.corpus.text_file import KINDS, TextFile
 from decoding.sampling import SamplingParams
-from model import InputError, parse_config
+from model import InputError
 from model.fast import accelerate
 from model.layers import wide_dtype
 from weights.command_line import OneLineParser, run_command
 from weights.device import keep_freed_memory, pick_device
-from weights.files import read_json
-from weights.load import DTYPES, load_model, stored_dtype
+from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import LOGIT_COPIES, Memory, cache_bytes, free_bytes, layer_bytes, weight_bytes
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
@@ -78,7 +77,7 @@ def write_file(author: Author, file: TextFile, options: argparse.Namespace, bar:
 
 def check_fits(folder: Path, options: argparse.Namespace, device: torch.device) -> None:
     """Raises InputError when the batch needs more memory than is free on the device."""
-    config = parse_config(read_json(folder / "config.json"))
+    config = read_config(folder)
     dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
     positions = min(PROMPT_TOKENS + options.max_new_tokens, config.max_positions)
     prefill = layer_bytes(config, dtype, min(PROMPT_TOKENS, positions), 0)

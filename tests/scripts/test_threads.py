@@ -1,0 +1,31 @@
+"""How torch's threads wait is said before torch is loaded, by every command that decodes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WATCH = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+import {module}
+"""
+
+
+@pytest.mark.parametrize("module", ["generate", "search.__main__", "benchmark.__main__", "decoding.corpus.__main__"])
+def test_threads_wait_politely_in_every_command(module: str) -> None:
+    """Read when torch is loaded, so it must be there by then."""
+    environment = {"PATH": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", WATCH.format(module=module)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.strip() == "10000", run.stderr
