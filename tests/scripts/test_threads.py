@@ -14,7 +14,7 @@ import os, sys
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            print(os.environ.get("GOMP_SPINCOUNT"))
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Watch())
 import {module}
