@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
-from weights.files import is_file, one_line, read_json
+from weights.files import is_file, is_there, one_line, read_json
 
 SLICE_BYTES = 16 << 20
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -108,7 +108,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises InputError for a missing shard, and for pickled weights, which can run any code when opened.
     """
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if is_there(index):
         raw = read_json(index)
         mapping = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(mapping, dict) or not mapping or not all(isinstance(v, str) for v in mapping.values()):

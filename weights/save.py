@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model import Decoder, InputError, build
 from model.config import config_json
-from weights.files import atomic_path, read_optional_json, write_json
+from weights.files import atomic_path, is_there, read_optional_json, write_json
 
 MAX_SHARD_BYTES = 5_000_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -97,6 +97,6 @@ def _token_ids(folder: Path | None) -> dict[str, Any]:
 def copy_tokenizer(source: Path | None, folder: Path) -> None:
     """Copy the tokenizer files of one model folder into another; nothing to do where they are the same."""
     for name in TOKENIZER_FILES if source is not None and source.resolve() != folder.resolve() else ():
-        if (source / name).exists():
+        if is_there(source / name):
             with atomic_path(folder / name) as temporary:
                 shutil.copyfile(source / name, temporary)
