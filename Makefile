@@ -19,9 +19,9 @@ generate: .venv/ready $(MODEL)
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# The full product of drafters, parameters, policies, stops and rules, and larger vocabularies.
+# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
 prove: .venv/ready-dev
-	$(BIN)/python -m pytest -m prove tests/test_exact_law.py
+	$(BIN)/python -m pytest -m prove tests/decoding
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

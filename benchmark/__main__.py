@@ -149,6 +149,8 @@ def benchmark(options: argparse.Namespace) -> None:
     check_options(options)
     bench, memory = prepare(options)
     about = describe(bench)
+    if why := getattr(bench.model, "why_rows_vary", None):
+        bench.notes.append(f"texts of drafts may differ from plain's by rounding: {why}")
     report = {"about": about} | measure(bench) | memory | {"notes": bench.notes}
     shown = Console(width=None if sys.stdout.isatty() else 170)
     for part in (f"{about['model']} in {about['dtype']}; {about['machine']}", *tables(report)):

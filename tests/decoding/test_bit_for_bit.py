@@ -1,0 +1,90 @@
+"""Text under speculation is plain text, token for token, on real checkpoints in bf16: greedy and with a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoding.chooser import Drafting, DraftOptions, Setting, choose
+from decoding.sampling import SamplingParams
+from decoding.text import Rules
+from decoding.verify import chance_of
+from decoding.writer import Writer
+from model.fast import accelerate
+from search.prompts import PROMPTS
+from weights.load import load_model
+from weights.names import WEIGHTS
+from weights.prompt import encode_prompt
+from weights.tokenizer import Tokenizer
+
+TOKENS = 64
+PARAMS = {"greedy": SamplingParams(), "sampled": SamplingParams(0.8, top_p=0.95)}
+SOME = [PROMPTS["story"][0], PROMPTS["summary"][0], PROMPTS["rewriting"][2]]
+EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
+
+
+@dataclass
+class Loaded:
+    """A prepared model with what drafts for it."""
+
+    folder: Path
+    setting: Setting
+    draftings: list[Drafting]
+    tokenizer: Tokenizer
+
+    @staticmethod
+    def of(folder: Path) -> Loaded:
+        model, tokenizer = accelerate(load_model(folder)), Tokenizer(folder)
+        assert model.dtype == torch.bfloat16
+        setting = Setting(folder, model, tokenizer, SamplingParams(), 1400)
+        layers = model.num_layers
+        wanted = [DraftOptions("lookup"), DraftOptions("exit", exit_layer=layers * 4 // 5, gamma=6)]
+        wanted.append(DraftOptions("exit", exit_layer=layers // 4, adaptive=True))
+        wanted += [DraftOptions("skip")] if (folder / "plan.json").exists() else []
+        return Loaded(folder, setting, [choose(options, setting) for options in wanted], tokenizer)
+
+    def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:
+        """Every drafter's text is plain decoding's; where this machine cannot promise it, that is said in a line."""
+        model, seed = self.setting.model, len(prompt)
+        if not model.row_invariant:
+            assert model.why_rows_vary and "\n" not in model.why_rows_vary
+            return
+        writer = Writer(model, min(len(prompt) + tokens, model.max_positions))
+        rules, texts = Rules(tokens, self.tokenizer.eos_ids), {}
+        for drafting in [writer.plain, *self.draftings]:
+            writer.begin(prompt)
+            text = writer.new_text(rules)
+            sample = writer.write(text, drafting, params, chance_of("race", seed))
+            texts[drafting.name, len(texts)] = text.generated
+            assert (sample.statistics.drafted > 0) == (drafting is not writer.plain)
+        (_, plain), *others = texts.items()
+        assert {name: text == plain for name, text in others} == {name: True for name, _ in others}
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m-instruct", "tiny-llama", "tiny-gemma2"])
+def loaded(request: pytest.FixtureRequest, smollm2: Path) -> Loaded:
+    return Loaded.of(WEIGHTS / request.param)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("prompt", SOME, ids=["story", "summary", "rewriting"])
+def test_speculated_text_is_plain_text(loaded: Loaded, prompt: str, params: str) -> None:
+    loaded.check(encode_prompt(loaded.tokenizer, prompt), PARAMS[params])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("prompt", EVERY, ids=range(len(EVERY)))
+def test_speculated_text_is_plain_text_on_every_built_in_prompt(loaded: Loaded, prompt: str, params: str) -> None:
+    loaded.check(encode_prompt(loaded.tokenizer, prompt), PARAMS[params], 80)
+
+
+@pytest.mark.parametrize("length", [990, 1010])
+def test_so_it_is_across_a_thousand_tokens_and_to_the_end_of_the_context(loaded: Loaded, length: int) -> None:
+    """The shipped models' context ends at 1,024."""
+    ids = encode_prompt(loaded.tokenizer, "\n\n".join(EVERY) + "\n\n" + "\n\n".join(EVERY))
+    assert len(ids) > length
+    loaded.check(ids[:length], PARAMS["greedy"], 40)
