@@ -33,6 +33,7 @@ def speculate(
     params: SamplingParams,
     randomness: Randomness,
     verify: Verify = verify_by_ratio,
+    *,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
     """Extend ``text`` to its end with exactly the target's distribution; yields a record of each round.

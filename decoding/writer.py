@@ -107,7 +107,7 @@ class Writer:
         if drafting.new_drafter not in self.drafters:
             self.drafters[drafting.new_drafter] = drafting.new_drafter(self.cache)
         drafter = self.drafters[drafting.new_drafter]
-        rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer)
+        rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer=observer)
         try:
             with closing(rounds):
                 began = now(self.model.device)

@@ -28,8 +28,8 @@ def write(model: Decoder, params: SamplingParams, *, details: bool) -> tuple[lis
         model.prefill(torch.tensor([PROMPT[:-1]]), cache)
     recording = Recording(FixedLength(GAMMA), params)
     text, drafter = Text(PROMPT, Rules(24), model), ModelDrafter(model, cache, EXIT)
-    rest = drafter, FixedLength(GAMMA), params, SeededRandomness(1), recording.observe if details else None
-    for round in speculate(model, cache, text, *rest):
+    rest, observer = (drafter, FixedLength(GAMMA), params, SeededRandomness(1)), recording.observe if details else None
+    for round in speculate(model, cache, text, *rest, observer=observer):
         recording.add(round, 0.0)
     return recording.rounds, recording.details
 

@@ -61,7 +61,7 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
     policy, params = AdaptiveExit(0.2, 4), SamplingParams(temperature)
     recording = Recording(policy, params)
     drafter, randomness = ModelDrafter(model, cache, PLAN), SeededRandomness(seed)
-    rounds = speculate(model, cache, text, drafter, policy, params, randomness, recording.observe)
+    rounds = speculate(model, cache, text, drafter, policy, params, randomness, observer=recording.observe)
     for number, round in enumerate(rounds, 1):
         recording.add(round, number / 4)
     return recording
@@ -151,7 +151,7 @@ def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert data["facts"] == [
         ["Model", "tiny"],
         ["Draft", "exit at layer 2 of 4"],
-        ["Sampling", "temperature 0.5, top-p 0.9, repetition penalty 1.1, seed 7"],
+        ["Sampling", "temperature 0.5, top-p 0.9, repetition penalty 1.1, --seed 7 --coupling race"],
     ]
 
 

@@ -37,6 +37,7 @@ KEYS = [
     "acceptance_rate",
     "tokens_per_round",
     "accepted_histogram",
+    "repeat_with",
 ]
 
 
@@ -214,7 +215,7 @@ def test_every_way_of_drafting_writes_the_plain_greedy_text_in_float64(
     common = ["the hen the", "--model", model, "--dtype", "float64", "--max-new-tokens", "40"]
     outcome = run(*common, "--draft", *draft, *extra, "--compare")
     assert outcome.status == 0
-    assert "greedy texts are equal" in outcome.err
+    assert "the texts are equal" in outcome.err
     assert "speed-up" in outcome.err
     assert outcome.out == run(*common, "--draft", "none").out
 
@@ -254,9 +255,26 @@ def test_the_same_seed_writes_the_same_texts_whatever_is_only_displayed(run: Run
 def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: str) -> None:
     common = ["the", "--model", model, "--draft", "none", "--temperature", "1", "--max-new-tokens", "9"]
     first = run(*common)
-    seed = re.search(r"seed (\d+)", first.err)
-    assert seed
-    assert run(*common, "--seed", seed[1]).out == first.out
+    flags = re.search(r"(--seed \d+ --coupling ratio)\]", first.err)
+    assert flags
+    assert run(*common, *flags[1].split()).out == first.out
+
+
+@pytest.mark.parametrize("more", [[], ["--ban", "a", "--stop", "e"], ["--top-p", "0.8", "--repetition-penalty", "1.2"]])
+def test_with_a_seed_every_drafter_writes_the_same_texts(
+    run: Run, model: str, draft_model: str, more: list[str]
+) -> None:
+    common = ["the hen in", "--model", model, "--temperature", "0.9", "--seed", "5", "--max-new-tokens", "20"]
+    drafts = [["none"], ["lookup"], ["exit", "--exit-layer", "3"], ["exit", "--adaptive"], ["auto"]]
+    drafts.append(["model", "--draft-model", draft_model, "--gamma", "2"])
+    texts = []
+    for draft in drafts:
+        outcome = run(*common, *more, "--dtype", "float64", "--num-samples", "2", "--json", "--draft", *draft)
+        assert outcome.status == 0
+        assert all(result["repeat_with"] == "--seed 5 --coupling race" for result in outcome.objects)
+        texts.append([(result["tokens"], result["finish_reason"]) for result in outcome.objects])
+    assert all(text == texts[0] for text in texts)
+    assert texts[0][0] != texts[0][1]
 
 
 def test_a_stop_string_cuts_the_text_and_an_end_token_ends_it(run: Run, model: str, tmp_path: Path) -> None:
