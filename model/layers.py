@@ -105,17 +105,24 @@ class Sight:
     mask: Tensor | None
 
 
+def visible(query: Tensor, key: Tensor, window: int | None, groups: int) -> Tensor:
+    """Which positions ``key`` ``[N]`` tokens at positions ``query`` ``[T]`` see: bool ``[groups · T, N]``.
+
+    Position j is seen from i if j <= i and, under a window, i - window < j.
+    """
+    seen = key <= query[:, None]
+    if window is not None:
+        seen &= key > query[:, None] - window
+    return seen.repeat(groups, 1)
+
+
 def sight(start: int, count: int, window: int | None, groups: int, device: torch.device) -> Sight:
-    """What ``count`` new tokens at ``start`` see: position j <= i from i and, under a window, i - window < j."""
+    """What ``count`` new tokens at ``start`` see; a single one sees all that is left to see."""
     first = 0 if window is None else max(0, start - window + 1)
     if count == 1:
         return Sight(first, None)
-    query = torch.arange(start, start + count, device=device)[:, None]
-    key = torch.arange(first, start + count, device=device)[None, :]
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    return Sight(first, mask.repeat(groups, 1))
+    query, key = (torch.arange(begin, start + count, device=device) for begin in (start, first))
+    return Sight(first, visible(query, key, window, groups))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.layers import Positions, Sight, rotary_table
+from model.layers import Positions, Sight, rotary_table, visible
 from model.plan import LayerPlan
 
 LONGEST_STEP = 17  # tokens: the verification of a draft of 16; longer ones are prompts, and run as they are
@@ -71,12 +71,7 @@ class StaticStep:
         config = self.model.config
         index = self.start + self.offsets
         groups = config.num_heads // config.num_kv_heads
-        sights = {}
-        for window in set(config.windows):
-            seen = self.keys <= index[:, None]
-            if window is not None:
-                seen &= self.keys > index[:, None] - window
-            sights[window] = Sight(0, seen.repeat(groups, 1))
+        sights = {window: Sight(0, visible(index, self.keys, window, groups)) for window in set(config.windows)}
         positions = Positions(0, *(table.index_select(0, index) for table in self.angles), sights)
         cache = StaticCache(self.cache, index, self.span)
         x = self.model.run_blocks(self.model.embed(self.tokens), positions, cache, self.plan)

@@ -1,4 +1,4 @@
-"""The speed room: a loaded model, prepared in place to read its weights as fast as the machine can.
+"""The parts of a prepared model: they read its weights as fast as the machine can.
 
 Decoding reads every weight once per step, so a step should cost what that reading costs. Three things stand in
 the way on a CPU and are mended here, without the readable files knowing. ``F.linear`` reads a bf16 matrix at
@@ -15,9 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
-from model.decoder import Decoder
-from model.fast.graphs import GraphedDecoder
-from model.gemma2 import Gemma2Block
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
 
@@ -145,10 +142,8 @@ class FusedLlamaBlock(nn.Module):
 
     def __init__(self, block: LlamaBlock) -> None:
         super().__init__()
-        self.input_layernorm = FastNorm(block.input_layernorm)
-        self.self_attn = FusedAttention(block.self_attn)
-        self.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
-        self.mlp = FusedMLP(block.mlp)
+        for name, part in block.named_children():
+            setattr(self, name, part)
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
         if attention:
@@ -156,40 +151,3 @@ class FusedLlamaBlock(nn.Module):
         if mlp:
             x = self.mlp(self.post_attention_layernorm(x), residual=x)
         return x
-
-
-class FusedGemma2Block(nn.Module):
-    """``Gemma2Block`` of fast parts. Its norms after the products leave no residual for them to add."""
-
-    def __init__(self, block: Gemma2Block) -> None:
-        super().__init__()
-        self.input_layernorm = FastNorm(block.input_layernorm)
-        self.self_attn = FusedAttention(block.self_attn)
-        self.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
-        self.pre_feedforward_layernorm = FastNorm(block.pre_feedforward_layernorm)
-        self.mlp = FusedMLP(block.mlp)
-        self.post_feedforward_layernorm = FastNorm(block.post_feedforward_layernorm)
-
-    forward = Gemma2Block.forward
-
-
-FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {LlamaBlock: FusedLlamaBlock, Gemma2Block: FusedGemma2Block}
-
-
-def accelerate(model: Decoder) -> Decoder | GraphedDecoder:
-    """Replace the model's norms, attentions, MLPs and head by fast ones, layer by layer, and return it.
-
-    The weights are moved, not copied: memory peaks at one layer more. Only a tied embedding is held twice,
-    once to be looked up and once packed as the head. The prepared model decodes but can no longer be trained
-    or saved. On a GPU its short steps are replayed as CUDA graphs.
-    """
-    for number, block in enumerate(model.layers):
-        model.layers[number] = FUSED_BLOCKS[type(block)](block)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
-    norm = FastNorm(model.norm)
-    if model.lm_head is not None or can_pack(head.weight.device, head.weight.dtype):
-        del model.lm_head
-        model.lm_head = PackedLinear([head.weight])
-    del model.norm
-    model.norm = norm
-    return GraphedDecoder(model) if model.device.type == "cuda" else model
