@@ -21,10 +21,10 @@ from torch import Tensor
 
 from model.cache import KVCache
 from model.decoder import Decoder
+from model.fast.pieces import LONGEST_STEP
 from model.layers import Positions, Sight, rotary_table, visible
 from model.plan import LayerPlan
 
-LONGEST_STEP = 17  # tokens: the verification of a draft of 16; longer ones are prompts, and run as they are
 SHORTEST_SPAN = 256  # positions
 TOLERANCE = 0.05  # of the largest logit: far above rounding in bf16, far below what a wrong address gives
 
@@ -107,6 +107,9 @@ class GraphedDecoder:
     (``KVCache.keep_rows``) must not be used here again: graphs hold addresses.
     """
 
+    row_invariant = False
+    why_rows_vary = "on a GPU kernels are chosen by the number of rows"
+
     def __init__(self, model: Decoder) -> None:
         self.model = model
         self.steps: WeakKeyDictionary[KVCache, dict[Any, StaticStep]] = WeakKeyDictionary()
@@ -135,8 +138,6 @@ class GraphedDecoder:
 
     def _first(self, steps: dict[Any, StaticStep], key: Any, tokens: Tensor, cache: KVCache, start: int) -> Tensor:
         """Run the ordinary step, and make the static one beside it for the next time."""
-        if not steps:
-            cache.clear_unused()
         logits = self.model(tokens, cache, start, key[0])
         entries, kept = (*cache.keys, *cache.values), []
         try:
