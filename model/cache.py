@@ -53,10 +53,15 @@ class KVCache:
         ``[batch, kv_heads, start + T, head_dim]``. Raises ValueError if the write would leave a hole or
         not fit: both are mistakes of the caller that would otherwise show only as wrong text.
         """
+        end = self.store(layer, start, keys, values)
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def store(self, layer: int, start: int, keys: Tensor, values: Tensor) -> int:
+        """``write`` for readers that look into ``rooms`` themselves: returns the end of the valid entries."""
         end = self.claim(layer, start, keys.shape[2])
         self.keys[layer][:, :, start:end] = keys
         self.values[layer][:, :, start:end] = values
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        return end
 
     def claim(self, layer: int, start: int, count: int) -> int:
         """Count ``[start, start + count)`` as the last valid entries of a layer and return their end; see ``write``."""

@@ -152,16 +152,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_c
     ``[B, H, T, D]``. With a soft cap, scores become cap·tanh(score / cap) before the mask (Gemma 2, arXiv
     2408.00118, section 2), which no fused kernel of torch computes: then the explicit formula runs.
     """
-    batch, heads, count, size = q.shape
     k, v = k[:, :, sees.first :], v[:, :, sees.first :]
+    return attend_to(q, k, v, sees.mask, scale=scale, soft_cap=soft_cap)
+
+
+def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
+    """``attend`` to all keys given but those that ``mask`` ``[G · T, S]`` hides.
+
+    The mask is bool or, where there is no soft cap, what is to be added to the scores.
+    """
+    batch, heads, count, size = q.shape
     # Query heads that share a key head are laid end to end, as if they were more tokens: no key is copied.
     q = q.reshape(batch, k.shape[1], -1, size)
     if soft_cap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees.mask, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        if sees.mask is not None:
-            scores = scores.masked_fill(~sees.mask, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
         out = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype) @ v
     return out.reshape(batch, heads, count, size)
 

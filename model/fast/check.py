@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from model.cache import BLOCK
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.fast.parts import FastNorm, PackedLinear, can_pack
@@ -19,26 +20,27 @@ from model.fast.pieces import LONGEST_STEP, attend_in_pieces, pieces
 COUNTS = range(1, LONGEST_STEP)
 LARGE = 1 << 23  # weights from which a product is tried with some counts only, to take no time that is noticed
 SOME_COUNTS = [1, 2, 3, 8, 16]
+ROWS = (32, 16, 8, 4, 1)  # at once in attention: torch itself goes by 32, and some products of oneDNN change before
 STARTS = {24: COUNTS, 500: SOME_COUNTS, 1016: SOME_COUNTS, 2040: SOME_COUNTS}  # within a block, or across its end
 
 
 @torch.inference_mode()
-def why_rows_vary(model: Decoder) -> str | None:
-    """The reason why rows of a prepared model's steps depend on how many there are; None where they do not.
+def examine(model: Decoder) -> tuple[int, str | None]:
+    """How many rows of a prepared model may attend together, and why its rows depend on how many there are.
 
-    Products whose lone row differs from several are set to compute two rows (``PackedLinear.doubles``).
+    The reason is None where they do not. Products whose lone row differs from several are set to compute two rows
+    (``PackedLinear.doubles``).
     """
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
-        return f"steps are made independent of their length in bfloat16 on a CPU, not in {dtype} on {model.device.type}"
+        return 0, f"steps do not depend on their length in bfloat16 on a CPU; this is {dtype} on {model.device.type}"
     if not can_pack(model.device, model.dtype):
-        return "this machine has no oneDNN kernels for bfloat16, and other products depend on the number of rows"
+        return 0, "this machine has no oneDNN kernels for bfloat16, and other products depend on the number of rows"
     generator = torch.Generator().manual_seed(0)
-    return (
-        _check_products(model, generator)
-        or _check_attention(model.config, generator)
-        or _check_small_operators(model, generator)
-    )
+    rows = next((rows for rows in ROWS if attention_holds(model.config, rows, generator)), 0)
+    if not rows:
+        return 0, "attention rounds several rows otherwise than one"
+    return rows, _check_products(model, generator) or _check_small_operators(model, generator)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -54,15 +56,18 @@ def _products(model: Decoder) -> Iterator[PackedLinear]:
 
 
 def _check_products(model: Decoder, generator: torch.Generator) -> str | None:
-    verdicts: dict[torch.Size, list[int]] = {}
+    doubled: dict[torch.Size, bool] = {}
     for product in _products(model):
-        if product.shape not in verdicts:
-            verdicts[product.shape] = differing_counts(product, generator)
-        differing = verdicts[product.shape]
-        if differing not in ([], [1]):
-            size = "×".join(str(length) for length in product.shape)
-            return f"the rows of a {size} product are rounded otherwise among {differing[-1]} rows than among more"
-        product.doubles = differing == [1]
+        if product.shape not in doubled:
+            differing = differing_counts(product, generator)
+            if differing == [1]:
+                product.doubles = True
+                differing = differing_counts(product, generator)
+            if differing:
+                size = "×".join(str(length) for length in product.shape)
+                return f"a {size} product rounds {differing[-1]} rows otherwise than more"
+            doubled[product.shape] = product.doubles
+        product.doubles = doubled[product.shape]
     return None
 
 
@@ -71,64 +76,71 @@ def differing_counts(product: PackedLinear, generator: torch.Generator) -> list[
 
     The fused addition subtracts the rounded result from the float32 sum that it was rounded from.
     """
-    counts = COUNTS if product.shape.numel() < LARGE else SOME_COUNTS
+    small = product.shape.numel() < LARGE
     x = torch.randn(1, LONGEST_STEP, product.shape[1], generator=generator).bfloat16()
-    cancelling = -product.multiply(x, None)
-    expected = product.multiply(x, cancelling)
+    cancelling = -product(x)
+    expected = product(x, cancelling)
+
+    def differs(rows: slice) -> bool:
+        return not same_bits(product(x[:, rows], cancelling[:, rows]), expected[:, rows])
+
     return [
         count
-        for count in counts
-        if not same_bits(product.multiply(x[:, :count], cancelling[:, :count]), expected[:, :count])
+        for count in (COUNTS if small else SOME_COUNTS)
+        if any(differs(slice(at, at + count)) for at in range(0, LONGEST_STEP + 1 - count if small else 1, count))
     ]
 
 
-def _check_attention(config: ModelConfig, generator: torch.Generator) -> str | None:
-    for window in set(config.windows):
-        for start in STARTS:
-            if start + LONGEST_STEP <= config.max_positions and not attention_holds(config, window, start, generator):
-                return f"attention at {start} positions gives other bits to several rows than to one"
-    return None
-
-
-def attention_holds(config: ModelConfig, window: int | None, start: int, generator: torch.Generator) -> bool:
-    """Whether tokens at ``start`` get the same attention together, fewer together, and one by one."""
-    q, k, v = cancelling_attention(config, window, start, generator)
-
-    def attended(begin: int, end: int) -> Tensor:
-        sees = pieces(start + begin, end - begin, window, config, q)
-        part = q[:, :, begin:end]
-        return attend_in_pieces(part, k, v, sees, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
-
-    whole = attended(0, LONGEST_STEP)
-    parts = [(0, count) for count in STARTS[start]] + [(count, count + 1) for count in STARTS[start]]
-    return all(same_bits(attended(*part), whole[:, :, slice(*part)]) for part in parts)
+def attention_holds(config: ModelConfig, rows: int, generator: torch.Generator) -> bool:
+    """Whether tokens get the same attention together, fewer together, and one by one, with up to ``rows`` at once."""
+    return all(
+        _rows_hold(config, rows, window, start, *numbers)
+        for window in set(config.windows)
+        for start in STARTS
+        if start + LONGEST_STEP <= config.max_positions
+        for numbers in cancelling_attention(config, window, start, generator)
+    )
 
 
 def cancelling_attention(
     config: ModelConfig, window: int | None, start: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of ``LONGEST_STEP`` tokens at ``start``, whose weighted sums of values nearly cancel.
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values of ``LONGEST_STEP`` tokens at ``start`` which show every bit of the sums behind them.
 
-    All queries are one, and what only some of them see has next to no weight: so one value can cancel the others.
+    First scores are what is left of large numbers; then all weights are equal, and what is left is the result.
     """
-    size, last = config.head_dim, start + LONGEST_STEP
-    room = (config.num_kv_heads, pieces(last - 1, 1, None, config, torch.empty(0))[0].span, size)
-    query, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in ((size,), room, room))
-    common = slice(max(0, last - (window or last)), start)
-    some = torch.ones(room[1], dtype=torch.bool)
-    some[common] = False
-    k[:, some] = -4 * query
-    scores = (k.double() @ query.double()) * config.attention_scale
-    if config.attention_soft_cap is not None:
-        scores = config.attention_soft_cap * torch.tanh(scores / config.attention_soft_cap)
-    weights = torch.softmax(scores[:, :last], -1)
-    for place in (1, 0):  # coarsely by the second heaviest, then finely by the heaviest
-        heads, heaviest = torch.arange(room[0]), weights.topk(2).indices[:, place]
-        v[heads, heaviest] = 0
-        left = (weights[:, None] @ v[:, :last].double())[:, 0]
-        v[heads, heaviest] = (-left / weights[heads, heaviest][:, None]).bfloat16()
-    q = query.expand(1, config.num_heads, LONGEST_STEP, size)
-    return q, k[None], v[None]
+    heads, size, last = config.num_kv_heads, config.head_dim, start + LONGEST_STEP
+    query = torch.randn(size, generator=generator).bfloat16()
+    query[:3] = 1
+    q = query.repeat(1, config.num_heads, LONGEST_STEP, 1)  # not expanded: rows must lie as they do in a step
+    k, v = torch.randn(2, 1, heads, -(-last // BLOCK) * BLOCK, size, generator=generator).bfloat16()
+    yield q, cancel(query, (k * 2**17).transpose(2, 3)).transpose(2, 3).contiguous(), v
+    equal, cancelled = (-4 * query).repeat(1, heads, k.shape[2], 1), v.clone()
+    seen_by_all = slice(max(0, last - (window or last)), start)
+    equal[:, :, seen_by_all] = 0
+    cancelled[:, :, seen_by_all] = cancel(torch.ones(start).bfloat16()[seen_by_all], v[:, :, seen_by_all])
+    yield q, equal, cancelled
+
+
+def cancel(weights: Tensor, numbers: Tensor) -> Tensor:
+    """``[..., n, m]`` bf16 numbers whose sum by ``[n]`` weights, of which the first three are 1, is next to nothing."""
+    numbers = numbers.clone()
+    numbers[..., :3, :] = 0
+    for place in range(min(3, len(weights))):
+        numbers[..., place, :] = -(weights.double() @ numbers.double()).bfloat16()
+    return numbers
+
+
+def _rows_hold(config: ModelConfig, rows: int, window: int | None, start: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    scale, soft_cap = config.attention_scale, config.attention_soft_cap
+
+    def attended(begin: int, end: int) -> Tensor:
+        sees = pieces(start + begin, end - begin, window, config, q, rows)
+        return attend_in_pieces(q[:, :, begin:end], k, v, sees, scale=scale, soft_cap=soft_cap)
+
+    whole = attended(0, LONGEST_STEP)
+    parts = [(0, count) for count in STARTS[start]] + [(count, count + 1) for count in STARTS[start]]
+    return all(same_bits(attended(*part), whole[:, :, slice(*part)]) for part in parts)
 
 
 def _check_small_operators(model: Decoder, generator: torch.Generator) -> str | None:

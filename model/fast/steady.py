@@ -9,7 +9,7 @@ from torch import Tensor
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.fast.check import why_rows_vary
+from model.fast.check import examine
 from model.fast.pieces import LONGEST_STEP, place_in_pieces
 from model.plan import LayerPlan
 
@@ -22,7 +22,7 @@ class WholeRooms:
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Like ``KVCache.write``, but all that there is room for is returned."""
-        self.cache.write(layer, start, keys, values)
+        self.cache.store(layer, start, keys, values)
         return self.cache.rooms[layer]
 
 
@@ -37,7 +37,7 @@ class SteadyDecoder:
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.threads = model, torch.get_num_threads()
-        self.found = why_rows_vary(model)
+        self.rows, self.found = examine(model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -66,5 +66,5 @@ class SteadyDecoder:
 
     def _step(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan) -> Tensor:
         x = self.model.embed(tokens)
-        positions = place_in_pieces(self.model.config, start, tokens.shape[1], x)
+        positions = place_in_pieces(self.model.config, start, tokens.shape[1], x, self.rows)
         return self.model.logits(self.model.run_blocks(x, positions, WholeRooms(cache), plan))
