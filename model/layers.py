@@ -105,17 +105,24 @@ class Sight:
     mask: Tensor | None
 
 
+def visible(query: Tensor, key: Tensor, window: int | None, groups: int) -> Tensor:
+    """Which positions ``key`` ``[N]`` tokens at positions ``query`` ``[T]`` see: bool ``[groups · T, N]``.
+
+    Position j is seen from i if j <= i and, under a window, i - window < j.
+    """
+    seen = key <= query[:, None]
+    if window is not None:
+        seen &= key > query[:, None] - window
+    return seen.repeat(groups, 1)
+
+
 def sight(start: int, count: int, window: int | None, groups: int, device: torch.device) -> Sight:
-    """What ``count`` new tokens at ``start`` see: position j <= i from i and, under a window, i - window < j."""
+    """What ``count`` new tokens at ``start`` see; a single one sees all that is left to see."""
     first = 0 if window is None else max(0, start - window + 1)
     if count == 1:
         return Sight(first, None)
-    query = torch.arange(start, start + count, device=device)[:, None]
-    key = torch.arange(first, start + count, device=device)[None, :]
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    return Sight(first, mask.repeat(groups, 1))
+    query, key = (torch.arange(begin, start + count, device=device) for begin in (start, first))
+    return Sight(first, visible(query, key, window, groups))
 
 
 @dataclass(frozen=True)
@@ -145,16 +152,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_c
     ``[B, H, T, D]``. With a soft cap, scores become cap·tanh(score / cap) before the mask (Gemma 2, arXiv
     2408.00118, section 2), which no fused kernel of torch computes: then the explicit formula runs.
     """
-    batch, heads, count, size = q.shape
     k, v = k[:, :, sees.first :], v[:, :, sees.first :]
+    return attend_to(q, k, v, sees.mask, scale=scale, soft_cap=soft_cap)
+
+
+def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
+    """``attend`` to all keys given but those that ``mask`` ``[G · T, S]`` hides.
+
+    The mask is bool or, where there is no soft cap, what is to be added to the scores.
+    """
+    batch, heads, count, size = q.shape
     # Query heads that share a key head are laid end to end, as if they were more tokens: no key is copied.
     q = q.reshape(batch, k.shape[1], -1, size)
     if soft_cap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees.mask, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        if sees.mask is not None:
-            scores = scores.masked_fill(~sees.mask, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
         out = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype) @ v
     return out.reshape(batch, heads, count, size)
 

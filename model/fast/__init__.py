@@ -1,5 +1,5 @@
 """The speed room: what makes a loaded model fast, without the readable files knowing."""
 
-from model.fast.parts import accelerate
+from model.fast.prepare import accelerate
 
 __all__ = ["accelerate"]

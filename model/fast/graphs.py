@@ -21,10 +21,10 @@ from torch import Tensor
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.layers import Positions, Sight, rotary_table
+from model.fast.pieces import LONGEST_STEP
+from model.layers import Positions, Sight, rotary_table, visible
 from model.plan import LayerPlan
 
-LONGEST_STEP = 17  # tokens: the verification of a draft of 16; longer ones are prompts, and run as they are
 SHORTEST_SPAN = 256  # positions
 TOLERANCE = 0.05  # of the largest logit: far above rounding in bf16, far below what a wrong address gives
 
@@ -71,12 +71,7 @@ class StaticStep:
         config = self.model.config
         index = self.start + self.offsets
         groups = config.num_heads // config.num_kv_heads
-        sights = {}
-        for window in set(config.windows):
-            seen = self.keys <= index[:, None]
-            if window is not None:
-                seen &= self.keys > index[:, None] - window
-            sights[window] = Sight(0, seen.repeat(groups, 1))
+        sights = {window: Sight(0, visible(index, self.keys, window, groups)) for window in set(config.windows)}
         positions = Positions(0, *(table.index_select(0, index) for table in self.angles), sights)
         cache = StaticCache(self.cache, index, self.span)
         x = self.model.run_blocks(self.model.embed(self.tokens), positions, cache, self.plan)
@@ -112,6 +107,9 @@ class GraphedDecoder:
     (``KVCache.keep_rows``) must not be used here again: graphs hold addresses.
     """
 
+    row_invariant = False
+    why_rows_vary = "on a GPU kernels are chosen by the number of rows"
+
     def __init__(self, model: Decoder) -> None:
         self.model = model
         self.steps: WeakKeyDictionary[KVCache, dict[Any, StaticStep]] = WeakKeyDictionary()
@@ -140,8 +138,6 @@ class GraphedDecoder:
 
     def _first(self, steps: dict[Any, StaticStep], key: Any, tokens: Tensor, cache: KVCache, start: int) -> Tensor:
         """Run the ordinary step, and make the static one beside it for the next time."""
-        if not steps:
-            cache.clear_unused()
         logits = self.model(tokens, cache, start, key[0])
         entries, kept = (*cache.keys, *cache.values), []
         try:

@@ -1,4 +1,4 @@
-"""The speed room: a loaded model, prepared in place to read its weights as fast as the machine can.
+"""The parts of a prepared model: they read its weights as fast as the machine can.
 
 Decoding reads every weight once per step, so a step should cost what that reading costs. Three things stand in
 the way on a CPU and are mended here, without the readable files knowing. ``F.linear`` reads a bf16 matrix at
@@ -15,13 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
-from model.decoder import Decoder
-from model.fast.graphs import GraphedDecoder
-from model.gemma2 import Gemma2Block
+from model.fast.pieces import attend_in_pieces
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
 
-FEW, LONG = 17, 1024  # new tokens up to which, and positions from which, attend_far is the faster on a CPU
 if torch.backends.mkldnn.is_available():  # else nothing is packed
     LINEAR = torch.ops.mkldnn._linear_pointwise.default
     LINEAR_ADD = torch.ops.mkldnn._linear_pointwise.binary
@@ -50,6 +47,8 @@ class PackedLinear(FastPart):
         self.bias = torch.cat(biases) if biases else None
         self.packed = can_pack(weight.device, weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+        self.shape = weight.shape
+        self.doubles = False  # computes two rows where one is asked, so that it gets the same bits as among others
 
     @staticmethod
     def stacking(*layers: nn.Linear) -> PackedLinear:
@@ -62,6 +61,13 @@ class PackedLinear(FastPart):
         if not self.packed:
             product = F.linear(x, self.weight, self.bias)
             return product if residual is None else residual + product
+        if self.doubles and x.shape[:-1].numel() == 1:
+            two = (tensor if tensor is None else tensor.expand(1, 2, -1).contiguous() for tensor in (x, residual))
+            return self.multiply(*two)[:, :1]
+        return self.multiply(x, residual)
+
+    def multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The packed product of these rows, no more of them and no fewer."""
         if residual is None:
             return LINEAR(x, self.weight, self.bias, "none", [], "")
         return LINEAR_ADD(x, residual, self.weight, self.bias, "add")
@@ -77,9 +83,12 @@ class FastNorm(FastPart):
         self.share = 1 / norm.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
+        return (x * self.inverse(x) * self.scale).to(x.dtype)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """1 / sqrt(mean(x²) + eps), ``[..., 1]`` in the wide dtype."""
         norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.scale.dtype)
-        inverse = torch.rsqrt(torch.addcmul(self.eps, norm, norm, value=self.share))
-        return (x * inverse * self.scale).to(x.dtype)
+        return torch.rsqrt(torch.addcmul(self.eps, norm, norm, value=self.share))
 
 
 class FusedAttention(FastPart):
@@ -103,28 +112,9 @@ class FusedAttention(FastPart):
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
         sees = positions.sights[self.window]
-        if self.soft_cap is None and count <= FEW and k.shape[2] - sees.first >= LONG and q.device.type == "cpu":
-            out = attend_far(q, k, v, sees, scale=self.scale)
-        else:
-            out = attend(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
+        attends = attend if isinstance(sees, Sight) else attend_in_pieces
+        out = attends(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1), residual)
-
-
-def attend_far(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float) -> Tensor:
-    """``attend`` for a few queries over many positions: two products, each reading its operand as it lies.
-
-    torch's fused kernel on the CPU splits its work by heads and queries, of which there are few here, and reads
-    keys at a seventh of the memory's bandwidth; the product of keys by queries (not of queries by keys) is twice as
-    fast at 4096 positions. Its scores are rounded to the model's dtype, as in any attention that is not fused.
-    """
-    batch, heads, count, size = q.shape
-    k, v = k[:, :, sees.first :], v[:, :, sees.first :]
-    q = q.reshape(batch, k.shape[1], -1, size)
-    scores = (k @ q.transpose(2, 3)).transpose(2, 3)
-    scores = scores.to(wide_dtype(q.dtype), copy=True, memory_format=torch.contiguous_format).mul_(scale)
-    if sees.mask is not None:
-        scores.masked_fill_(~sees.mask, float("-inf"))
-    return (torch.softmax(scores, dim=-1).to(q.dtype) @ v).reshape(batch, heads, count, size)
 
 
 class FusedMLP(FastPart):
@@ -145,10 +135,8 @@ class FusedLlamaBlock(nn.Module):
 
     def __init__(self, block: LlamaBlock) -> None:
         super().__init__()
-        self.input_layernorm = FastNorm(block.input_layernorm)
-        self.self_attn = FusedAttention(block.self_attn)
-        self.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
-        self.mlp = FusedMLP(block.mlp)
+        for name, part in block.named_children():
+            setattr(self, name, part)
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
         if attention:
@@ -156,40 +144,3 @@ class FusedLlamaBlock(nn.Module):
         if mlp:
             x = self.mlp(self.post_attention_layernorm(x), residual=x)
         return x
-
-
-class FusedGemma2Block(nn.Module):
-    """``Gemma2Block`` of fast parts. Its norms after the products leave no residual for them to add."""
-
-    def __init__(self, block: Gemma2Block) -> None:
-        super().__init__()
-        self.input_layernorm = FastNorm(block.input_layernorm)
-        self.self_attn = FusedAttention(block.self_attn)
-        self.post_attention_layernorm = FastNorm(block.post_attention_layernorm)
-        self.pre_feedforward_layernorm = FastNorm(block.pre_feedforward_layernorm)
-        self.mlp = FusedMLP(block.mlp)
-        self.post_feedforward_layernorm = FastNorm(block.post_feedforward_layernorm)
-
-    forward = Gemma2Block.forward
-
-
-FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {LlamaBlock: FusedLlamaBlock, Gemma2Block: FusedGemma2Block}
-
-
-def accelerate(model: Decoder) -> Decoder | GraphedDecoder:
-    """Replace the model's norms, attentions, MLPs and head by fast ones, layer by layer, and return it.
-
-    The weights are moved, not copied: memory peaks at one layer more. Only a tied embedding is held twice,
-    once to be looked up and once packed as the head. The prepared model decodes but can no longer be trained
-    or saved. On a GPU its short steps are replayed as CUDA graphs.
-    """
-    for number, block in enumerate(model.layers):
-        model.layers[number] = FUSED_BLOCKS[type(block)](block)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
-    norm = FastNorm(model.norm)
-    if model.lm_head is not None or can_pack(head.weight.device, head.weight.dtype):
-        del model.lm_head
-        model.lm_head = PackedLinear([head.weight])
-    del model.norm
-    model.norm = norm
-    return GraphedDecoder(model) if model.device.type == "cuda" else model

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from model import Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
-from model.fast.parts import PackedLinear, attend_far, can_pack
-from model.layers import attend, sight
+from model.fast.parts import PackedLinear, can_pack
 from tests.laws import plans, tiny_model
 
 FAMILIES = ["llama", "gemma2"]
@@ -97,29 +96,3 @@ def test_preparing_keeps_no_second_copy_of_the_weights_but_the_tied_embedding(fa
     assert len(packed) == 4 * model.num_layers + 1
     kept = sum(parameter.nbytes for parameter in model.parameters())
     assert kept + sum(packed) <= before + embedding
-
-
-@pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("window", [None, 7])
-@torch.inference_mode()
-def test_attention_over_many_positions_is_the_readable_one(count: int, window: int | None) -> None:
-    generator = torch.Generator().manual_seed(count)
-    q, k, v = (
-        torch.randn(2, heads, length, 8, generator=generator).double()
-        for heads, length in [(6, count), (3, 40), (3, 40)]
-    )
-    sees = sight(40 - count, count, window, 2, q.device)
-    expected = attend(q, k, v, sees, scale=0.3, soft_cap=None)
-    torch.testing.assert_close(attend_far(q, k, v, sees, scale=0.3), expected, rtol=0, atol=1e-12)
-
-
-@torch.inference_mode()
-def test_a_prepared_model_attends_far_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    readable = tiny_model("llama", vocab=19)
-    fast = accelerate(copy.deepcopy(readable))
-    monkeypatch.setattr("model.fast.parts.LONG", 4)
-    text = torch.randint(19, (1, 30), generator=torch.Generator().manual_seed(0))
-    caches = readable.new_cache(32), fast.new_cache(32)
-    for start, end in [(0, 3), (3, 4), (4, 9), (9, 10), (10, 30)]:
-        expected, got = readable(text[:, start:end], caches[0], start), fast(text[:, start:end], caches[1], start)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12 * expected.abs().max().item())

@@ -40,9 +40,6 @@ def test_static_steps_give_the_ordinary_logits_at_any_position_and_plan(
     static = GraphedDecoder(ordinary)
     generator = torch.Generator().manual_seed(seed)
     caches = ordinary.new_cache(64), static.new_cache(64)
-    for cache in caches:
-        for entries in (*cache.keys, *cache.values):
-            entries.fill_(math.nan)  # what fresh memory may hold
     text = torch.randint(19, (1, prompt), generator=generator)
     expected, got = ordinary(text, caches[0]), static(text, caches[1])
     for plan, count in steps:
@@ -61,9 +58,10 @@ def test_static_steps_give_the_ordinary_logits_at_any_position_and_plan(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
+    """And really with them: plain steps, drafts and verifications, none of them given up."""
     ordinary = tiny_model(family, vocab=19)
-    texts = []
-    for model in (ordinary, GraphedDecoder(ordinary)):
+    static, texts = GraphedDecoder(ordinary), []
+    for model in (ordinary, static):
         cache = model.new_cache(64)
         with torch.inference_mode():
             model.prefill(torch.tensor([[1, 2, 3]]), cache)
@@ -73,6 +71,9 @@ def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
         rounds = speculate(model, cache, text, drafter, FixedLength(3), params, randomness)
         texts.append([token for round in rounds for token in round.emitted])
     assert texts[0] == texts[1]
+    assert static.trouble is None
+    kinds = {(plan, count) for plan, count, _ in static.steps[cache]}
+    assert {(drafter.plan, 1), (LayerPlan.full(ordinary.num_layers), 4)} <= kinds
 
 
 def test_a_static_step_that_computes_something_else_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
