@@ -15,8 +15,6 @@ import torch
 from model.errors import InputError
 from weights.files import one_line
 
-OUTPUTS = {"stdout": "standard output", "stderr": "standard error"}
-
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows every option's default, unless it has none, is off by default, or its help says so in words."""
@@ -65,12 +63,11 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
         if not isinstance(end.__context__, BrokenPipeError):  # so rich ends when the reader of its output has gone
             raise
         status = 0
+    except BrokenPipeError:
+        status = 0
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and error.filename in OUTPUTS.values():
-            status = 0
-        else:
-            what = "something" if error.filename is None else one_line(error.filename)
-            complaint = f"error: {what} cannot be read or written: {one_line(error.strerror or error)}"
+        what = "standard output" if error.filename is None else one_line(error.filename)
+        complaint = f"error: {what} cannot be read or written: {one_line(error.strerror or error)}"
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -84,7 +81,7 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
 
 
 def mend_standard_streams() -> None:
-    """Lay /dev/null where a standard stream is closed, and let the others show any text and name themselves in errors.
+    """Lay /dev/null where a standard stream is closed, and let the others show any text.
 
     Where one is closed, the next file to be opened would get its number, and with it what a library writes to standard
     error; and ``print`` takes a standard error that is None for standard output.
@@ -96,34 +93,8 @@ def mend_standard_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as we run
-        elif name in OUTPUTS and stream is getattr(sys, f"__{name}__"):  # not where a test stands in for it
-            setattr(sys, name, _named(stream, OUTPUTS[name]))
-
-
-class _NamedOutput(io.FileIO):
-    """A descriptor whose errors say its name, which tells them from those of any file."""
-
-    title: str
-
-    def write(self, data: Any) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            error.filename = self.title
-            raise
-
-
-def _named(stream: TextIO, title: str) -> TextIO:
-    """The same stream, as buffered as it is, with named errors; what a terminal cannot show becomes "?"."""
-    raw = _NamedOutput(stream.fileno(), "w", closefd=False)
-    raw.title = title
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw) if isinstance(stream.buffer, io.BufferedWriter) else raw,
-        encoding=stream.encoding,
-        errors="replace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
 
 
 def _is_out_of_memory(error: Exception) -> bool:
