@@ -129,13 +129,14 @@ def sight(start: int, count: int, window: int | None, groups: int, device: torch
 class Positions:
     """Where the T new tokens of one forward pass stand, and what every layer needs to know of it.
 
-    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
+    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use
+    (pieces in its place where ``model.fast`` divides a step).
     """
 
     start: int
     cos: Tensor
     sin: Tensor
-    sights: dict[int | None, Sight]
+    sights: dict[int | None, Sight | tuple]
 
 
 def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
