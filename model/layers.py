@@ -129,13 +129,14 @@ def sight(start: int, count: int, window: int | None, groups: int, device: torch
 class Positions:
     """Where the T new tokens of one forward pass stand, and what every layer needs to know of it.
 
-    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
+    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use
+    (pieces in its place where ``model.fast`` divides a step).
     """
 
     start: int
     cos: Tensor
     sin: Tensor
-    sights: dict[int | None, Sight]
+    sights: dict[int | None, Sight | tuple]
 
 
 def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
@@ -159,7 +160,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_c
 def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
     """``attend`` to all keys given but those that ``mask`` ``[G · T, S]`` hides.
 
-    The mask is bool or, where there is no soft cap, what is to be added to the scores.
+    The mask is bool, or what is to be added to the scores.
     """
     batch, heads, count, size = q.shape
     # Query heads that share a key head are laid end to end, as if they were more tokens: no key is copied.
@@ -169,7 +170,7 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
     else:
         scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
         out = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype) @ v
     return out.reshape(batch, heads, count, size)
 

@@ -52,8 +52,8 @@ def pieces(
         mask = visible(query, key, window, groups)
         if alone := len(mask) == 1:
             mask = mask.expand(2, -1)
-        if config.attention_soft_cap is None:  # torch's kernel would make numbers of it in every layer
-            mask = torch.zeros(mask.shape, dtype=like.dtype).masked_fill_(~mask, float("-inf"))
+        # To be added to the scores: a bool mask would be made into numbers again in every layer.
+        mask = torch.zeros(mask.shape, dtype=like.dtype).masked_fill_(~mask, float("-inf"))
         found.append(Piece(at - start, end - start, first, last, mask, alone))
         at = end
     return tuple(found)
