@@ -77,6 +77,12 @@ class KVCache:
         """Forget every position from ``length`` on, in every layer. Touches no tensor."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
+    def clear(self, start: int) -> None:
+        """Zero every position from ``start`` on, for readers of ``rooms``."""
+        for keys, values in self.rooms:
+            keys[:, :, start:] = 0
+            values[:, :, start:] = 0
+
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, ``[n]`` int64, in this order, and forget the others.
 

@@ -31,7 +31,9 @@ from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model import KVCache
+from model.fast.steady import SteadyDecoder
 from tests.decoding import test_drafters, test_race, test_randomness, test_speculate, test_text
+from tests.model import test_steady
 from tests.scripts import test_compare
 
 EXACT = 1e-9
@@ -385,6 +387,15 @@ MUTANTS = [
         "place.after(number)",
         "place.after(number + len(drafted))",
         test_race.test_every_drafter_writes_the_same_text_of_a_table_model,
+    ),
+    Mutant(
+        29,
+        "one-token and many-token steps take different kernels",
+        SteadyDecoder,
+        "__call__",
+        "if cache is None",
+        "if tokens.shape[1] > 1 or cache is None",
+        of(test_steady.test_rows_of_random_models_do_not_depend_on_how_many_there_are, "llama"),
     ),
     Mutant(
         30,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ class SteadyDecoder:
     def __init__(self, model: Decoder) -> None:
         self.model, self.threads = model, torch.get_num_threads()
         self.rows, self.found = examine(model)
+        self.soiled: WeakSet[KVCache] = WeakSet()  # caches that hold numbers which are not finite
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -65,6 +68,12 @@ class SteadyDecoder:
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
     def _step(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan) -> Tensor:
+        if cache in self.soiled:  # a rejected token's NaN would reach the rows that mask it: 0 times NaN is NaN
+            self.soiled.discard(cache)
+            cache.clear(start)
         x = self.model.embed(tokens)
         positions = place_in_pieces(self.model.config, start, tokens.shape[1], x, self.rows)
-        return self.model.logits(self.model.run_blocks(x, positions, WholeRooms(cache), plan))
+        logits = self.model.logits(self.model.run_blocks(x, positions, WholeRooms(cache), plan))
+        if not math.isfinite(logits[0, -1, 0].item()):  # a row sees those before it: the last tells of all
+            self.soiled.add(cache)
+        return logits

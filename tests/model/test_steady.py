@@ -226,3 +226,24 @@ def test_numbers_that_a_function_rounds_in_two_ways_are_found() -> None:
         return x.where(x != 3, 4.0) if x.is_contiguous() else x.clone()
 
     assert ambiguous(moody).tolist() == [3.0] and len(ambiguous(torch.neg)) == 0
+
+
+@pytest.mark.parametrize("name", SIZES)
+@torch.inference_mode()
+def test_a_rejected_token_whose_numbers_break_leaves_no_trace(name: str) -> None:
+    """Its NaN stays in the block that later steps read and mask; 0 times NaN would be NaN."""
+    raw = random_model(name)
+    raw.embed_tokens.weight[7] = float("nan")
+    raw.lm_head = torch.nn.Linear(96, 211, bias=False).bfloat16().requires_grad_(False)
+    model = accelerate(raw)
+    text = tokens_for(model, 30) % 7  # never the broken token
+    caches = model.new_cache(60), model.new_cache(60)
+    for cache in caches:
+        model.prefill(text[:, :20], cache)
+    draft = torch.cat((text[:, 20:21], torch.full((1, 5), 7)), 1)
+    assert model(draft, caches[0], 20).isnan().any()
+    for cache in caches:
+        cache.truncate(20)
+    for at in range(20, 30):
+        found, expected = (model(text[:, at : at + 1], cache, at) for cache in caches)
+        assert expected.isfinite().all() and torch.equal(found, expected)
