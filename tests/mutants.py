@@ -283,7 +283,7 @@ MUTANTS = [
         18,
         "a sliding-window cache drops what has left the window",
         KVCache,
-        "write",
+        "store",
         "self.values[layer][:, :, start:end] = values",
         "self.values[layer][:, :, start:end] = values\n"
         "    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",

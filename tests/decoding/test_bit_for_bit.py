@@ -20,7 +20,7 @@ from weights.names import WEIGHTS
 from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
-TOKENS = 64
+TOKENS = 48
 PARAMS = {"greedy": SamplingParams(), "sampled": SamplingParams(0.8, top_p=0.95)}
 SOME = [PROMPTS["story"][0], PROMPTS["summary"][0], PROMPTS["rewriting"][2]]
 EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
