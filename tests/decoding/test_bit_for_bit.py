@@ -20,7 +20,7 @@ from weights.names import WEIGHTS
 from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
-TOKENS = 48
+TOKENS = 40
 PARAMS = {"greedy": SamplingParams(), "sampled": SamplingParams(0.8, top_p=0.95)}
 SOME = [PROMPTS["story"][0], PROMPTS["summary"][0], PROMPTS["rewriting"][2]]
 EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
@@ -69,10 +69,9 @@ def loaded(request: pytest.FixtureRequest, smollm2: Path) -> Loaded:
     return Loaded.of(WEIGHTS / request.param)
 
 
-@pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("prompt", SOME, ids=["story", "summary", "rewriting"])
-def test_speculated_text_is_plain_text(loaded: Loaded, prompt: str, params: str) -> None:
-    loaded.check(encode_prompt(loaded.tokenizer, prompt), PARAMS[params])
+@pytest.mark.parametrize(("prompt", "params"), [*((prompt, "greedy") for prompt in range(3)), (0, "sampled")])
+def test_speculated_text_is_plain_text(loaded: Loaded, prompt: int, params: str) -> None:
+    loaded.check(encode_prompt(loaded.tokenizer, SOME[prompt]), PARAMS[params])
 
 
 @pytest.mark.prove
@@ -82,9 +81,7 @@ def test_speculated_text_is_plain_text_on_every_built_in_prompt(loaded: Loaded, 
     loaded.check(encode_prompt(loaded.tokenizer, prompt), PARAMS[params], 80)
 
 
-@pytest.mark.parametrize("length", [990, 1010])
-def test_so_it_is_across_a_thousand_tokens_and_to_the_end_of_the_context(loaded: Loaded, length: int) -> None:
+def test_so_it_is_across_a_thousand_tokens_and_to_the_end_of_the_context(loaded: Loaded) -> None:
     """The shipped models' context ends at 1,024."""
     ids = encode_prompt(loaded.tokenizer, "\n\n".join(EVERY) + "\n\n" + "\n\n".join(EVERY))
-    assert len(ids) > length
-    loaded.check(ids[:length], PARAMS["greedy"], 40)
+    loaded.check(ids[:1010], PARAMS["greedy"], 24)
