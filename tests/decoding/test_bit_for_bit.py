@@ -75,13 +75,30 @@ def test_speculated_text_is_plain_text(loaded: Loaded, prompt: int, params: str)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("params", PARAMS)
-@pytest.mark.parametrize("prompt", EVERY, ids=range(len(EVERY)))
-def test_speculated_text_is_plain_text_on_every_built_in_prompt(loaded: Loaded, prompt: str, params: str) -> None:
-    loaded.check(encode_prompt(loaded.tokenizer, prompt), PARAMS[params], 80)
+@pytest.mark.parametrize("number", range(len(EVERY)))
+def test_speculated_text_is_plain_text_on_every_built_in_prompt(loaded: Loaded, number: int) -> None:
+    """80 greedy tokens of each, and 80 sampled ones of one of each kind."""
+    prompt = encode_prompt(loaded.tokenizer, EVERY[number])
+    loaded.check(prompt, PARAMS["greedy"], 80)
+    if EVERY[number] in [prompts[0] for prompts in PROMPTS.values()]:
+        loaded.check(prompt, PARAMS["sampled"], 80)
 
 
 def test_so_it_is_across_a_thousand_tokens_and_to_the_end_of_the_context(loaded: Loaded) -> None:
     """The shipped models' context ends at 1,024."""
     ids = encode_prompt(loaded.tokenizer, "\n\n".join(EVERY) + "\n\n" + "\n\n".join(EVERY))
     loaded.check(ids[:1010], PARAMS["greedy"], 24)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_larger_budget_only_continues_the_text(loaded: Loaded, params: str) -> None:
+    """Its cache is larger, its drafts at the end are longer; what was written stays as it was."""
+    prompt, texts = encode_prompt(loaded.tokenizer, SOME[0]), []
+    for budget in (12, 30):
+        writer = Writer(loaded.setting.model, len(prompt) + budget)
+        writer.begin(prompt)
+        text = writer.new_text(Rules(budget))
+        writer.write(text, loaded.draftings[1], PARAMS[params], chance_of("race", 3))
+        texts.append(text.generated)
+    if loaded.setting.model.row_invariant:
+        assert texts[1][:12] == texts[0]

@@ -138,8 +138,8 @@ def test_a_draft_model_adds_its_weights_and_cache_but_shares_the_workspace():
     assert both.workspace == alone.workspace
 
 
-def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, positions: int) -> int:
-    """Bytes that torch holds at most while it loads, prefills and decodes to the end, 8 drafted tokens a round."""
+def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, positions: int, gamma: int = 8) -> int:
+    """Bytes that torch holds at most while it loads, prefills and decodes to the end, ``gamma`` drafted a round."""
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
     gc.collect()
 
@@ -154,7 +154,7 @@ def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, posit
         model.prefill(torch.ones(1, prompt - 1, dtype=torch.int64), cache)
         drafter = ModelDrafter(model, cache, LayerPlan.full(config.num_layers))
         text, randomness = Text([1] * prompt, Rules(positions - prompt), model), SeededRandomness(0)
-        rounds = speculate(model, cache, text, drafter, FixedLength(8), params, randomness)
+        rounds = speculate(model, cache, text, drafter, FixedLength(gamma), params, randomness)
         for _ in rounds:
             pass
 
@@ -204,6 +204,16 @@ def test_what_torch_takes_at_most_is_within_5_percent_of_the_estimate(raw, promp
     needed = estimate(config, dtype, positions, prompt=prompt)
     peak = peak_of_decoding(config, dtype, prompt, positions)
     assert abs(needed.total / peak - 1) < 0.05, f"estimated {needed}, total {needed.total}; torch took {peak}"
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("gamma", [2, 8, 40])
+def test_longer_drafts_are_counted(gamma: int) -> None:
+    """Where the vocabulary is large, the distributions of a round are what takes room."""
+    config = parse_config(SHAPES["llama, large vocabulary"] | {"max_position_embeddings": 4096})
+    needed = estimate(config, torch.float32, 100, prompt=40, longest_draft=gamma)
+    peak = peak_of_decoding(config, torch.float32, 40, 100, gamma)
+    assert abs(needed.total / peak - 1) < 0.1, f"estimated {needed}, total {needed.total}; torch took {peak}"
 
 
 def test_words_for_sizes_are_decimal():
