@@ -1,8 +1,8 @@
 """Many texts at a time: the batched sampler behind the calibration text of the plan search and the corpus writer.
 
 There is no padding. The rows of a batch advance together, a position a step: a row whose prompt is longer than
-that takes its prompt's next token, the others a token drawn for them. Each row has a random stream of its own, which is not
-that of ``generate.py``: a seed means other texts here, and steps of other sizes round otherwise in bf16.
+that takes its prompt's next token, the others a token drawn for them. Each row has a random stream of its own, which
+is not that of ``generate.py``: a seed means other texts here, and steps of many rows round otherwise in bf16.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ drafts; in a proof, ``decoding.proof.enumeration`` walks every outcome.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -89,11 +90,16 @@ class KeyedRandomness:
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """The token whose exponential over its probability is least: never one of probability 0."""
-        ids = probs.nonzero()[:, 0] if probs.device.type == "cpu" else torch.arange(len(probs), device=probs.device)
+        ids = self.candidates(probs)
         if not len(ids):
             return torch.zeros((), dtype=torch.int64, device=probs.device)  # of a row of zeros: no caller may use it
-        arrivals = self.exponentials(ids, place) / probs.index_select(0, ids).double()
-        return ids.index_select(0, arrivals.nan_to_num(nan=0.0).argmin()[None])[0]
+        p = probs.index_select(0, ids).double()
+        arrivals = torch.where(p > 0, self.exponentials(ids, place) / p, math.inf)
+        return ids.index_select(0, arrivals.argmin()[None])[0]
+
+    def candidates(self, probs: Tensor) -> Tensor:
+        """The ids that may win, ``[n]``: on a GPU all, since to count those that are possible reads the host."""
+        return probs.nonzero()[:, 0] if probs.device.type == "cpu" else torch.arange(len(probs), device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Not in the race: its verification draws the target's tokens and keeps the drafts that equal them."""

@@ -173,8 +173,13 @@ def test_no_impossible_token_wins() -> None:
         def exponentials(self, ids: Tensor, place: Place) -> Tensor:
             return torch.zeros(len(ids), dtype=torch.float64)  # u = 1 throughout
 
+    class OnAGpu(AllZero):
+        def candidates(self, probs: Tensor) -> Tensor:
+            return torch.arange(len(probs))
+
     probs = torch.tensor([0.0, 0.5, 0.5])
-    assert AllZero(0).draw(probs, Place(0)).item() == 1
+    assert AllZero(0).draw(probs, Place(0)).item() == OnAGpu(0).draw(probs, Place(0)).item() == 1
+    assert OnAGpu(0).draw(torch.zeros(3), Place(0)).item() in range(3)
     assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
     assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
 

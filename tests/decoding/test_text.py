@@ -1,4 +1,4 @@
-"""Transcript, stop strings, banned words and streaming agree with naive searches of the whole text."""
+"""The text and its rules: stop strings, bans and streaming agree with naive searches of the whole text."""
 
 from __future__ import annotations
 
