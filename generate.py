@@ -139,8 +139,7 @@ class Output:
                 show = partial(print, end="", file=self.file, flush=True)
                 readers.append(lambda round, seconds: show(stream.pull()))
                 views.callback(lambda: show(stream.flush() + "\n"))
-            observer = recording.observe if options.html else None
-            shown = {"policy": policy, "readers": readers, "observer": observer}
+            shown = {"policy": policy, "readers": readers, "observer": recording.observe if options.html else None}
             try:
                 sample = writer.write(text, self.drafting, request.params, chance, **shown)
             except Interrupted as stopped:
@@ -158,7 +157,8 @@ class Output:
         if options.html and self.recordings:
             sampling = sampling_in_words(request.params, request.repeat_with)
             facts = [("Model", request.folder.name), ("Draft", self.drafting.name), ("Sampling", sampling)]
-            heading = Heading(request.prompt, facts, self.drafting.plan, greedy=request.params.temperature == 0)
+            rule = {"greedy": request.params.temperature == 0, "race": request.coupling.name == "race"}
+            heading = Heading(request.prompt, facts, self.drafting.plan, **rule)
             write_page(options.html, heading, self.recordings, self.labels)
             say(f"the run round by round: {options.html}")
 

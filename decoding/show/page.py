@@ -70,6 +70,7 @@ class Heading:
     facts: Sequence[tuple[str, str]]
     plan: LayerPlan | None  # which sublayers the draft runs; None where no plan of the target drafts
     greedy: bool
+    race: bool = False  # which of the two rules of verification decided
 
 
 def render_page(heading: Heading, recordings: Iterable[Recording], labels: Labels) -> str:
@@ -81,6 +82,7 @@ def render_page(heading: Heading, recordings: Iterable[Recording], labels: Label
         "facts": heading.facts,
         "plan": plan,
         "greedy": heading.greedy,
+        "race": heading.race,
         "samples": samples,
         "labels": {token: labels(token) for token in sorted(_tokens(samples))},
     }

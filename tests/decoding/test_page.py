@@ -67,9 +67,9 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
     return recording
 
 
-def page_of(*recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN) -> str:
+def page_of(*recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN, race: bool = False) -> str:
     labels = Labels(lambda token: PIECES[token].encode(), {})
-    return render_page(Heading(PROMPT, [("Model", "<b>tiny</b>")], plan, greedy), recordings, labels)
+    return render_page(Heading(PROMPT, [("Model", "<b>tiny</b>")], plan, greedy, race), recordings, labels)
 
 
 def data_of(page: str) -> Any:
@@ -319,6 +319,20 @@ def test_on_a_phone_the_numbers_of_a_tapped_token_are_in_sight_and_give_way_to_t
     assert opened.execute_script(seen, chip) and opened.execute_script(seen, find(opened, "#inspector"))
     opened.execute_script("arguments[0].click()", find(opened, "#start"))
     assert not opened.execute_script("return at('inspector').classList.contains('chosen')")
+
+
+def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> None:
+    page = tmp_path / "race.html"
+    page.write_text(page_of(recorded(0), race=True), encoding="utf-8")
+    opened.get(page.as_uri())
+    for verdict, said in (
+        ("accepted", "drew the same token"),
+        ("rejected", "drew another token"),
+        ("own", "argmin E/p"),
+    ):
+        opened.execute_script("inspect(chips.find(chip => chip.token.verdict === arguments[0]))", verdict)
+        told = find(opened, "#inspector").text
+        assert said in told and "min(1" not in told
 
 
 def test_greedy_rounds_without_a_draft_have_a_page_too(opened: WebDriver, tmp_path: Path) -> None:
