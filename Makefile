@@ -21,7 +21,7 @@ test: lint $(MODEL)
 
 # The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
 prove: .venv/ready-dev
-	$(BIN)/python -m pytest -m prove tests/decoding
+	$(BIN)/python -m pytest -m prove -n 2 tests/decoding
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
