@@ -20,8 +20,8 @@ test: lint $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
-prove: .venv/ready-dev
-	$(BIN)/python -m pytest -m prove -n 2 tests/decoding
+prove: .venv/ready-dev $(MODEL)
+	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

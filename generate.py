@@ -183,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
             if number:
                 print("-" * 20, file=output.file)
             sample = output.write(writer, chance(number))
-            if sample.text.finish is None:
+            if sample.interrupted:
                 return 130
             if options.compare and number == 0:
                 print(comparison(writer, sample, request.params, chance(0)), file=sys.stderr)

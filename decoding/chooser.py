@@ -171,11 +171,11 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
 def own(options: DraftOptions, setting: Setting) -> Drafting:
     """A class of the reader's own, ``FILE.py:Class``, made with the target and its cache."""
     file, _, name = options.kind.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    spec = importlib.util.spec_from_file_location(f"own_drafter_{Path(file).stem}", file)
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise InputError(f"--draft {options.kind}: {file} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(module.__name__, module)  # dataclasses look their module up
+    sys.modules[module.__name__] = module  # dataclasses look their module up
 
     def make(cache: KVCache) -> Drafter:
         try:

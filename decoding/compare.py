@@ -28,7 +28,9 @@ def comparison(writer: Writer, sample: Sample, params: SamplingParams, chance: C
     why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on their length"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     line += f"; the texts differ from token {at} on ({why})"
-    if greedy and params.repetition_penalty == 1 and not sample.text.rules.banned:  # the raw logits decided
+    if (
+        greedy and at < min(len(ours), len(theirs)) and params.repetition_penalty == 1 and not sample.text.rules.banned
+    ):  # the raw logits decided
         gap = logit_gap(writer, theirs[:at], ours[at : at + 1] + theirs[at : at + 1])
         line += f", where the two logits are {gap:.3g} apart"
     return line + "]"

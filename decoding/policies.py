@@ -2,7 +2,7 @@
 
 A policy may look at tokens already drafted, at past rounds and at a table of measured costs. It never
 sees this round's target probabilities or acceptances, and never a clock; so it changes how fast tokens
-come, not which tokens come (the proof holds for any policy under these rules).
+come, not their law (the proof holds for any policy under these rules).
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class SeededRandomness:
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
-        self.generator = torch.Generator(device).manual_seed((seed + sample * GOLDEN) % 2**64)
+        # Mixed, since a generator on the CPU looks at 32 bits of its seed only.
+        self.generator = torch.Generator(device).manual_seed(mix(seed, sample))
 
     def uniform(self, count: int) -> Tensor:
         """``[count]`` float64 in [0, 1)."""

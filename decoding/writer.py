@@ -35,6 +35,8 @@ class Sample:
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
+    interrupted: bool = False  # by Ctrl-C, perhaps after its last token
+    trouble: str | None = None  # why the model went on without what makes it fast
 
     @property
     def finish(self) -> str:
@@ -119,7 +121,10 @@ class Writer:
                         read(round, sample.seconds)
                     began = now(self.model.device)
         except KeyboardInterrupt:
+            sample.interrupted = True
             raise Interrupted(sample) from None
+        finally:
+            sample.trouble = getattr(self.model, "trouble", None)
         return sample
 
     def write_plainly(self, rules: Rules, params: SamplingParams, chance: Chance) -> Sample:

@@ -53,7 +53,7 @@ def examine(
         details.append(
             Detail(
                 token,
-                draft.probs[row, token].item() if drafted else None,
+                draft.probs[row, token].nan_to_num(0.0).item() if drafted else None,
                 target_probs[row, token].item(),
                 likeliest(draft_shown[row], token) if drafted else [],
                 likeliest(target_shown[row], token),

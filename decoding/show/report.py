@@ -15,6 +15,8 @@ def describe(sample: Sample, how: str, repeat_with: str) -> str:
     if s.acceptance_rate is not None:
         line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
     line += f", {s.tokens_per_round:.2f} tokens a round"
+    if sample.trouble:
+        line += f"; without CUDA graphs ({sample.trouble})"
     return line + (f"; {repeat_with}]" if repeat_with else "]")
 
 

@@ -24,8 +24,8 @@ class TextStream:
         return self._up_to(self.text.certain, final=self.text.finish is not None)
 
     def flush(self) -> str:
-        """What is still held back when the text is broken off before its end."""
-        return self._up_to(len(self.text.data), final=True)
+        """What is still held back, when nothing more will come: of a text that was broken off, say."""
+        return self._up_to(len(self.text.data) if self.text.cut is None else self.text.cut, final=True)
 
     def _up_to(self, end: int, final: bool) -> str:
         piece = self.decoder.decode(bytes(self.text.data[self.shown : end]), final=final)

@@ -16,6 +16,12 @@ START = Place(0)
 JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 
+def test_seeds_that_agree_in_32_bits_and_samples_of_one_seed_draw_differently() -> None:
+    """A generator on the CPU looks at no more of its seed."""
+    streams = [SeededRandomness(seed, sample=sample) for seed in (1, 1 + 2**32, 2**63) for sample in (0, 1)]
+    assert len({tuple(stream.uniform(3).tolist()) for stream in streams}) == len(streams)
+
+
 def test_u_zero_accepts_nothing_impossible() -> None:
     accepted = Scripted(0.0, 0.0, 0.0).accept(torch.tensor([0.0, 1e-30, 1.0]))
     assert accepted.tolist() == [False, True, True]

@@ -150,6 +150,13 @@ def test_an_interrupted_stream_shows_what_it_held_back() -> None:
     assert (stream.pull(), stream.flush(), text.written) == ("a", "b", "ab")
 
 
+def test_nothing_is_left_to_show_of_a_text_that_stopped() -> None:
+    text = text_after([0], Rules(9, stop_strings=["ba"]))
+    stream = TextStream(text)
+    text.extend([0, 4])
+    assert (stream.pull(), stream.flush(), text.written) == ("a", "", "a")
+
+
 def test_a_stop_string_begun_in_the_prompt_is_not_a_stop() -> None:
     text = text_after([0], Rules(9, stop_strings=["ab"]))
     assert text.extend([1]).finish is None

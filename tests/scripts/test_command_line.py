@@ -330,6 +330,30 @@ def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monk
     assert "tokens/s" in outcome.err
 
 
+def test_ctrl_c_while_the_last_token_is_shown_ends_the_run_too(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    production = TextStream.pull
+
+    def interrupted(self: TextStream) -> str:
+        if self.text.finish:
+            raise KeyboardInterrupt
+        return production(self)
+
+    monkeypatch.setattr(TextStream, "pull", interrupted)
+    outcome = run("the", "--model", model, "--draft", "none", "--max-new-tokens", "3", "--num-samples", "2", "--json")
+    assert outcome.status == 130
+    assert len(outcome.objects) == 1
+
+
+def test_a_stop_string_is_not_printed(run: Run, model: str) -> None:
+    whole = run("the hen", "--model", model, "--draft", "none", "--max-new-tokens", "12", "--dtype", "float64").out
+    stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isprintable() and letter not in whole[:3])
+    for draft in ("none", "lookup", "exit"):
+        out = run("the hen", "--model", model, "--draft", draft, "--dtype", "float64", "--stop", stop).out
+        assert out == whole[: whole.index(stop)] + "\n"
+
+
 def test_ctrl_c_while_loading_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
