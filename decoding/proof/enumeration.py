@@ -97,11 +97,11 @@ def output_law(
     ``run`` must start afresh at each call and draw only through the randomness it is given.
     """
     law: defaultdict[Hashable, float] = defaultdict(float)
-    enumerator = enumerator()
+    walk = enumerator()
     while True:
-        result = run(enumerator)
-        law[result] += enumerator.weight
-        if not enumerator.next_path():
+        result = run(walk)
+        law[result] += walk.weight
+        if not walk.next_path():
             return dict(law)
 
 

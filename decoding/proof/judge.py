@@ -2,7 +2,8 @@
 
     bias(table, request, Setup(MyDrafter)) < 1e-9
 
-``MyDrafter`` is called with the model and its cache, as ``generate.py --draft FILE.py:MyDrafter`` calls it.
+``MyDrafter`` is called with the model and its cache, as ``generate.py --draft FILE.py:MyDrafter`` calls it. The rule is
+the ratio's; ``race_bias`` judges under the race, with a table of two tokens.
 """
 
 from __future__ import annotations

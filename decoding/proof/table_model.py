@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model import KVCache, LayerPlan
+from model import InputError, KVCache, LayerPlan
 
 TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")  # what its tokens spell; 2 spells what 0 and 1 spell together
 DRAFT_PLAN = LayerPlan((True, False), (True, True))
@@ -25,7 +25,9 @@ class TableModel:
     device = torch.device("cpu")
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
-        """``target``, ``draft``: ``[states, vocab]`` float64; the draft's table answers under DRAFT_PLAN."""
+        """``target``, ``draft``: ``[states, vocab]`` float64, of 6 tokens at most; the draft's answers under DRAFT_PLAN."""
+        if target.shape[1] > len(TEXTS):
+            raise InputError(f"a table has at most {len(TEXTS)} tokens, found {target.shape[1]}")
         self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
         self.states, self.vocab_size = target.shape
 
