@@ -25,7 +25,7 @@ class TableModel:
     device = torch.device("cpu")
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
-        """``target``, ``draft``: ``[states, vocab]`` float64, of 6 tokens at most; the draft's answers under DRAFT_PLAN."""
+        """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; the draft's serves DRAFT_PLAN."""
         if target.shape[1] > len(TEXTS):
             raise InputError(f"a table has at most {len(TEXTS)} tokens, found {target.shape[1]}")
         self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
