@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -63,11 +64,13 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
         if not isinstance(end.__context__, BrokenPipeError):  # so rich ends when the reader of its output has gone
             raise
         status = 0
-    except BrokenPipeError:
-        status = 0
     except OSError as error:
-        what = "standard output" if error.filename is None else one_line(error.filename)
-        complaint = f"error: {what} cannot be read or written: {one_line(error.strerror or error)}"
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            status = 0
+        else:
+            nameless = "a pipe" if isinstance(error, BrokenPipeError) else "standard output"
+            what = nameless if error.filename is None else one_line(error.filename)
+            complaint = f"error: {what} cannot be read or written: {one_line(error.strerror or error)}"
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -95,6 +98,17 @@ def mend_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as we run
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads our standard output or error any more: a pipe to a process of our own may break too."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # what stands in for a stream in a test has no descriptor
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if poll.poll(0):
+                return True
+    return False
 
 
 def _is_out_of_memory(error: Exception) -> bool:

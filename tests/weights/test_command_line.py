@@ -110,13 +110,20 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
     [
         (InputError("'a\nb\x1b[31m' is wrong:\nmend it"), "error: 'a b [31m' is wrong: mend it\n"),
         (FileNotFoundError(2, "No such file", "a\nb"), "error: a b cannot be read or written: No such file\n"),
-        (OSError(5, "Input/output error"), "error: standard output cannot be read or written: Input/output error\n"),
+        (
+            OSError(5, "Input/output error"),
+            "error: standard output cannot be read or written: Input/output error\n",
+        ),
+        (
+            BrokenPipeError(32, "Broken pipe"),  # of a worker, say
+            "error: a pipe cannot be read or written: Broken pipe\n",
+        ),
         (
             torch.OutOfMemoryError("CUDA out of memory.\nTried"),
             "error: out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",
         ),
     ],
-    ids=["input", "file", "no file", "device memory"],
+    ids=["input", "file", "no file", "pipe of its own", "device memory"],
 )
 def test_a_failure_is_one_line_and_status_2(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(raising(error), capsys) == (2, line)
