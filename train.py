@@ -23,15 +23,14 @@ from model import Decoder, InputError
 from model.layers import place
 from weights.command_line import run_command
 from weights.device import keep_freed_memory, pick_device
-from weights.training.corpus import pick_rows
+from weights.training.corpus import Rows
+from weights.training.optimiser import Optimiser
 from weights.training.options import check_options, parser, settings_of
 from weights.training.prepare import prepare, take_back, tokenizer_source
 from weights.training.processes import Group
 from weights.training.report import LOG, PICTURE, Bar, append_log, plot_losses, trim_log
 from weights.training.state import restore_run, save_run
 
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 LAST_RATE = 0.1  # of the peak learning rate, where the cosine ends
 HELD_OUT_ROWS = 64
@@ -115,12 +114,12 @@ def recipe_loss(
     return total, losses
 
 
-def learning_rate(step: int, steps: int, warm_up: int, peak: float) -> float:
-    """Linear warm-up to the peak, then a cosine down to a tenth of it."""
+def learning_rate(step: int, steps: int, warm_up: int) -> float:
+    """The share of the peak: linear warm-up to it, then a cosine down to a tenth."""
     if step < warm_up:
-        return peak * (step + 1) / warm_up
+        return (step + 1) / warm_up
     turned = (step - warm_up) / max(1, steps - warm_up)
-    return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned)))
+    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned))
 
 
 def generator_of(*numbers: int) -> torch.Generator:
@@ -134,13 +133,12 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, group: Group) -> None:
         self.options, self.group = options, group
         self.device = group.place(pick_device(options.device))
-        self.tokens, self.model = prepare(options, group)
+        tokens, self.model = prepare(options, group)
         self.model.to(self.device).train().requires_grad_()
-        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS, fused=True)
-        self.settings = settings_of(options, group.size, self.model.config, self.tokens.fingerprint)
+        self.optimiser = Optimiser(self.model, options.learning_rate, options.muon_rate)
+        width = options.context + 1
+        self.train, self.held_out = (Rows(ids, tokens.end, width) for ids in (tokens.train, tokens.held_out))
+        self.settings = settings_of(options, group.size, self.model.config, tokens.fingerprint)
         self.step = restore_run(options.out, self.model, self.optimiser, self.settings)
 
     def take_step(self) -> dict[str, Any]:
@@ -152,7 +150,7 @@ class Trainer:
         sums = np.zeros(layers + 1)  # of every exit's loss, and of the whole
         for micro in range(self.group.rank, options.accumulate * self.group.size, self.group.size):
             generator = generator_of(options.seed, self.step, micro)
-            rows = pick_rows(self.tokens.train, options.batch, options.context + 1, generator).to(self.device)
+            rows = self.train.pick(options.batch, generator).to(self.device)
             kept = torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
             with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
                 loss, losses = recipe_loss(self.model, rows, kept, weights, options.exit_teaching)
@@ -168,14 +166,11 @@ class Trainer:
                 f"the loss or its gradient is no number in step {self.step + 1}: what was saved before is kept; "
                 "start again with a lower --learning-rate and another --out"
             )
-        rate = learning_rate(self.step, options.steps, options.warm_up, options.learning_rate)
-        for part in self.optimiser.param_groups:
-            part["lr"] = rate
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        share = learning_rate(self.step, options.steps, options.warm_up)
+        self.optimiser.step(share)
         self.step += 1
         spoke = {str(layer + 1): round(value, 4) for layer, value in enumerate(exits) if not math.isnan(value)}
-        return {"step": self.step, "loss": total, "exit_losses": spoke, "norm": norm, "learning_rate": rate}
+        return {"step": self.step, "loss": total, "exit_losses": spoke, "norm": norm, "learning_rate": share}
 
     @torch.no_grad()
     def judge(self) -> dict[str, Any]:
@@ -183,7 +178,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         losses, agreement, parts = 0.0, 0.0, HELD_OUT_ROWS // 8
         for _ in range(parts):
-            rows = pick_rows(self.tokens.held_out, 8, self.options.context + 1, generator).to(self.device)
+            rows = self.held_out.pick(8, generator).to(self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.autocast):
                 means, guesses = [], []
                 for hidden in layer_outputs(self.model, rows[:, :-1]):  # one exit's logits at a time

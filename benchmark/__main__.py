@@ -19,7 +19,16 @@ from benchmark import Report
 from benchmark.contenders import Bench, find_drafts
 from benchmark.libraries import LIBRARIES, PACKAGES
 from benchmark.report import DRAWN, draw, tables
-from benchmark.sections import SECTIONS, measure, measure_memory
+from benchmark.sections import (
+    cost_tables,
+    measure_context,
+    measure_first_token,
+    measure_floor,
+    measure_memory,
+    measure_speed,
+    measure_steps,
+)
+from benchmark.stories import measure_stories
 from decoding.chooser import GAMMA, Setting
 from decoding.cost_file import machine
 from decoding.sampling import SamplingParams
@@ -34,6 +43,8 @@ from weights.memory import check_fits, estimate
 from weights.names import model_folder
 from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
+
+SECTIONS = ("speed", "costs", "context", "first-token", "memory", "floor", "stories")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -60,7 +71,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=f"measure it too: {', '.join(LIBRARIES)} (for several: a comma, or the option again)",
     )
     parser.add_argument(
-        "--only", type=names, action="extend", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (default: all)"
+        "--only",
+        type=names,
+        action="extend",
+        metavar="SECTION",
+        help=f"of {', '.join(SECTIONS)} (default: all but the last)",
     )
     parser.add_argument("--quick", action="store_true", help="about a minute: fewer prompts, tokens and repeats")
     parser.add_argument("--repeats", type=int, metavar="N", help="of every text (default: 3, quick: 1)")
@@ -70,7 +85,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .svg or .png")
     options = parser.parse_args(arguments)
-    options.only = options.only or list(SECTIONS)
+    options.only = options.only or list(SECTIONS[:-1])
     if options.repeats is None:
         options.repeats = 1 if options.quick else 3
     if options.max_new_tokens is None:
@@ -126,6 +141,23 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, Report]:
     memory = {"memory": measure_memory(bench)} if "memory" in options.only else {}
     bench.drafts = find_drafts(bench.setting, options)
     return bench, memory
+
+
+def measure(bench: Bench) -> Report:
+    """The chosen sections, by name."""
+    chosen = bench.options.only
+    report: Report = {}
+    if {"speed", "costs"} & set(chosen):  # a prediction needs the costs
+        report["costs"] = measure_steps(bench)
+    if "speed" in chosen:
+        report["speed"] = measure_speed(bench, cost_tables(report["costs"]))
+    others = {
+        "context": measure_context,
+        "first-token": measure_first_token,
+        "floor": measure_floor,
+        "stories": measure_stories,
+    }
+    return report | {name: section(bench) for name, section in others.items() if name in chosen}
 
 
 def describe(bench: Bench) -> Report:

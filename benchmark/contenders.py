@@ -67,31 +67,41 @@ class Bench:
 
 
 def our_contender(
-    writer: Writer, drafting: Drafting, costs: str | None = None, params: SamplingParams = SamplingParams()
+    writer: Writer,
+    drafting: Drafting,
+    costs: str | None = None,
+    params: SamplingParams = SamplingParams(),
+    eos_ids: frozenset[int] = frozenset(),
 ) -> Contender:
-    """Our loop, the prompt's prefill included."""
+    """Our loop, the prompt's prefill included. Sampled texts are those of one seed, whatever drafts."""
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill, chance = writer.begin(prompt), chance_of("ratio", 0, writer.model.device)
-        sample = writer.write(writer.new_text(Rules(count)), drafting, params, chance)
+        prefill, chance = writer.begin(prompt), chance_of("race", sum(prompt), writer.model.device)
+        sample = writer.write(writer.new_text(Rules(count, eos_ids=eos_ids)), drafting, params, chance)
         return Written(sample.text.generated, sample.rounds, prefill)
 
     return Contender(write, costs)
 
 
-def our_contenders(setting: Setting, drafts: dict[str, Drafting]) -> dict[str, Contender]:
+def our_contenders(
+    setting: Setting, drafts: dict[str, Drafting], eos_ids: frozenset[int] = frozenset()
+) -> dict[str, Contender]:
     """Plain decoding, lookup, each model draft as it is and with adaptive exit, and what --draft auto chooses."""
     writer = Writer(setting.model, setting.positions)
+
+    def contender(drafting: Drafting, costs: str | None = None) -> Contender:
+        return our_contender(writer, drafting, costs, setting.params, eos_ids)
+
     found = {
-        "plain": our_contender(writer, plain(setting.model)),
-        "lookup": our_contender(writer, choose(DraftOptions("lookup"), setting), "lookup"),
+        "plain": contender(plain(setting.model)),
+        "lookup": contender(choose(DraftOptions("lookup"), setting), "lookup"),
     }
     for name, drafting in drafts.items():
-        found[name] = our_contender(writer, drafting, name)
+        found[name] = contender(drafting, name)
         adaptive = policy_maker(DraftOptions("exit", adaptive=True), setting.params, drafting)
-        found[f"{name}, adaptive"] = our_contender(writer, replace(drafting, new_policy=adaptive), name)
+        found[f"{name}, adaptive"] = contender(replace(drafting, new_policy=adaptive), name)
     auto = choose(DraftOptions("auto"), setting)
-    return found | {"auto": our_contender(writer, auto, "plan.json" if auto.plan else "lookup")}
+    return found | {"auto": contender(auto, "plan.json" if auto.plan else "lookup")}
 
 
 def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:

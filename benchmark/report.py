@@ -22,6 +22,8 @@ def tables(report: Report) -> list[Table | str]:
     if "speed" in report:
         tokens = report["about"]["tokens"]
         shown += [f"\n{tokens} greedy tokens a prompt, prefill included", speed_table(report["speed"])]
+    if "stories" in report:
+        shown += ["\nstories, as long as the model makes them", story_table(report["stories"])]
     costs = report.get("costs", {"verify": [], "draft": [], "kept": []})
     for title, unit, rows in (
         (f"steps after {CONTEXT} tokens", "plain steps", costs["verify"] + costs["draft"] + costs["kept"]),
@@ -83,6 +85,28 @@ def speed_table(rows: list[Report]) -> Table:
             ]
         )
     return table_of([*headings, *kinds], lines)
+
+
+def story_table(rows: list[Report]) -> Table:
+    """Medians over the stories, of the speed-up with its range; "about it" counts those that name what was asked."""
+    headings = ["temperature", "decoder", "speed-up", "accepted", "a round", "equal", "tokens", "repeated", "about it"]
+    lines = []
+    for row in rows:
+        speed, acceptance = row["speed_up"], row["acceptance_rate"]
+        lines.append(
+            [
+                f"{row['temperature']:g}",
+                row["name"],
+                f"{speed['median']:.2f} ({speed['lowest']:.2f}-{speed['highest']:.2f})",
+                "" if acceptance is None else f"{acceptance:.0%}",
+                number(row["tokens_per_round"]),
+                f"{row['equal']}/{row['texts']}",
+                f"{row['tokens']:.0f}",
+                f"{row['repeated']:.0%}",
+                f"{row['mentions']:.0%}",
+            ]
+        )
+    return table_of(headings, lines)
 
 
 def number(value: float | None) -> str:

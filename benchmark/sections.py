@@ -26,7 +26,6 @@ from model.clock import now, take_turns
 from model.decoder import PREFILL_CHUNK
 from weights.memory import LONGEST_DRAFT, estimate, held_bytes, parameter_count, peak_bytes
 
-SECTIONS = ("speed", "costs", "context", "first-token", "memory", "floor")
 LONGEST_VERIFICATION = 16
 START = 16  # tokens on which two libraries should agree, before rounding leads their texts apart
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -234,15 +233,3 @@ def measure_floor(bench: Bench) -> Report:
     weights, block = read * bench.model.dtype.itemsize, torch.ones(BANDWIDTH_BYTES // 4, device=device)
     bandwidth = BANDWIDTH_BYTES / take_turns([block.sum], 7, device)[0].fastest
     return {"weight_bytes": weights, "bytes_per_second": bandwidth, "seconds_per_token": weights / bandwidth}
-
-
-def measure(bench: Bench) -> Report:
-    """The chosen sections, by name."""
-    chosen = bench.options.only
-    report: Report = {}
-    if {"speed", "costs"} & set(chosen):  # a prediction needs the costs
-        report["costs"] = measure_steps(bench)
-    if "speed" in chosen:
-        report["speed"] = measure_speed(bench, cost_tables(report["costs"]))
-    others = {"context": measure_context, "first-token": measure_first_token, "floor": measure_floor}
-    return report | {name: section(bench) for name, section in others.items() if name in chosen}

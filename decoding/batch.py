@@ -21,6 +21,7 @@ from model import Decoder, InputError
 from model.diagnose import explain_nonfinite
 
 BATCH = 128
+TIES = 2  # times top-k candidates are looked at: tokens as likely as the last of them stay
 COMPACT_SHARE = 0.75  # ended rows leave the batch once no more than this share of its rows is alive
 
 
@@ -126,16 +127,17 @@ def write_rows(
         # Invariant: every row has its token at each position before this one, and one row at least has none here.
         model.prefill(rows.tokens[:, cache.length : position - 1], cache, cache.length)
         logits = model(rows.tokens[:, position - 1 : position], cache, position - 1)[:, -1]
-        probs = row_distributions(logits, rows.tokens[:, :position], params)
+        ids, probs = row_distributions(logits, rows.tokens[:, :position], params)
         written = position - rows.prompts  # how many tokens of output a row has; below 0: still in its prompt
         numbers = rows.numbers.gather(1, written.clamp(0, rows.numbers.shape[1] - 1)[:, None])[:, 0]
-        drawn = inverse_cdf(probs, numbers)
+        place = inverse_cdf(probs, numbers)[:, None]
+        drawn = place[:, 0] if ids is None else ids.gather(1, place)[:, 0]
         own = (written >= 0) & (position < rows.ends)
         rows.tokens[:, position] = torch.where(own, drawn, rows.tokens[:, position])
         rows.ends = torch.where(own & torch.isin(drawn, eos_ids), position + 1, rows.ends)
         alive = rows.ends > position + 1
         # Of probability 0 is only what is drawn from a row of zeros: its logits were no numbers.
-        broken = own & (probs.gather(1, drawn[:, None])[:, 0] == 0)
+        broken = own & (probs.gather(1, place)[:, 0] == 0)
         soonest = torch.where(alive, rows.prompts, capacity).min()
         # The one read of the host in a step.
         new, left, unusable, soonest = torch.stack((own.sum(), alive.sum(), broken.sum(), soonest)).tolist()
@@ -154,12 +156,18 @@ def write_rows(
     yield from rows.output()
 
 
-def row_distributions(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
-    """``[rows, vocab]`` logits, each row after its own text in ``tokens`` ``[rows, n]`` -> probabilities.
+def row_distributions(logits: Tensor, tokens: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
+    """``[rows, vocab]`` logits, each row after its own text in ``tokens`` ``[rows, n]`` -> ids and probabilities.
 
     ``distribution`` takes its rows for one text's successive positions, but only the repetition penalty looks
-    at that text: without one, all rows can go together.
+    at that text: without one, all rows can go together. With a top-k, the rest of the vocabulary is left out
+    before the arithmetic, which is half of a step's time otherwise: ids ``[rows, n]`` then name what the columns
+    of the probabilities stand for, in their order in the vocabulary, and are None where nothing was left out.
     """
-    if params.repetition_penalty == 1:
-        return distribution(logits, tokens[0], params)
-    return torch.cat([distribution(row[None], text, params) for row, text in zip(logits, tokens, strict=True)])
+    if params.repetition_penalty != 1:
+        rows = zip(logits, tokens, strict=True)
+        return None, torch.cat([distribution(row[None], text, params) for row, text in rows])
+    if not 0 < TIES * params.top_k < logits.shape[-1]:
+        return None, distribution(logits, tokens[0], params)
+    ids = logits.topk(TIES * params.top_k).indices.sort().values
+    return ids, distribution(logits.gather(1, ids), tokens[0], params)

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from decoding.batch import BATCH
 from decoding.corpus.author import Author, UserTurn
+from decoding.corpus.quality import worth_learning
 from decoding.corpus.text_file import KINDS, TextFile
 from decoding.sampling import SamplingParams
 from model import InputError
@@ -98,6 +99,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of responses wanted in the file")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=".jsonl; an earlier one is continued")
+    parser.add_argument(
+        "--judge-again",
+        type=Path,
+        metavar="FILE",
+        help="begin with those texts of an earlier file that are worth it",
+    )
     parser.add_argument("--kind", choices=[*KINDS, "both"], default="both", help="children's stories, or its own chats")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--top-k", type=int, default=80, metavar="K", help="0: off")
@@ -123,6 +130,8 @@ def run(options: argparse.Namespace) -> None:
     file = TextFile(options.out, lambda text: len(tokenizer.vocabulary.encode(text, parse_special=False)))
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
+    if options.judge_again and not file.lines:
+        file.take(options.judge_again, worth_learning)
     bar = Bar(options.tokens, file.total_tokens)
     author = Author(model, tokenizer, params, options.max_new_tokens, bar.advance)
     with bar.progress:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from decoding.batch import sample_texts
+from decoding.corpus.quality import worth_learning
 from decoding.corpus.templates import story_prompt
 from decoding.corpus.text_file import WrittenText
 from decoding.sampling import SamplingParams
@@ -65,7 +66,7 @@ class Author:
         self.control = frozenset(tokenizer.vocabulary.special.values())
 
     def write(self, kind: str, rows: int, rng: random.Random) -> list[WrittenText]:
-        """Up to ``rows`` texts, "story" or "chat": a row that says nothing or holds a control token is left out."""
+        """Up to ``rows`` texts, "story" or "chat": rows that are not worth learning or hold a control token are out."""
         prompts = self.stories(rows, rng) if kind == "story" else self.chats(rows, rng)
         eos_ids = self.tokenizer.eos_ids
         responses = self.sample([ids for _, ids in prompts], self.max_new_tokens, eos_ids, rng, self.on_tokens)
@@ -75,7 +76,7 @@ class Author:
             said = self.text(response[:-1] if finished else response)
             if said is not None:
                 texts.append(WrittenText(kind, prompt, said, finished, self.params.temperature))
-        return texts
+        return [kept for text in texts if (kept := worth_learning(text))]
 
     def stories(self, rows: int, rng: random.Random) -> list[tuple[str, list[int]]]:
         """Requests for a story, with their ids: a chat turn, or plain text where there is no template."""

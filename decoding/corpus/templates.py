@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import random
 
+# A form that says how long the story is to be gets one with an end, before a small model begins to repeat itself.
 FORMS = (
-    "Write a short story for young children about {who} {where}.",
-    "Write a short, simple story for a small child about {who} and {thing}.",
-    "Tell me a bedtime story about {who} who finds {thing} {where}.",
-    "Tell a simple story in which {who} loses {thing} {where} and gets it back.",
-    "Write a story with short sentences about {who}. It takes place {where}.",
-    "Write a children's story in which {who} learns {lesson}.",
-    "Tell me a happy story about {who}, {thing} and a new friend.",
-    "Write a little story about {who} who is {feeling} {where}.",
-    "Tell a story for a five-year-old: {who} is {feeling} because of {thing}.",
-    "Write a short tale that begins {where}, where {who} learns {lesson}.",
-    "Please write a story for my class about {who} who shares {thing} {where}.",
-    "Tell me about the day on which {who} took {thing} to a friend.",
-    "Write a gentle story in simple words. It has {who}, {thing} and a surprise {where}.",
-    "Make up a funny story about {who} who tries to repair {thing}.",
+    "Write a short story about {who}.",
+    "Write a short story about {who} {where}.",
+    "Write a story of five sentences about {who} {where}.",
+    "Write a story of five sentences about {who} and {thing}.",
+    "Write a story of six sentences in which {who} learns {lesson}.",
+    "Write one paragraph: a simple story about {who} who finds {thing}.",
+    "Write a simple story in one paragraph: {who} loses {thing} {where}.",
+    "Tell a story in five sentences: {who} finds {thing} {where}.",
+    "Tell me in one paragraph about {who} who is {feeling} {where}.",
+    "In simple words, tell me a tiny story about {who}, {thing} and a friend.",
+    "Please write one paragraph for my class about {who} who shares {thing}.",
+    "Tell me a bedtime story about {who} {where}.",
 )
 WHO = (
+    *("a fox", "a cat", "a dog", "a bear", "a mouse", "a bird", "a frog", "a king", "a girl", "a boy", "a robot"),
     *("a small fox", "a brave mouse", "a sleepy bear", "a young rabbit", "an old turtle", "a curious kitten"),
     *("a shy hedgehog", "a little owl", "a clever crow", "a kind elephant", "a lonely whale", "a tiny ant"),
     *("a proud rooster", "a hungry goat", "a lost puppy", "a baby penguin", "a quiet deer", "a noisy duck"),

@@ -47,7 +47,7 @@ class TextFile:
                 data = path.read_bytes()
             *whole, last = data.split(b"\n")
             for number, line in enumerate(whole, start=1):
-                self._note(self._parse(line, number))
+                self._note(self._parse(line, path, number))
             if last:
                 self._mend(last)
         except OSError as error:
@@ -56,6 +56,15 @@ class TextFile:
     @property
     def total_tokens(self) -> int:
         return sum(self.tokens.values())
+
+    def take(self, path: Path, judge: Callable[[WrittenText], WrittenText | None]) -> None:
+        """Add what ``judge`` makes of each text of another such file. Raises InputError when it cannot be read."""
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        texts = [judge(self._parse(line, path, number)) for number, line in enumerate(lines, start=1)]
+        self.append([text for text in texts if text])
 
     def append(self, texts: Sequence[WrittenText]) -> None:
         """Write those texts whose responses are new, in order.
@@ -84,7 +93,8 @@ class TextFile:
         self.tokens[text.kind] += self.count_tokens(text.response)
         self.beginnings.add(text.response[:DISTINCT_CHARACTERS])
 
-    def _parse(self, line: bytes, number: int) -> WrittenText:
+    @staticmethod
+    def _parse(line: bytes, path: Path, number: int) -> WrittenText:
         try:
             row = json.loads(line)
             fields = {name: row[name] for name in WrittenText.__annotations__}
@@ -93,12 +103,12 @@ class TextFile:
                 return WrittenText(**fields)
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
-        raise InputError(f"{self.path}, line {number} is not a text that this command wrote: give another --out")
+        raise InputError(f"{path}, line {number} is not a text that this command wrote: give another file")
 
     def _mend(self, last: bytes) -> None:
         """Complete a last line that lacks only its line break, and drop one of which a part is missing."""
         try:
-            self._note(self._parse(last, self.lines + 1))
+            self._note(self._parse(last, self.path, self.lines + 1))
         except InputError:
             if last[: len(FIRST_BYTES)] != FIRST_BYTES[: len(last)]:  # not the beginning of any line of ours
                 raise

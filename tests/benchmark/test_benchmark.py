@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import benchmark.__main__ as command
-from benchmark import libraries, sections
+from benchmark import libraries, sections, stories
 from benchmark.contenders import (
     WARM_UP_TOKENS,
     Bench,
@@ -89,7 +89,7 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
         assert (row["predicted"] is not None) == drafted
     assert rows["model"]["acceptance_rate"] == 1, "the draft model is the target"
     assert rows["plain"]["speed_up"] == {"median": 1, "lowest": 1, "highest": 1}
-    assert set(measured) == {*command.SECTIONS, "about", "notes"}
+    assert set(measured) == {*command.SECTIONS[:-1], "about", "notes"}
     assert [row["draft"] for row in measured["costs"]["draft"]] == drafts
     assert [row["tokens"] for row in measured["costs"]["verify"]] == [1, 2, 3, 4, 5, 6]
     assert measured["about"]["versions"]["transformers"]
@@ -106,6 +106,23 @@ def test_a_section_alone_measures_nothing_else(section: str, tmp_path: Path) -> 
     assert set(json.loads(report.read_text())) == {section, "about", "notes"} | (
         {"costs"} if section == "speed" else set()
     )
+
+
+@pytest.mark.usefixtures("small")
+def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whatever_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, report = write_folder(tmp_path / "model"), tmp_path / "report.json"
+    monkeypatch.setattr(stories, "STORIES", 3)
+    options = ["--model", str(folder), "--only", "stories", "--repeats", "1", "--max-new-tokens", "12"]
+    assert command.main([*options, "--json", str(report), "--device", "cpu"]) == 0
+    rows = json.loads(report.read_text())["stories"]
+    assert {row["temperature"] for row in rows} == {0, 0.7, 1} and len({row["name"] for row in rows}) == 5
+    for row in rows:
+        assert row["equal"] == row["texts"] == 3 and row["mentions"] == 0
+        plain = next(other for other in rows if other["temperature"] == row["temperature"])
+        assert (row["repeated"], row["tokens"]) == (plain["repeated"], plain["tokens"])
+    assert "about it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

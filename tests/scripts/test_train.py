@@ -145,7 +145,7 @@ def test_a_taught_exits_target_is_the_text_mixed_with_the_last_layers_probabilit
 
 
 def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine_to_a_tenth() -> None:
-    rates = [train.learning_rate(step, 110, 10, 1.0) for step in (0, 4, 9, 10, 60, 110)]
+    rates = [train.learning_rate(step, 110, 10) for step in (0, 4, 9, 10, 60, 110)]
     assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.55, 0.1])
 
 
@@ -195,9 +195,12 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}
 
 
-def test_a_run_learns_and_leaves_an_ordinary_model_folder(data: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("muon_rate", [None, 0.02])
+def test_a_run_learns_and_leaves_an_ordinary_model_folder(
+    data: Path, tmp_path: Path, capsys: Any, muon_rate: float | None
+) -> None:
     out = tmp_path / "run"
-    assert train.main(arguments(data, out, steps=40, learning_rate=0.01)) == 0
+    assert train.main(arguments(data, out, steps=40, learning_rate=0.01, muon_rate=muon_rate)) == 0
     losses = [row["loss"] for row in log_of(out) if "loss" in row]
     assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
     judged = [row for row in log_of(out) if "agreement" in row][-1]
@@ -208,11 +211,11 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(data: Path, tmp_path: 
     assert "tokens/s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("killed_after", [2, 3, 5])
+@pytest.mark.parametrize(("killed_after", "muon_rate"), [(2, None), (3, 0.02), (5, None)])
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
-    data: Path, tmp_path: Path, killed_after: int, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, killed_after: int, muon_rate: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train.main(arguments(data, tmp_path / "whole")) == 0
+    assert train.main(arguments(data, tmp_path / "whole", muon_rate=muon_rate)) == 0
     take_step = train.Trainer.take_step
 
     def killed(trainer: train.Trainer) -> dict[str, Any]:
@@ -221,11 +224,11 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
         return take_step(trainer)
 
     monkeypatch.setattr(train.Trainer, "take_step", killed)
-    assert train.main(arguments(data, tmp_path / "killed")) == 130
+    assert train.main(arguments(data, tmp_path / "killed", muon_rate=muon_rate)) == 130
     monkeypatch.setattr(train.Trainer, "take_step", take_step)
     with (tmp_path / "killed" / "training" / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write('\0\0\n[1]\n{"step": 99, "lo')  # what a failing disk left, and the line that the kill cut
-    assert train.main(arguments(data, tmp_path / "killed")) == 0
+    assert train.main(arguments(data, tmp_path / "killed", muon_rate=muon_rate)) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
     expected = weights_of(tmp_path / "whole")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(tmp_path / "killed").items())
@@ -301,10 +304,10 @@ def test_of_two_processes_that_cannot_begin_the_first_says_why_and_both_leave_no
     data: Path, tmp_path: Path
 ) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    given = arguments(data, tmp_path / "run", vocab_size=9000)
+    given = arguments(data, tmp_path / "run", vocab_size=20)
     run = subprocess.run([*torchrun, str(ROOT / "train.py"), *given], capture_output=True, text=True)
     assert run.returncode != 0 and not (tmp_path / "run").exists()
-    assert run.stderr.count("error: --vocab-size 9000 is too large for this text") == 1
+    assert run.stderr.count("error: --vocab-size 20 is too small") == 1
     assert "[rank" not in run.stderr, "no traceback of a process; torchrun's own has no such mark"
 
 
@@ -358,7 +361,8 @@ def one_line(capsys: Any) -> str:
         ({"warm_up": -1}, "--warm-up must be at least 0, found -1"),
         ({"config": None}, "give either a model's shape, --config FILE, or a checkpoint"),
         ({"context": 4096}, "more than the config's 256 positions"),
-        ({"vocab_size": 9000}, "--vocab-size 9000 is too large for this text: give at most 382, or more text"),
+        ({"vocab_size": 20}, "--vocab-size 20 is too small for all bytes and this text's letters: give at least 290"),
+        ({"muon_rate": 0}, "--muon-rate must be above 0"),
         ({"start_from": "x", "config": None, "tokenizer": "y"}, "--start-from DIR brings its tokenizer"),
         ({"data": "nowhere.txt"}, "nowhere.txt cannot be read"),
         ({"config": "nowhere.json"}, "nowhere.json does not exist"),
@@ -393,7 +397,7 @@ def test_data_shorter_than_a_row_are_refused_in_one_line_and_leave_nothing(
 def test_documents_that_repeat_one_another_are_named_as_the_cause(data: Path, tmp_path: Path, capsys: Any) -> None:
     data.write_text("\n".join(TEXT.splitlines()[:2] * 6000), encoding="utf-8")
     assert train.main(arguments(data, tmp_path / "run", vocab_size=4096)) == 2
-    assert "too few different documents to hold one in 50 out (2 among 12000): add other text" in one_line(capsys)
+    assert "there are 2, 11998 more are duplicates of them; add other text" in one_line(capsys)
     assert not (tmp_path / "run").exists()
 
 

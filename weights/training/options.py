@@ -45,6 +45,7 @@ def parser() -> OneLineParser:
     loop.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step and process")
     loop.add_argument("--context", type=int, default=256, metavar="N", help="tokens a row")
     loop.add_argument("--learning-rate", type=float, default=2e-3, metavar="R", help="at its peak")
+    loop.add_argument("--muon-rate", type=float, metavar="R", help="train the blocks' matrices by Muon at this peak")
     loop.add_argument("--warm-up", type=int, default=100, metavar="N", help="steps")
     loop.add_argument("--seed", type=int, default=0, help="of every random choice")
     loop.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bf16")
@@ -61,7 +62,10 @@ def check_options(options: argparse.Namespace) -> None:
         "from 0 to below 1": {"layer_dropout": 0 <= o.layer_dropout < 1},
         "from 0 to 1": {"exit_power": 0 <= o.exit_power <= 1, "exit_teaching": 0 <= o.exit_teaching <= 1},
         "at least 0": {"exit_scale": 0 <= o.exit_scale < math.inf, "warm_up": o.warm_up >= 0},
-        "above 0": {"learning_rate": 0 < o.learning_rate < math.inf},
+        "above 0": {
+            "learning_rate": 0 < o.learning_rate < math.inf,
+            "muon_rate": o.muon_rate is None or 0 < o.muon_rate < math.inf,
+        },
         "from 0 to 2^63 - 1": {"seed": 0 <= o.seed < 2**63},
         "at least 1": {name: getattr(o, name) >= 1 for name in COUNTS},
     }

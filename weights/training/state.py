@@ -1,4 +1,4 @@
-"""The state of a training run on disk: weights, both moments of AdamW, the step, and the settings they came from."""
+"""The state of a training run on disk: weights, the optimiser's moments, the step, and the settings they came from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from model import Decoder, InputError, build
 from weights.files import atomic_path, one_line
 from weights.save import save_model
+from weights.training.optimiser import Optimiser
 
 STATE = "training/state.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_run(
-    out: Path, model: Decoder, optimiser: torch.optim.AdamW, settings: dict[str, Any], step: int, source: Path | None
+    out: Path, model: Decoder, optimiser: Optimiser, settings: dict[str, Any], step: int, source: Path | None
 ) -> None:
     """Write the model as an ordinary bf16 folder with the tokenizer of ``source``, then the state to go on from.
 
@@ -29,11 +29,8 @@ def save_run(
     published = build(model.config).to(torch.bfloat16)
     published.load_state_dict(model.state_dict())
     save_model(published, out, tokenizer_from=source or out)
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[name] = parameter.detach().contiguous()
-        for moment in MOMENTS:
-            tensors[f"{moment}.{name}"] = optimiser.state[parameter][moment].contiguous()
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    tensors = {**weights, **dict(optimiser.state(model))}
     try:
         with atomic_path(out / STATE) as temporary:
             save_file(tensors, temporary, {"step": str(step), "settings": json.dumps(settings, sort_keys=True)})
@@ -44,7 +41,7 @@ def save_run(
         ) from None
 
 
-def restore_run(out: Path, model: Decoder, optimiser: torch.optim.AdamW, settings: dict[str, Any]) -> int:
+def restore_run(out: Path, model: Decoder, optimiser: Optimiser, settings: dict[str, Any]) -> int:
     """Put weights and moments back as they were saved in ``out``; the step they had come to, 0 where none was saved.
 
     Raises InputError when the state is damaged, or of a run with other ``settings``: all that the losses depend on.
@@ -65,6 +62,5 @@ def restore_run(out: Path, model: Decoder, optimiser: torch.optim.AdamW, setting
             raise InputError(f"{path} is of a run with another {name} ({found}): give the same, or another --out")
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[name])
-        moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
-        optimiser.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **moments}
+    optimiser.restore(model, tensors, step)
     return step
