@@ -44,6 +44,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     draft.add_argument("--draft", default="auto", metavar="KIND", help=f"{', '.join(DRAFTERS)}, or FILE.py:Class")
     draft.add_argument("--plan", type=Path, metavar="FILE", help="which sublayers --draft skip leaves out")
     draft.add_argument("--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)")
+    draft.add_argument("--bits", type=int, metavar="B", help="lowbit, exit, skip: draft with weights in 4 or 8 bits")
     draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
     draft.add_argument("--gamma", type=int, metavar="N", help="tokens drafted a round (default: 4, or the plan's)")
     draft.add_argument("--adaptive", action=argparse.BooleanOptionalAction, help="Draft & Verify's adaptive exit")
@@ -109,9 +110,8 @@ class Request:
 
     def check_memory(self) -> str:
         """The line that says what is needed and what is free. Raises InputError with it when that does not fit."""
-        draft = read_config(model_folder(self.draft.draft_model)) if self.draft.draft_model else None
-        more = {"draft": draft, "fast_on": self.device, "longest_draft": self.draft.longest_draft}
-        return check_fits(estimate(self.config, self.dtype, self.capacity, prompt=len(self.ids), **more), self.device)
+        needs = {"prompt": len(self.ids), "fast_on": self.device, **self.draft.needs(self.folder, self.config)}
+        return check_fits(estimate(self.config, self.dtype, self.capacity, **needs), self.device)
 
 
 class Output:

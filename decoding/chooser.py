@@ -11,21 +11,30 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from decoding.cost_file import kept_costs
-from decoding.costs import LONGEST_DRAFT, CostTable, measure_costs
-from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.costs import CONTEXT, LONGEST_DRAFT, CostTable, GrowingCosts, measure_costs, without_draft
+from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.plan_file import DraftPlan, read_plan
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, KVCache, LayerPlan
+from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
+from model.fast.low_bits import can_save
+from model.plan import FULL, LOW_BITS
 from weights.command_line import say
 from weights.draft_model import load_draft_model
 from weights.files import is_there, one_line
+from weights.load import read_config
+from weights.memory import free_bytes, twin_bytes
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
 GAMMA = 4  # tokens drafted a round where nothing else is said
+GAMMA_LOW_BITS = 5  # of drafts that are nearly always accepted
+LONG_TEXT = 1024  # positions from which costs are measured at a second length,
+LONG_CONTEXT = 4096  # if the model goes so far
+PRIORS = {"low bits": 0.9, "lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any was seen
 LONGEST_ADAPTIVE = 8  # of Draft & Verify's adaptive exit
 START_GREEDY, START_SAMPLED = 0.8, 0.5  # its first thresholds
 
@@ -35,13 +44,15 @@ class DraftOptions:
     """How to draft, as a user asks for it. None: not said.
 
     ``kind`` is a name in DRAFTERS or ``FILE.py:Class``; ``plan`` a plan file; ``exit_layer`` the layers that an early
-    exit runs; ``draft_model`` a folder or a name under ``weights/``; ``gamma`` the longest draft; ``adaptive`` asks for
-    Draft & Verify's exit; ``min_target_confidence`` for drafts only while the target is sure.
+    exit runs; ``bits`` those of the target's own weights that draft; ``draft_model`` a folder or a name under
+    ``weights/``; ``gamma`` the longest draft; ``adaptive`` asks for Draft & Verify's exit; ``min_target_confidence``
+    for drafts only while the target is sure.
     """
 
     kind: str = "auto"
     plan: Path | None = None
     exit_layer: int | None = None
+    bits: int | None = None
     draft_model: str | None = None
     gamma: int | None = None
     adaptive: bool | None = None
@@ -54,8 +65,15 @@ class DraftOptions:
         FixedLength(self.gamma or 0)
         if self.min_target_confidence is not None:
             ConfidenceGate(FixedLength(0), self.min_target_confidence)
-        useful_with = {"plan": ("skip", "auto"), "exit_layer": ("exit",), "draft_model": ("model",)}
-        for name in ("plan", "exit_layer", "draft_model", "gamma", "adaptive", "min_target_confidence"):
+        if self.bits not in (None, *LOW_BITS):
+            raise InputError(f"--bits must be 4 or 8, found {self.bits}")
+        useful_with = {
+            "plan": ("skip", "auto"),
+            "exit_layer": ("exit",),
+            "bits": ("lowbit", "exit", "skip"),
+            "draft_model": ("model",),
+        }
+        for name in ("plan", "exit_layer", "bits", "draft_model", "gamma", "adaptive", "min_target_confidence"):
             kinds = useful_with.get(name, ("auto",))
             useless = self.kind not in kinds if name in useful_with else self.kind == "none"
             if getattr(self, name) is not None and useless:
@@ -64,10 +82,17 @@ class DraftOptions:
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
-    @property
-    def longest_draft(self) -> int:
-        """The most tokens that a round may draft, for the memory estimate, before a plan file is read."""
-        return max(LONGEST_ADAPTIVE, LONGEST_DRAFT) if self.gamma is None else self.gamma
+    def needs(self, folder: Path, config: ModelConfig) -> dict[str, Any]:
+        """What the draft adds to the memory estimate of a target: a model beside it, a longest draft, a plan's twins.
+
+        Raises InputError for a draft model or a plan that cannot be read.
+        """
+        plan = find_plan(self, folder, config.num_layers)
+        return {
+            "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
+            "longest_draft": max(LONGEST_ADAPTIVE, LONGEST_DRAFT) if self.gamma is None else self.gamma,
+            "plan": plan and plan.plan,
+        }
 
 
 @dataclass(frozen=True)
@@ -111,12 +136,26 @@ def plain(model: Decoder) -> Drafting:
 
 
 def planned(model: Decoder, chosen: DraftPlan, name: str | None = None) -> Drafting:
-    """The target under a layer plan, sharing its cache, with the policy that was chosen with the plan."""
+    """The target under a layer plan, sharing its cache, with the policy that was chosen with the plan.
+
+    Its low-bit twins are made now. A line says so where they are not what the plan asks for.
+    """
     plan = chosen.plan
-    name = name or f"skipping {len(plan.skipped_attention)} attention and {len(plan.skipped_mlp)} MLP sublayers"
-    return Drafting(
-        name, lambda cache: ModelDrafter(model, cache, plan), lambda: chosen.new_policy(GAMMA), model, chosen
-    )
+    model.twins.prepare(plan)
+    if plan.has_low_bits and model.twins.trouble:
+        say(model.twins.trouble)
+    drafting = Drafting(in_words(plan) if name is None else name, lambda cache: ModelDrafter(model, cache, plan))
+    return replace(drafting, new_policy=lambda: chosen.new_policy(GAMMA), model=model, chosen=chosen)
+
+
+def in_words(plan: LayerPlan) -> str:
+    """What a plan leaves out, and in how many bits the rest is."""
+    skipped = len(plan.skipped_attention), len(plan.skipped_mlp)
+    left_out = "skipping {} attention and {} MLP sublayers".format(*skipped)
+    bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
+    if not any(skipped):
+        return f"all layers in {bits} bits" if bits else "all layers"
+    return f"{left_out}, others in {bits} bits" if bits else left_out
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
@@ -128,14 +167,19 @@ def lookup(options: DraftOptions, setting: Setting) -> Drafting:
 def early_exit(options: DraftOptions, setting: Setting) -> Drafting:
     """The first layers of the target, by default half of them."""
     layers = setting.model.num_layers
-    exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-    chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    return planned(setting.model, chosen, f"exit at layer {exit_layer} of {layers}")
+    chosen = find_plan(options, setting.folder, layers)
+    name = f"exit at layer {layers - len(chosen.plan.skipped_mlp)} of {layers}"
+    return planned(setting.model, chosen, name + (f", in {options.bits} bits" if options.bits else ""))
+
+
+def low_bits(options: DraftOptions, setting: Setting) -> Drafting:
+    """All layers of the target, rounded to few bits."""
+    return planned(setting.model, find_plan(options, setting.folder, setting.model.num_layers))
 
 
 def skip(options: DraftOptions, setting: Setting) -> Drafting:
     """The target without the sublayers that a plan file names; plain where the plan says that no draft pays."""
-    chosen = find_plan(options, setting)
+    chosen = find_plan(options, setting.folder, setting.model.num_layers)
     if chosen is None:
         raise InputError(f"--draft skip needs --plan FILE: {setting.folder} has no plan.json of its own")
     if chosen.gamma == 0 and options.gamma is None:
@@ -152,20 +196,50 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
-    """The plan if there is one that pays, else lookup; as much as measured costs and past acceptance say will pay."""
-    chosen = find_plan(options, setting)
-    off = chosen is None or (chosen.gamma == 0 and options.gamma is None)
-    drafting = lookup(options, setting) if off else planned(setting.model, chosen)
+    """Each round the best of lookup, the plan if there is one that pays, and low bits, as measured costs and past
+    acceptance say; with a fixed length or an adaptive exit the plan, else lookup.
+    """
+    chosen = find_plan(options, setting.folder, setting.model.num_layers)
+    pays = chosen is not None and (chosen.gamma != 0 or options.gamma is not None)
     if options.adaptive or options.gamma is not None:
-        return drafting
+        return planned(setting.model, chosen) if pays else lookup(options, setting)
+    ways = {"plan": planned(setting.model, chosen)} if pays else {}
+    low = DraftPlan(LayerPlan.full(setting.model.num_layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
+    if (not pays or chosen.plan != low.plan) and has_room_for(low.plan, setting):
+        ways["low bits"] = planned(setting.model, low)
+    costs = {name: costs_of(way, setting) for name, way in ways.items()}
+    ways["lookup"] = lookup(options, setting)
+    costs["lookup"] = next(map(without_draft, costs.values()), None) or costs_of(ways["lookup"], setting)
+    return Drafting(
+        " or ".join(way.name for way in ways.values()),
+        lambda cache: BestOf({name: way.new_drafter(cache) for name, way in ways.items()}),
+        lambda: BreakEven(costs, priors=PRIORS),
+        setting.model if len(ways) > 1 else None,
+        next((way.chosen for way in ways.values()), None),
+    )
+
+
+def has_room_for(plan: LayerPlan, setting: Setting) -> bool:
+    """Whether low-bit twins would save time here, and fit into what memory is left."""
+    model = setting.model
+    return can_save(model) and twin_bytes(model.config, model.dtype, plan) < free_bytes(model.device)
+
+
+def costs_of(way: Drafting, setting: Setting) -> CostTable | GrowingCosts:
+    """What a way to draft costs on this machine: kept ones, or measured now; at two lengths where texts may be long."""
     model, params = setting.model, setting.params
 
-    def measure() -> CostTable:
-        say("measuring once what drafts cost on this machine")
-        return measure_costs(model, drafting.model, drafting.plan, params)
+    def after(context: int) -> CostTable:
+        def measure() -> CostTable:
+            say(f"measuring once what drafts cost on this machine after {context} tokens")
+            return measure_costs(model, way.model, way.plan, params, context=context)
 
-    costs = kept_costs(setting.folder, model, drafting.plan, params, measure)
-    return replace(drafting, new_policy=lambda: BreakEven(costs))
+        return kept_costs(setting.folder, model, way.plan, params, measure, context)
+
+    longest = min(LONG_CONTEXT, model.max_positions - LONGEST_DRAFT - 1)
+    if setting.positions < LONG_TEXT or longest <= LONG_TEXT:
+        return after(CONTEXT)
+    return GrowingCosts(after(CONTEXT), after(longest), longest)
 
 
 def own(options: DraftOptions, setting: Setting) -> Drafting:
@@ -193,6 +267,7 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
     "lookup": lookup,
     "skip": skip,
     "exit": early_exit,
+    "lowbit": low_bits,
     "model": other_model,
 }
 
@@ -224,9 +299,18 @@ def policy_maker(options: DraftOptions, params: SamplingParams, drafting: Drafti
     return make
 
 
-def find_plan(options: DraftOptions, setting: Setting) -> DraftPlan | None:
-    """The plan of --plan, else the model folder's own, if it has one."""
-    own_plan = setting.folder / "plan.json"
-    if options.plan is None and not is_there(own_plan):
-        return None
-    return read_plan(options.plan or own_plan, setting.model.num_layers, setting.folder)
+def find_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
+    """The plan under which a target of so many layers drafts for itself; None where it does not.
+
+    An early exit, all layers in low bits, or the plan of --plan, else the model folder's own, if it has one: each
+    in the bits of --bits. Raises InputError for a plan that cannot be had.
+    """
+    chosen, own_plan = None, folder / "plan.json"
+    if options.kind == "exit":
+        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+    elif options.kind == "lowbit":
+        chosen = DraftPlan(LayerPlan.full(layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
+    elif options.kind in ("skip", "auto") and (options.plan or is_there(own_plan)):
+        chosen = read_plan(options.plan or own_plan, layers, folder)
+    return replace(chosen, plan=chosen.plan.in_bits(options.bits)) if chosen and options.bits else chosen

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from decoding.costs import CostTable, SublayerCosts
+from decoding.costs import CONTEXT, CostTable, SublayerCosts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan
 from weights.device import processor
@@ -24,14 +24,22 @@ Costs = TypeVar("Costs", CostTable, SublayerCosts)
 
 
 def kept_costs(
-    folder: Path, model: Decoder, plan: LayerPlan | None, params: SamplingParams, measure: Callable[[], CostTable]
+    folder: Path,
+    model: Decoder,
+    plan: LayerPlan | None,
+    params: SamplingParams,
+    measure: Callable[[], CostTable],
+    context: int = CONTEXT,
 ) -> CostTable:
-    """The cost table of this model, plan (None: lookup), sampling, dtype and machine: of ``costs.json``, else measured.
+    """The cost table of this model, plan (None: lookup), sampling, dtype, context and machine, else measured.
 
-    A folder that cannot be written, or a damaged file, only means measuring again.
+    It is kept in ``costs.json``, unless the machine was busy when it was measured. A folder that cannot be written, or
+    a damaged file, only means measuring again.
     """
     drafts = "lookup" if plan is None else f"skip {plan.skipped_attention} {plan.skipped_mlp}"
-    return _kept(folder, model, f"{drafts}, {params}", CostTable, measure)
+    if plan is not None and plan.has_low_bits:
+        drafts = f"bits {plan.attention} {plan.mlp} {plan.head}"
+    return _kept(folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
 
 
 def kept_sublayer_costs(
@@ -50,21 +58,27 @@ def _kept(folder: Path, model: Decoder, what: str, kind: type[Costs], measure: C
     costs = _parse(kept.get(key), kind)
     if costs is None:
         costs = measure()
+        if not getattr(costs, "steady", True):
+            return costs
         with suppress(OSError, ValueError):  # no place to keep it, or a damaged file that cannot be written again
-            write_json(folder / FILE, {**kept, key: asdict(costs)})
+            write_json(folder / FILE, {**kept, key: {name: getattr(costs, name) for name in _names(kind)}})
     return costs
 
 
 def _parse(entry: Any, kind: type[Costs]) -> Costs | None:
     """The costs of an entry; None if they are none that were measured."""
-    names = {field.name for field in fields(kind)}
-    if not isinstance(entry, dict) or set(entry) != names or not isinstance(entry["verify"], list):
+    if not isinstance(entry, dict) or set(entry) != _names(kind) or not isinstance(entry["verify"], list):
         return None
     verify, single = entry["verify"], {name: cost for name, cost in entry.items() if name != "verify"}
     costs = [*single.values(), *verify]
     if not all(type(cost) in (int, float) and 0 <= cost < LARGEST_COST for cost in costs) or 0 in verify or not verify:
         return None
     return kind(**{name: float(cost) for name, cost in single.items()}, verify=tuple(map(float, verify)))
+
+
+def _names(kind: type[Costs]) -> set[str]:
+    """What is kept of costs."""
+    return {field.name for field in fields(kind)} - {"steady"}
 
 
 def machine(device: torch.device) -> str:

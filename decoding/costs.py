@@ -6,7 +6,7 @@ All costs are in units of one plain decoding step, so a table says directly what
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
 REPEATS = 7
 IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
+UNSTEADY = 1.3  # times the fastest plain step: a median beyond that tells of a busy machine
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
 
@@ -32,11 +33,36 @@ class CostTable:
 
     draft: float
     verify: tuple[float, ...]
+    steady: bool = field(default=True, compare=False)  # whether the repeats agreed when this was measured
+
+    def at(self, length: int) -> CostTable:
+        """The costs after so many tokens: these, whatever the length. See ``GrowingCosts``."""
+        return self
 
     @property
     def longest_draft(self) -> int:
         """The longest draft whose verification (one token more) was measured."""
         return len(self.verify) - 1
+
+
+@dataclass(frozen=True)
+class GrowingCosts:
+    """Costs after ``CONTEXT`` tokens and after ``length`` tokens; between them and beyond, what lies on the line."""
+
+    near: CostTable
+    far: CostTable
+    length: int
+
+    @property
+    def longest_draft(self) -> int:
+        return self.near.longest_draft
+
+    def at(self, length: int) -> CostTable:
+        """The costs after so many tokens, in plain steps at that length."""
+        share = min(1.0, max(0.0, (length - CONTEXT) / (self.length - CONTEXT)))
+        rows = zip((self.near.draft, *self.near.verify), (self.far.draft, *self.far.verify), strict=True)
+        draft, *verify = ((1 - share) * near + share * far for near, far in rows)
+        return CostTable(draft, tuple(verify))
 
 
 @dataclass(frozen=True)
@@ -57,7 +83,18 @@ class SublayerCosts:
 
     def draft(self, plan: LayerPlan) -> float:
         """A draft step under ``plan``."""
-        return self.base + self.attention * sum(plan.attention) + self.mlp * sum(plan.mlp)
+        return (
+            self.base
+            + self.attention * (plan.num_layers - len(plan.skipped_attention))
+            + self.mlp * (plan.num_layers - len(plan.skipped_mlp))
+        )
+
+
+def without_draft(costs: CostTable | GrowingCosts) -> CostTable | GrowingCosts:
+    """The costs of a drafter without a model, whose steps cost nothing, from those of another."""
+    if isinstance(costs, GrowingCosts):
+        return replace(costs, near=without_draft(costs.near), far=without_draft(costs.far))
+    return replace(costs, draft=0.0)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -78,53 +115,65 @@ def measure_costs(
     params: SamplingParams = GREEDY,
     *,
     longest: int = LONGEST_DRAFT,
+    context: int = CONTEXT,
 ) -> CostTable:
     """Time the loop's own steps with these sampling parameters, interleaved, and take medians; the first is warm-up.
 
     ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
+    ``context`` tokens stand before them.
     """
-    cache = filled_cache(target, longest)
-    steps = [verification(target, count, cache, params) for count in range(1, longest + 2)]
+    cache = filled_cache(target, longest, context)
+    steps = [verification(target, count, cache, params, context) for count in range(1, longest + 2)]
     if draft_model is not None:
-        steps.append(draft_steps(draft_model, filled_cache(draft_model, IN_A_ROW), plan, params))
-    plain, *rest = (took.median for took in take_turns(steps, REPEATS, target.device, PATIENCE))
+        own = filled_cache(draft_model, IN_A_ROW, context)
+        steps.append(draft_steps(draft_model, own, plan, params, context=context))
+    timings = take_turns(steps, REPEATS, target.device, PATIENCE)
+    plain, *rest = (took.median for took in timings)
     verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
-    return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs)
+    steady = plain <= UNSTEADY * timings[0].fastest
+    return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs, steady)
 
 
-def verification(target: Model, count: int, cache: Any, params: SamplingParams = GREEDY) -> Callable[[], None]:
+def verification(
+    target: Model, count: int, cache: Any, params: SamplingParams = GREEDY, context: int = CONTEXT
+) -> Callable[[], None]:
     """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
     randomness = SeededRandomness(0, target.device)
-    tokens = torch.zeros(CONTEXT + count, dtype=torch.int64, device=target.device)
+    tokens = torch.zeros(context + count, dtype=torch.int64, device=target.device)
     draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
 
     def step() -> None:
-        probs = distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens, params)
-        torch.stack(verify_by_ratio(probs, draft_probs, tokens[CONTEXT + 1 :], randomness, Place(CONTEXT))).tolist()
+        probs = distribution(target(tokens[None, context:], cache, context)[0], tokens, params)
+        torch.stack(verify_by_ratio(probs, draft_probs, tokens[context + 1 :], randomness, Place(context))).tolist()
 
     return step
 
 
 def draft_steps(
-    model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, count: int = IN_A_ROW
+    model: Model,
+    cache: Any,
+    plan: LayerPlan | None,
+    params: SamplingParams = GREEDY,
+    count: int = IN_A_ROW,
+    context: int = CONTEXT,
 ) -> Callable[[], None]:
     """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
     randomness = SeededRandomness(0, model.device)
-    before = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
+    before = torch.zeros(context + 1, dtype=torch.int64, device=model.device)
 
     def steps() -> None:
-        cache.truncate(CONTEXT)
-        context = before
-        for start in range(CONTEXT, CONTEXT + count):
-            probs = distribution(model(context[None, start:], cache, start, plan)[0], context, params)
-            context = torch.cat((context, randomness.draw(probs[0], Place(start))[None]))
-        context.tolist()
+        cache.truncate(context)
+        text = before
+        for start in range(context, context + count):
+            probs = distribution(model(text[None, start:], cache, start, plan)[0], text, params)
+            text = torch.cat((text, randomness.draw(probs[0], Place(start))[None]))
+        text.tolist()
 
     return steps
 
 
-def filled_cache(model: Model, longest: int) -> Any:
-    """A cache that holds CONTEXT tokens, with room for a draft of ``longest`` more."""
-    cache = model.new_cache(CONTEXT + longest + 1)
-    model.prefill(torch.zeros(1, CONTEXT, dtype=torch.int64, device=model.device), cache)
+def filled_cache(model: Model, longest: int, context: int = CONTEXT) -> Any:
+    """A cache that holds ``context`` tokens, with room for a draft of ``longest`` more."""
+    cache = model.new_cache(context + longest + 1)
+    model.prefill(torch.zeros(1, context, dtype=torch.int64, device=model.device), cache)
     return cache

@@ -9,7 +9,7 @@ the next ``propose`` carries the text.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.model_port import Model
-from decoding.policies import Policy
+from decoding.policies import Offer, Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Text
@@ -112,7 +112,7 @@ class PromptLookup:
     def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
         """Up to ``limit`` tokens, surely chosen: their distributions are one-hot and their confidence is 1."""
         drafted: list[int] = []
-        for token in self._continuation(text.tokens, limit):
+        for token in self.find(text.tokens, limit)[1]:
             allowed = text.allowed_after(drafted)
             if allowed is not None and not allowed[token]:
                 break  # a constraint is asked about texts that it allows only
@@ -125,7 +125,8 @@ class PromptLookup:
     def rollback(self, length: int) -> None:
         """Nothing to forget: each search reads the text itself."""
 
-    def _continuation(self, tokens: Sequence[int], limit: int) -> Sequence[int]:
+    def find(self, tokens: Sequence[int], limit: int) -> tuple[int, Sequence[int]]:
+        """How many tokens at the end of the text occurred before, and up to ``limit`` that followed them there."""
         ids = array("i", tokens)
         data, width = ids.tobytes(), ids.itemsize
         for size in range(min(self.longest, len(tokens) - 1), 0, -1):
@@ -134,9 +135,33 @@ class PromptLookup:
             while (at := data.rfind(tail, 0, end)) >= 0:
                 if at % width == 0:
                     after = at // width + size
-                    return ids[after : after + limit].tolist()
+                    return size, ids[after : after + limit].tolist()
                 end = at + len(tail) - 1
-        return []
+        return 0, []
+
+
+class BestOf:
+    """Several drafters, of which the policy chooses one each round."""
+
+    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+        self.drafters = drafters
+
+    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
+        """What the chosen one proposes. A lookup's past acceptance counts by how many tokens of the text it found."""
+        offers = []
+        for name, drafter in self.drafters.items():
+            if isinstance(drafter, PromptLookup):
+                size, tokens = drafter.find(text.tokens, limit)
+                offers.append(Offer(name, f"{name} {size}", tokens))
+            else:
+                offers.append(Offer(name, name))
+        taken, length = policy.choose(offers)
+        drafter = self.drafters[taken.name if taken else offers[0].name]
+        return drafter.propose(text, min(limit, length), params, policy, randomness)
+
+    def rollback(self, length: int) -> None:
+        for drafter in self.drafters.values():
+            drafter.rollback(length)
 
 
 class NoDraft:

@@ -1,7 +1,9 @@
 """Plan files: which sublayers a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 
-``gamma``, ``threshold`` and ``model``, the fingerprint of the model the plan was made for, may follow, and
-whatever else its maker wants to be remembered.
+``bits`` may say in how many bits the others are: one number for all, or a list for each, ``{"attn": [...], "mlp":
+[...]}``, with a number for every layer; and ``head_bits`` those of the head. 16 is the checkpoint's own weights.
+``gamma``, ``threshold`` and ``model``, the fingerprint of the model the plan was made for, may follow, and whatever
+else its maker wants to be remembered.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
+from model.plan import FULL, LOW_BITS
 from weights.files import read_json, write_json
 from weights.fingerprint import model_fingerprint
 
@@ -38,6 +41,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
     content = {
         "attn": chosen.plan.skipped_attention,
         "mlp": chosen.plan.skipped_mlp,
+        **_bits_of(chosen.plan),
         "gamma": chosen.gamma,
         "threshold": chosen.threshold,
         "model": fingerprint,
@@ -49,13 +53,20 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def _bits_of(plan: LayerPlan) -> dict[str, Any]:
+    if not plan.has_low_bits:
+        return {}
+    (first, *others) = {*plan.attention, *plan.mlp} - {0} or {FULL}
+    return {"bits": {"attn": plan.attention, "mlp": plan.mlp} if others else first, "head_bits": plan.head}
+
+
 def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
     """Read a plan file for a model of ``num_layers`` layers. Raises InputError naming what is wrong.
 
     With the model's ``folder`` a plan that was made for another model is refused; a file that names none is not.
     """
     raw = read_json(path)
-    if not isinstance(raw, dict) or not {"attn", "mlp"} & set(raw):
+    if not isinstance(raw, dict) or not {"attn", "mlp", "bits"} & set(raw):
         raise InputError(f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}')
     made_for = raw.get("model")
     if folder is not None and made_for is not None and made_for != model_fingerprint(folder):
@@ -73,6 +84,25 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
         raise InputError(f"{path}: threshold must be a number from 0 to 1, found {threshold!r:.80}")
     try:
         plan = LayerPlan.skipping(num_layers, lists["attn"], lists["mlp"])
+        return DraftPlan(_with_bits(plan, raw.get("bits", FULL), raw.get("head_bits", FULL)), gamma, threshold)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    return DraftPlan(plan, gamma, threshold)
+
+
+def _with_bits(plan: LayerPlan, bits: Any, head: Any) -> LayerPlan:
+    """The plan's sublayers in the bits of a plan file. Raises InputError for anything else than such bits."""
+    layers, known = plan.num_layers, (*LOW_BITS, FULL)
+    given = bits if isinstance(bits, dict) else {"attn": [bits] * layers, "mlp": [bits] * layers}
+    for name, runs in given.items():
+        numbers = runs if isinstance(runs, list) else []
+        if name not in ("attn", "mlp") or len(numbers) != layers or not all(each in (0, *known) for each in numbers):
+            raise InputError(
+                f"bits must be 4, 8 or {FULL}, or {layers} of them (0: skipped) for attn and mlp, found {bits!r:.80}"
+            )
+    if head not in known:
+        raise InputError(f"head_bits must be 4, 8 or {FULL}, found {head!r:.80}")
+    attention, mlp = (
+        tuple(int(each) if runs else 0 for each, runs in zip(given.get(name, kept), kept, strict=True))
+        for name, kept in (("attn", plan.attention), ("mlp", plan.mlp))
+    )
+    return LayerPlan(attention, mlp, int(head))

@@ -7,7 +7,11 @@ come, not their law (the proof holds for any policy under these rules).
 
 from __future__ import annotations
 
-from decoding.costs import CostTable, predicted_speedup
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from decoding.costs import CostTable, GrowingCosts, predicted_speedup
 from decoding.rounds import Round
 from model.errors import InputError
 
@@ -36,6 +40,10 @@ class Policy:
     def keep_drafting(self, confidence: float) -> bool:
         """Whether to go on after a token that the draft gave this confidence. The token itself stays."""
         return True
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
+        """Which of several ways to draft, and the most tokens of it: see ``BreakEven``."""
+        return offers[0], self.draft_length()
 
     def observe(self, round: Round) -> None:
         """Learn from a finished round."""
@@ -89,61 +97,104 @@ class AdaptiveExit(Policy):
         self.threshold = self.threshold_memory * self.threshold + (1 - self.threshold_memory) * moved
 
 
-class BreakEven(Policy):
-    """Draft as much as measured costs and past acceptance say will pay, and not at all when nothing would.
+@dataclass(frozen=True)
+class Offer:
+    """A way to draft in the coming round: its ``name``, and the ``kind`` of it whose past acceptance tells of it.
 
-    The acceptance rate α is estimated from recent rounds (older ones fade by ``memory``), and the length
-    with the largest ``predicted_speedup`` is taken. Where none exceeds 1 the policy decodes plainly and
-    probes with a draft of one token after a pause; each rejected probe doubles the pause, up to
-    ``longest_pause`` rounds, so that a hopeless draft costs next to nothing.
+    ``tokens``: what it would draft, where that is known without a model.
+    """
+
+    name: str
+    kind: str
+    tokens: Sequence[int] | None = None
+
+
+class BreakEven(Policy):
+    """Draft in whichever way, and as much, as measured costs and past acceptance say pays most; if none does, plainly.
+
+    The acceptance rate α of each kind of draft is estimated from recent rounds (older ones fade by ``memory``), and
+    the offer and length of the largest ``predicted_speedup`` are taken. What an offer without a model would have
+    drafted is compared with the text afterwards, whether it was taken or not. A model that does not pay is tried
+    again, one token long, every ``pause`` rounds.
+
+    No draft is made that could lose more than the ``purse`` holds, in plain steps. It begins with ``START``, and
+    takes in what drafts win and ``SHARE`` of every token. So a text never costs more than ``START`` and 1 + ``SHARE``
+    of plain decoding, by these costs, whatever the target accepts.
     """
 
     PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # what to believe before anything was seen, and how firmly
+    START, SHARE, LARGEST_PURSE = 1.0, 0.02, 6.0
 
     def __init__(
         self,
-        costs: CostTable,
+        costs: CostTable | Mapping[str, CostTable | GrowingCosts],
         longest: int = 8,
         *,
         memory: float = 0.95,
-        first_pause: int = 16,
-        longest_pause: int = 256,
+        pause: int = 16,
+        priors: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(min(longest, costs.longest_draft))
-        self.costs = costs
-        self.memory = memory
-        self.first_pause, self.longest_pause = first_pause, longest_pause
-        self.kept, self.tried = 0.0, 0.0
-        self.pause, self.waiting = first_pause, 0
+        """``costs`` by the name of an offer, or one table for any; ``priors``: what to believe of a kind at first."""
+        self.one_way = isinstance(costs, CostTable)
+        self.costs = defaultdict(lambda: costs) if self.one_way else dict(costs)
+        tables = [costs] if self.one_way else self.costs.values()
+        super().__init__(min(longest, *(table.longest_draft for table in tables)))
+        self.memory, self.pause, self.priors = memory, pause, priors or {}
+        self.seen: dict[str, tuple[float, float]] = {}  # of each kind: tokens kept, and looked at one by one
+        self.purse, self.waiting, self.length = self.START, 0, 0
+        self.offers: Sequence[Offer] = ()
+        self.taken: Offer | None = None
 
-    @property
-    def acceptance(self) -> float:
+    def acceptance(self, kind: str = "") -> float:
         """The estimate of α: the share of drafted tokens, looked at one by one, that the target keeps."""
-        return (self.kept + self.PRIOR_RATE * self.PRIOR_WEIGHT) / (self.tried + self.PRIOR_WEIGHT)
-
-    def best_length(self) -> int:
-        """The draft length with the largest predicted speed-up, 0 if plain decoding is fastest."""
-        lengths = range(self.gamma + 1)
-        return max(lengths, key=lambda length: predicted_speedup(self.acceptance, length, self.costs))
+        kept, tried = self.seen.get(kind, (0.0, 0.0))
+        prior = self.priors.get(kind, self.PRIOR_RATE)
+        return (kept + prior * self.PRIOR_WEIGHT) / (tried + self.PRIOR_WEIGHT)
 
     def draft_length(self) -> int:
-        best = self.best_length()
-        if best == 0:
-            return 0 if self.waiting else min(1, self.gamma)
-        return best
+        """With one way to draft, how much of it; with several, ``choose`` decides when the offers are known."""
+        return self.choose([Offer("", "")])[1] if self.one_way else self.gamma
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
+        """The offer to take and how many tokens of it; 0 for a round without a draft."""
+        best, taken, length = 1.0, None, 0
+        probe, hope = None, 0.0
+        for offer in offers:
+            costs, rate = self.costs[offer.name].at(self.length), self.acceptance(offer.kind)
+            longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
+            for count in range(1, longest + 1):
+                if count * costs.draft + costs.verify[count] - 1 > self.purse:
+                    break  # were it all rejected
+                speed = predicted_speedup(rate, count, costs)
+                if speed > best:
+                    best, taken, length = speed, offer, count
+                if count == 1 and offer.tokens is None and speed > hope:
+                    probe, hope = offer, speed
+        if taken is None and probe is not None and not self.waiting:
+            taken, length = probe, 1
+        self.offers, self.taken = offers, taken
+        return taken, length
 
     def observe(self, round: Round) -> None:
-        if not round.drafted:
-            self.waiting = max(0, self.waiting - 1)
-            return
-        rejected = round.accepted < len(round.drafted)
-        self.kept = self.memory * self.kept + round.accepted
-        self.tried = self.memory * self.tried + round.accepted + rejected
-        if not rejected or self.best_length():
-            self.pause = self.first_pause
-        if not self.best_length():
-            self.waiting = self.pause
-            self.pause = min(2 * self.pause, self.longest_pause)
+        self.length = round.position + len(round.emitted)
+        drafted, rejected = len(round.drafted), round.accepted < len(round.drafted)
+        cost = 1.0
+        if drafted and self.taken is not None:
+            costs = self.costs[self.taken.name].at(round.position)
+            cost = drafted * costs.draft + costs.verify[drafted]
+        self.purse = min(self.LARGEST_PURSE, self.purse + (1 + self.SHARE) * len(round.emitted) - cost)
+        self.waiting = self.pause if drafted else max(0, self.waiting - 1)
+        for offer in self.offers:
+            if offer.tokens is not None:
+                pairs = list(zip(offer.tokens, round.emitted, strict=False))
+                kept = next((at for at, (token, said) in enumerate(pairs) if token != said), len(pairs))
+                self._learn(offer.kind, kept, kept < len(pairs))
+            elif drafted and offer is self.taken:
+                self._learn(offer.kind, round.accepted, rejected)
+
+    def _learn(self, kind: str, kept: int, rejected: bool) -> None:
+        before = self.seen.get(kind, (0.0, 0.0))
+        self.seen[kind] = (self.memory * before[0] + kept, self.memory * before[1] + kept + rejected)
 
 
 class ConfidenceGate(Policy):
@@ -170,6 +221,9 @@ class ConfidenceGate(Policy):
 
     def draft_length(self) -> int:
         return self.inner.draft_length() if self.open else 0
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
+        return self.inner.choose(offers)
 
     def keep_drafting(self, confidence: float) -> bool:
         return self.inner.keep_drafting(confidence)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import Positions, RMSNorm, place
-from model.plan import LayerPlan
+from model.plan import FULL, LayerPlan
+from model.twins import Twins
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: bounds the memory of masks and activations
 
@@ -32,6 +33,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
+        self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -91,20 +93,23 @@ class Decoder(nn.Module):
 
     def run_blocks(self, x: Tensor, positions: Positions, cache: KVCache | None, plan: LayerPlan) -> Tensor:
         """The blocks that ``plan`` keeps, on embedded tokens: ``[batch, T, hidden]`` -> the same shape."""
-        for block, attention, mlp in zip(self.layers, plan.attention, plan.mlp, strict=True):
-            x = block(x, positions, cache, attention=attention, mlp=mlp)
+        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
+            block = self.twins.block(layer, attention, mlp)
+            x = block(x, positions, cache, attention=attention > 0, mlp=mlp > 0)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, bits: int = FULL) -> Tensor:
         """Final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype."""
         hidden = self.norm(hidden)
+        if bits != FULL:
+            return self.twins.head(bits)(hidden)
         return F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
         """Next-token logits after each token: ``[batch, T]`` ids -> ``[batch, T, vocab]``. See ``hidden``."""
-        return self.logits(self.hidden(tokens, cache, start, plan))
+        return self.logits(self.hidden(tokens, cache, start, plan), plan.head if plan else FULL)
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
         """Write the cache entries of ``[batch, T]`` prompt tokens, a chunk at a time; the head never runs."""

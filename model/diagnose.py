@@ -43,7 +43,8 @@ def _stages(
     x = model.embed(tokens)
     yield "the embedding", x
     positions = place(model.config, start, tokens.shape[1], x)
-    for layer, block in enumerate(model.layers):
+    for layer in range(model.num_layers):
+        block = model.twins.block(layer, plan.attention[layer], plan.mlp[layer])
         if plan.attention[layer]:
             x = block(x, positions, cache, attention=True, mlp=False)
             yield f"the attention of layer {layer}", x

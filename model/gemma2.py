@@ -16,6 +16,7 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
+from model.plan import FULL
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -65,7 +66,7 @@ class Gemma2(Decoder):
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
         return self.embed_tokens(tokens) * scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = super().logits(hidden)
+    def logits(self, hidden: Tensor, bits: int = FULL) -> Tensor:
+        logits = super().logits(hidden, bits)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,36 +1,43 @@
-"""Which sublayers of a model run: a value that is passed to ``forward``, never a mode that is set.
+"""Which sublayers of a model run, and in how many bits: a value passed to ``forward``, never a mode that is set.
 
-The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1) and the early
-exit of LayerSkip (arXiv 2404.16710, section 4.3) are three plans for the same forward pass.
+The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early exit of LayerSkip
+(arXiv 2404.16710, section 4.3) and the same model rounded to four bits are plans for one forward pass: leaving a
+sublayer out is to give it no bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.errors import InputError
+
+FULL = 16  # the checkpoint's own weights, in however many bits they are
+LOW_BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """For each layer, whether its attention and its MLP sublayer run.
+    """For each layer, the bits of the weights of its attention and of its MLP sublayer; and those of the head.
 
-    A skipped sublayer adds nothing to the residual stream, and a skipped attention neither reads nor
-    writes its layer of the KV cache.
+    0, 4, 8 or ``FULL``. A sublayer of no bits is skipped: it adds nothing to the residual stream, and a skipped
+    attention neither reads nor writes its layer of the KV cache.
     """
 
-    attention: tuple[bool, ...]
-    mlp: tuple[bool, ...]
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+    head: int = FULL
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):
             raise ValueError(f"a plan of {len(self.attention)} attention and {len(self.mlp)} MLP sublayers")
+        if not {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} or self.head not in (*LOW_BITS, FULL):
+            raise ValueError(f"a plan gives each sublayer 0, 4, 8 or {FULL} bits, and the head 4 or more: {self}")
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:
         """Every sublayer runs: the target itself."""
-        return LayerPlan((True,) * num_layers, (True,) * num_layers)
+        return LayerPlan((FULL,) * num_layers, (FULL,) * num_layers)
 
     @staticmethod
     def early_exit(num_layers: int, exit_layer: int) -> LayerPlan:
@@ -40,7 +47,7 @@ class LayerPlan:
         """
         if not 1 <= exit_layer <= num_layers:
             raise InputError(f"exit layer {exit_layer} is not in 1..{num_layers}, the layers of this model")
-        runs = (True,) * exit_layer + (False,) * (num_layers - exit_layer)
+        runs = (FULL,) * exit_layer + (0,) * (num_layers - exit_layer)
         return LayerPlan(runs, runs)
 
     @staticmethod
@@ -57,9 +64,14 @@ class LayerPlan:
                         f"the plan skips {name} of layer {layer}, but this model has layers 0..{num_layers - 1}"
                     )
         return LayerPlan(
-            tuple(layer not in skipped["attn"] for layer in range(num_layers)),
-            tuple(layer not in skipped["mlp"] for layer in range(num_layers)),
+            tuple(FULL * (layer not in skipped["attn"]) for layer in range(num_layers)),
+            tuple(FULL * (layer not in skipped["mlp"]) for layer in range(num_layers)),
         )
+
+    def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
+        """The same sublayers, all that run in so many bits; the head too."""
+        attention, mlp = (tuple(bits * (each > 0) for each in runs) for runs in (self.attention, self.mlp))
+        return replace(self, attention=attention, mlp=mlp, head=head)
 
     @property
     def num_layers(self) -> int:
@@ -67,8 +79,12 @@ class LayerPlan:
 
     @property
     def skipped_attention(self) -> list[int]:
-        return [layer for layer, runs in enumerate(self.attention) if not runs]
+        return [layer for layer, bits in enumerate(self.attention) if not bits]
 
     @property
     def skipped_mlp(self) -> list[int]:
-        return [layer for layer, runs in enumerate(self.mlp) if not runs]
+        return [layer for layer, bits in enumerate(self.mlp) if not bits]
+
+    @property
+    def has_low_bits(self) -> bool:
+        return not {*self.attention, *self.mlp, self.head}.isdisjoint(LOW_BITS)

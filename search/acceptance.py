@@ -29,6 +29,7 @@ from torch import Tensor
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, KVCache, LayerPlan
 from model.layers import Positions, Sight, place
+from model.plan import FULL
 
 DEPTHS = 3  # deeper ones are taken to be like the last; on SmolLM2 that moves acceptance rates by .01 at most
 
@@ -137,14 +138,15 @@ class TextBatch:
         Up to the first skipped sublayer draft and target are the same, and so are their entries; from there on
         depths differ as soon as an attention runs. So early exits have one depth and cost nothing but the head.
         """
-        whole = [attention and mlp for attention, mlp in zip(plan.attention, plan.mlp, strict=True)]
+        whole = [attention == mlp == FULL for attention, mlp in zip(plan.attention, plan.mlp, strict=True)]
         first = whole.index(False) if not all(whole) else len(whole)
         x, positions = self.states[first], self.shallow
         for layer in range(first, len(whole)):
             if deep and layer > first and plan.attention[layer] and positions is self.shallow:
                 x, positions = x.repeat(1, self.depths, 1), self.deep
-            block = self.model.layers[layer]
-            x = block(x, positions, self.entries, attention=plan.attention[layer], mlp=plan.mlp[layer])
+            attention, mlp = plan.attention[layer], plan.mlp[layer]
+            block = self.model.twins.block(layer, attention, mlp)
+            x = block(x, positions, self.entries, attention=attention > 0, mlp=mlp > 0)
         return x.unflatten(1, (-1, self.longest))
 
 

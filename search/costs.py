@@ -53,7 +53,9 @@ def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
     for row in (0, *range(LONGEST_DRAFT + 1, len(seconds) - 2), -1):
         seconds[row] /= IN_A_ROW
     plain, verify, drafts = seconds[0], seconds[: LONGEST_DRAFT + 1], seconds[LONGEST_DRAFT + 1 : -2] / seconds[0]
-    sizes = torch.tensor([[sum(plan.attention), sum(plan.mlp), 1.0] for plan in plans], dtype=torch.float64)
+    sizes = torch.tensor(
+        [[sum(map(bool, plan.attention)), sum(map(bool, plan.mlp)), 1.0] for plan in plans], dtype=torch.float64
+    )
     attention, mlp, base = torch.linalg.lstsq(sizes, drafts[:, None]).solution[:, 0].clamp(min=0).tolist()
     overhead = max(0.0, (seconds[-1] / plain - 1).item())
     return SublayerCosts(attention, mlp, base, (seconds[-2] / plain).item(), overhead, tuple((verify / plain).tolist()))

@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from decoding.costs import SublayerCosts
 from model import InputError, LayerPlan
+from model.plan import FULL
 from search.acceptance import Calibration
 from search.prediction import Prediction, predict
 from weights.files import one_line
@@ -74,20 +75,22 @@ class Candidate:
 def parameters(plan: LayerPlan) -> dict[str, bool]:
     """The plan as Optuna's parameters: whether each sublayer runs."""
     runs = {"attn": plan.attention, "mlp": plan.mlp}
-    return {f"{kind} {layer}": run for kind, layers in runs.items() for layer, run in enumerate(layers)}
+    return {f"{kind} {layer}": bits > 0 for kind, layers in runs.items() for layer, bits in enumerate(layers)}
 
 
 def plan_of(params: Mapping[str, bool]) -> LayerPlan:
     """The plan of Optuna's parameters: the inverse of ``parameters``."""
     layers = range(len(params) // 2)
-    return LayerPlan(tuple(params[f"attn {n}"] for n in layers), tuple(params[f"mlp {n}"] for n in layers))
+    return LayerPlan(
+        tuple(FULL * params[f"attn {n}"] for n in layers), tuple(FULL * params[f"mlp {n}"] for n in layers)
+    )
 
 
 def toggled(plan: LayerPlan, sublayer: int) -> LayerPlan:
     """The plan with one sublayer changed; attentions count first, then MLPs."""
     kind, layer = ("attention", sublayer) if sublayer < plan.num_layers else ("mlp", sublayer - plan.num_layers)
     runs = list(getattr(plan, kind))
-    runs[layer] = not runs[layer]
+    runs[layer] = 0 if runs[layer] else FULL
     return replace(plan, **{kind: tuple(runs)})
 
 

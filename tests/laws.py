@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.proof.enumeration import output_law, total_variation
+from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
+from model.plan import FULL, LOW_BITS
 from tests.configs import small
 
 
@@ -27,6 +29,11 @@ def draft_model(model: TableModel, cache: KVCache) -> Drafter:
 
 def prompt_lookup(model: TableModel, cache: KVCache) -> Drafter:
     return PromptLookup(model.vocab_size)
+
+
+def best_of(model: TableModel, cache: KVCache) -> Drafter:
+    """What --draft auto makes: a model and lookup, by the policy's choice each round."""
+    return BestOf({"model": self_draft(model, cache), "lookup": PromptLookup(model.vocab_size)})
 
 
 def no_draft(model: TableModel, cache: KVCache) -> Drafter:
@@ -99,12 +106,20 @@ def early_exit(model: Decoder, cache: KVCache) -> Drafter:
     return ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
 
 
+def low_bits(model: Decoder, cache: KVCache) -> Drafter:
+    """Every number of bits once, the head's included."""
+    plan = LayerPlan.skipping(model.num_layers, [2], []).in_bits(4)
+    return ModelDrafter(model, cache, replace(plan, attention=(FULL, *plan.attention[1:]), mlp=(8, *plan.mlp[1:])))
+
+
 # Drafters of real modules, under the names of the table models' where they correspond.
 REAL_DRAFTERS = {
     "plan": skipping,
     "exit": early_exit,
+    "lowbit": low_bits,
     "model": small_draft_model,
     "lookup": prompt_lookup,
+    "best of": lambda model, cache: BestOf({"model": low_bits(model, cache), "lookup": PromptLookup(model.vocab_size)}),
     "none": no_draft,
 }
 
@@ -122,5 +137,5 @@ class Scripted(SeededRandomness):
 
 
 def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:
-    flags = st.lists(st.booleans(), min_size=layers, max_size=layers).map(tuple)
-    return st.builds(LayerPlan, flags, flags)
+    bits = st.lists(st.sampled_from((0, *LOW_BITS, FULL)), min_size=layers, max_size=layers).map(tuple)
+    return st.builds(LayerPlan, bits, bits, st.sampled_from((*LOW_BITS, FULL)))

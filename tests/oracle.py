@@ -22,6 +22,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from model import Decoder, LayerPlan, build, parse_config
+from model.plan import FULL
 
 transformers.logging.set_verbosity_error()
 
@@ -181,7 +182,7 @@ def ropes(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def plans(draw: st.DrawFn, num_layers: int) -> LayerPlan:
     """Any set of sublayers, from none to all."""
-    runs = st.lists(st.booleans(), min_size=num_layers, max_size=num_layers).map(tuple)
+    runs = st.lists(st.sampled_from((0, FULL)), min_size=num_layers, max_size=num_layers).map(tuple)
     return LayerPlan(draw(runs), draw(runs))
 
 

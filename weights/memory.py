@@ -19,6 +19,8 @@ from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
 from model.fast.parts import FastPart, can_pack
 from model.layers import wide_dtype
+from model.plan import LayerPlan
+from model.quantise import GROUP
 
 LONGEST_DRAFT = 8  # tokens drafted a round at most, where nothing else is said
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container of its limits
@@ -63,17 +65,19 @@ def estimate(
     draft: ModelConfig | None = None,
     fast_on: torch.device | None = None,
     longest_draft: int = LONGEST_DRAFT,
+    plan: LayerPlan | None = None,
 ) -> Memory:
     """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
 
-    ``draft`` is the config of a draft model beside the target; a draft that is part of the target is free.
+    ``draft`` is the config of a draft model beside the target. A draft that is part of the target is free but for the
+    low-bit twins of its ``plan``.
     ``fast_on`` is the device of a model that ``model.fast`` prepares: packing holds a tied embedding twice. A round
     drafts ``longest_draft`` tokens at most, as far as the positions leave room for them.
     """
     configs = [config] if draft is None else [config, draft]
     verified = min(longest_draft + 1, max(1, positions - prompt))  # the draft and the token before it
     return Memory(
-        weights=sum(weight_bytes(each, dtype, fast_on) for each in configs),
+        weights=sum(weight_bytes(each, dtype, fast_on) for each in configs) + twin_bytes(config, dtype, plan),
         cache=sum(cache_bytes(each, dtype, positions) for each in configs),
         workspace=max(workspace_bytes(each, dtype, positions, prompt, verified) for each in configs),
         positions=positions,
@@ -86,6 +90,23 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, fast_on: torch.device 
     if config.tie_embeddings and fast_on is not None and can_pack(fast_on, dtype):
         size += config.vocab_size * config.hidden_size * dtype.itemsize
     return size
+
+
+def twin_bytes(config: ModelConfig, dtype: torch.dtype, plan: LayerPlan | None) -> int:
+    """The codes, scales and zeros of a plan's low-bit twins; where there are no kernels, their rounded weights."""
+    if plan is None:
+        return 0
+    heads = (config.num_heads + config.num_kv_heads) * 2 * config.head_dim
+    sizes = {
+        "attention": config.hidden_size * heads,
+        "mlp": config.hidden_size * 3 * config.intermediate_size,
+        "head": config.hidden_size * config.vocab_size,
+    }
+    bits = [*(("attention", each) for each in plan.attention), *(("mlp", each) for each in plan.mlp)]
+    cost = {4: 0.5 + 2 * dtype.itemsize / GROUP, 8: 1 + dtype.itemsize / config.hidden_size}
+    if dtype != torch.bfloat16:
+        cost = dict.fromkeys(cost, float(dtype.itemsize))
+    return sum(int(sizes[part] * cost[each]) for part, each in [*bits, ("head", plan.head)] if each in cost)
 
 
 def parameter_count(config: ModelConfig) -> int:

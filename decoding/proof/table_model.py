@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from model import InputError, KVCache, LayerPlan
+from model.plan import FULL
 
 TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")  # what its tokens spell; 2 spells what 0 and 1 spell together
-DRAFT_PLAN = LayerPlan((True, False), (True, True))
+DRAFT_PLAN = LayerPlan((FULL, 0), (FULL, FULL))
 
 
 class TableModel:

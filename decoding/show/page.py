@@ -76,11 +76,12 @@ class Heading:
 def render_page(heading: Heading, recordings: Iterable[Recording], labels: Labels) -> str:
     """The whole page as HTML."""
     samples = [_sample(recording) for recording in recordings]
-    plan = heading.plan and {"attention": heading.plan.attention, "mlp": heading.plan.mlp}
+    plan = heading.plan
+    runs = plan and {"attention": [bits > 0 for bits in plan.attention], "mlp": [bits > 0 for bits in plan.mlp]}
     data = {
         "prompt": heading.prompt,
         "facts": heading.facts,
-        "plan": plan,
+        "plan": runs,
         "greedy": heading.greedy,
         "race": heading.race,
         "samples": samples,

@@ -18,6 +18,7 @@ from model.cache import KVCache
 from model.fast.pieces import attend_in_pieces
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
+from model.twins import Product
 
 if torch.backends.mkldnn.is_available():  # else nothing is packed
     LINEAR = torch.ops.mkldnn._linear_pointwise.default
@@ -37,7 +38,7 @@ class FastPart:
     """A part of a prepared model that is no ``Module``: to look up a ``Module`` and to call it take microseconds."""
 
 
-class PackedLinear(FastPart):
+class PackedLinear(FastPart, Product):
     """x Wᵀ + b, where W stacks the rows of several linear layers, in oneDNN's layout where there is one."""
 
     @torch.no_grad()
@@ -65,6 +66,10 @@ class PackedLinear(FastPart):
             two = (tensor if tensor is None else tensor.expand(1, 2, -1).contiguous() for tensor in (x, residual))
             return self.multiply(*two)[:, :1]
         return self.multiply(x, residual)
+
+    def dense(self) -> Tensor:
+        """The weight as it was given, ``[out, in]``."""
+        return self.weight.to_dense() if self.packed else self.weight
 
     def multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The packed product of these rows, no more of them and no fewer."""

@@ -6,10 +6,12 @@ from torch import nn
 
 from model.decoder import Decoder
 from model.fast.graphs import GraphedDecoder
+from model.fast.low_bits import LowBits
 from model.fast.parts import FastNorm, FusedAttention, FusedLlamaBlock, FusedMLP, PackedLinear, can_pack
 from model.fast.steady import SteadyDecoder
 from model.layers import Attention, GatedMLP, RMSNorm
 from model.llama import LlamaBlock
+from model.twins import Twins
 
 FAST = {RMSNorm: FastNorm, Attention: FusedAttention, GatedMLP: FusedMLP}
 
@@ -31,6 +33,7 @@ def accelerate(model: Decoder) -> SteadyDecoder | GraphedDecoder:
         del model.lm_head
         model.lm_head = PackedLinear([head.weight])
     exchange_parts(model)
+    model.twins = Twins(model, LowBits())
     return GraphedDecoder(model) if model.device.type == "cuda" else SteadyDecoder(model)
 
 

@@ -22,7 +22,7 @@ from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.sampling import SamplingParams
 from decoding.text import Constraint
 from model import Decoder
-from tests.laws import REAL_DRAFTERS, deviation, draft_model, no_draft, prompt_lookup, tiny_model
+from tests.laws import REAL_DRAFTERS, best_of, deviation, draft_model, no_draft, prompt_lookup, tiny_model
 
 EXACT = 1e-9
 
@@ -47,8 +47,16 @@ def not_asked_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) ->
 
 
 # The axes. The first value of each is its plainest.
+FREE = CostTable(0.0, (1.0, 1.1, 1.2))
+WAYS = {"model": CostTable(0.4, (1.0, 1.1, 1.2)), "lookup": FREE, "": FREE}
 AXES: dict[str, dict[str, object]] = {
-    "drafter": {"plan": self_draft, "model": draft_model, "lookup": prompt_lookup, "none": no_draft},
+    "drafter": {
+        "plan": self_draft,
+        "model": draft_model,
+        "lookup": prompt_lookup,
+        "best of": best_of,
+        "none": no_draft,
+    },
     "params": {
         "temperature 1": SamplingParams(1.0),
         "greedy": SamplingParams(0.0),
@@ -64,7 +72,8 @@ AXES: dict[str, dict[str, object]] = {
         "fixed 1": lambda: FixedLength(1),
         "fixed 0": lambda: FixedLength(0),
         "adaptive": lambda: AdaptiveExit(0.45, 2, step=0.3, threshold_memory=0.5),
-        "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, first_pause=1),
+        "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, pause=1),
+        "best": lambda: BreakEven(WAYS, memory=0.5, pause=1),
         "gate": lambda: ConfidenceGate(FixedLength(2), 0.4),
         "gate on adaptive": lambda: ConfidenceGate(AdaptiveExit(0.5, 2), 0.3),
     },

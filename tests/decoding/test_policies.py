@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.costs import CostTable, expected_tokens, predicted_speedup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.costs import CONTEXT, CostTable, GrowingCosts, expected_tokens, predicted_speedup
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Offer
 from decoding.rounds import Round
 from model import InputError
 
@@ -18,8 +20,8 @@ CHEAP = CostTable(0.0, (1.0, 1.0, 1.0, 1.1, 1.2))
 DEAR = CostTable(0.9, (1.0, 1.3, 1.6, 1.9, 2.2))
 
 
-def a_round(drafted: int, accepted: int, target_confidence: float | None = None) -> Round:
-    return Round(5, [0] * drafted, accepted, [0] * (accepted + 1), target_confidence=target_confidence)
+def a_round(drafted: int, accepted: int, target_confidence: float | None = None, position: int = 5) -> Round:
+    return Round(position, [0] * drafted, accepted, [0] * (accepted + 1), target_confidence=target_confidence)
 
 
 def test_fixed_length_drafts_the_same_every_round() -> None:
@@ -83,60 +85,128 @@ def test_predicted_speedup_is_tokens_over_cost() -> None:
     assert predicted_speedup(0.5, 0, costs) == 1
 
 
+def run(policy: BreakEven, costs: CostTable, kept: Iterable[int]) -> tuple[list[int], float]:
+    """Rounds of one way to draft, of which so many tokens would be kept each: drafted lengths, and what all cost."""
+    drafted, spent, position = [], 0.0, 10
+    for most in kept:
+        length = policy.draft_length()
+        spent += length * costs.draft + costs.verify[length]
+        drafted.append(length)
+        round = a_round(length, min(length, most), position=position)
+        position += len(round.emitted)
+        policy.observe(round)
+    return drafted, spent
+
+
+TABLES = st.builds(
+    lambda draft, steps: CostTable(draft, tuple(1 + sum(steps[:n]) for n in range(len(steps) + 1))),
+    st.floats(0, 2),
+    st.lists(st.floats(0, 0.5), min_size=1, max_size=8),
+)
+
+
+@given(costs=TABLES, kept=st.lists(st.integers(0, 8), max_size=300))
+@settings(derandomize=True, deadline=None)
+def test_break_even_never_costs_noticeably_more_than_plain_decoding(costs: CostTable, kept: list[int]) -> None:
+    """Whatever the costs, and however acceptance changes while the text is written."""
+    policy = BreakEven(costs)
+    drafted, spent = run(policy, costs, kept)
+    tokens = sum(min(length, most) + 1 for length, most in zip(drafted, kept, strict=True))
+    assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
+
+
+@given(costs=st.tuples(TABLES, TABLES), rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200))
+@settings(derandomize=True, deadline=None)
+def test_nor_does_it_with_several_ways_to_choose_from(
+    costs: tuple[CostTable, CostTable], rounds: list[tuple[int, int]]
+) -> None:
+    tables = {"model": costs[0], "lookup": replace(costs[1], draft=0.0)}
+    policy, spent, tokens = BreakEven(tables), 0.0, 0
+    for most, found in rounds:
+        taken, length = policy.choose([Offer("model", "model"), Offer("lookup", "lookup 2", [7] * found)])
+        if taken:
+            spent += length * tables[taken.name].draft + tables[taken.name].verify[length]
+        else:
+            spent += 1
+        round = a_round(length, min(length, most), position=tokens)
+        tokens += len(round.emitted)
+        policy.observe(round)
+    assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
+
+
 def test_break_even_takes_the_length_with_the_largest_predicted_speedup() -> None:
     for costs in (CHEAP, DEAR):
         for accepted in range(5):
             policy = BreakEven(costs)
-            for _ in range(30):
-                policy.observe(a_round(4, accepted))
-            speedups = [predicted_speedup(policy.acceptance, length, costs) for length in range(5)]
-            assert speedups[policy.best_length()] == max(speedups)
+            run(policy, costs, [accepted] * 60)
+            policy.purse, policy.waiting = math.inf, 1
+            speedups = [predicted_speedup(policy.acceptance(), length, costs) for length in range(5)]
+            assert speedups[policy.draft_length()] == max(speedups)
 
 
 def test_break_even_drafts_long_when_drafts_are_cheap_and_kept() -> None:
-    policy = BreakEven(CHEAP)
-    for _ in range(20):
-        policy.observe(a_round(4, 4))
-    assert policy.draft_length() == 4
+    assert run(BreakEven(CHEAP), CHEAP, [4] * 20)[0][-1] == 4
 
 
-def test_break_even_switches_off_a_losing_draft_and_probes_ever_more_rarely() -> None:
-    policy = BreakEven(DEAR, first_pause=4, longest_pause=16)
-    drafted = []
-    for _ in range(400):
-        length = policy.draft_length()
-        drafted.append(length)
-        policy.observe(a_round(length, 0))
-    probes = [at for at, length in enumerate(drafted) if length]
-    assert max(drafted[probes[1] :]) == 1, "a probe is one token"
-    gaps = [later - earlier for earlier, later in pairwise(probes)]
-    assert gaps[-1] == 17, "the pause ends at its longest"
-    assert sum(length > 0 for length in drafted) / len(drafted) < 0.1
+def test_break_even_switches_off_a_losing_draft_and_tries_again_one_token_long() -> None:
+    drafted, _ = run(BreakEven(DEAR), DEAR, [0] * 400)
+    tries = [at for at, length in enumerate(drafted) if length]
+    assert max(drafted[tries[1] :]) == 1
+    assert min(later - earlier for earlier, later in pairwise(tries[1:])) > 16
 
 
 def test_break_even_comes_back_when_drafts_become_good() -> None:
     costs = CostTable(0.1, (1.0, 1.05, 1.1, 1.15, 1.2))
-    policy = BreakEven(costs, first_pause=4, longest_pause=16)
-    for _ in range(200):
-        policy.observe(a_round(policy.draft_length(), 0))
-    assert policy.best_length() == 0
-    rounds = 0
-    while policy.best_length() == 0 and rounds < 200:
-        length = policy.draft_length()
-        policy.observe(a_round(length, length))
-        rounds += 1
-    assert rounds < 60
+    drafted, _ = run(BreakEven(costs), costs, [0] * 200 + [4] * 100)
+    assert max(drafted[150:200]) <= 1 and drafted[-1] == 4
 
 
-def test_break_even_loses_next_to_nothing_on_a_hopeless_draft() -> None:
-    """Cost in plain steps a token over 1000 tokens, every draft rejected: the law behind --draft auto."""
-    policy = BreakEven(DEAR)
-    cost = 0.0
-    for _ in range(1000):
-        length = policy.draft_length()
-        cost += length * DEAR.draft + DEAR.verify[length]
+def test_break_even_learns_of_a_lookup_from_texts_that_it_did_not_draft() -> None:
+    """It costs nothing to see afterwards whether the match would have been right."""
+    policy = BreakEven({"lookup": CostTable(0.0, (1.0, 1.3, 1.4, 1.5, 1.6))}, priors={"lookup 1": 0.0})
+    offer = Offer("lookup", "lookup 1", [5, 6, 7, 8])
+    for _ in range(30):
+        taken, length = policy.choose([offer])
+        if length:
+            break
+        policy.observe(Round(0, [], 0, [5]))
+    assert taken is offer and policy.acceptance("lookup 1") > 0.3
+    wrong = Offer("lookup", "lookup 3", [1, 1, 1, 1])
+    for _ in range(30):
+        policy.choose([wrong])
+        policy.observe(Round(0, [], 0, [5]))
+    assert policy.acceptance("lookup 3") < 0.1 and policy.choose([wrong])[1] == 0
+
+
+def test_of_several_ways_the_one_of_the_largest_predicted_speedup_is_taken() -> None:
+    policy = BreakEven({"plan": CHEAP, "low bits": CHEAP}, priors={"plan": 0.3, "low bits": 0.9})
+    offers = [Offer("plan", "plan"), Offer("low bits", "low bits")]
+    taken, length = policy.choose(offers)
+    assert taken is offers[1]
+    for _ in range(40):
         policy.observe(a_round(length, 0))
-    assert cost / 1000 < 1.03
+        policy.purse = math.inf
+        taken, length = policy.choose(offers)
+        if taken is offers[0]:
+            return
+    pytest.fail("the past acceptance of the other speaks for this one")
+
+
+def test_costs_at_two_lengths_are_interpolated() -> None:
+    costs = GrowingCosts(CostTable(0.5, (1.0, 1.2)), CostTable(0.7, (1.0, 1.6)), 2 * CONTEXT)
+    assert costs.at(0) == costs.near and costs.at(10**6) == costs.far
+    middle = costs.at(CONTEXT * 3 // 2)
+    assert (middle.draft, middle.verify) == (pytest.approx(0.6), pytest.approx((1.0, 1.4)))
+
+
+def test_a_draft_that_pays_in_a_short_text_is_given_up_in_a_long_one() -> None:
+    costs = GrowingCosts(CostTable(0.1, (1.0, 1.0, 1.0)), CostTable(0.9, (1.0, 1.5, 2.0)), 1000)
+    policy = BreakEven({"model": costs})
+    policy.purse = math.inf
+    assert policy.choose([Offer("model", "model")])[1] == 2
+    policy.observe(Round(1000, [], 0, [1]))
+    policy.purse, policy.waiting = math.inf, 1
+    assert policy.choose([Offer("model", "model")])[1] == 0
 
 
 def test_break_even_never_drafts_longer_than_was_measured() -> None:

@@ -25,7 +25,7 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder, KVCache, LayerPlan
-from tests.laws import draft_model, no_draft, prompt_lookup, tiny_model
+from tests.laws import best_of, draft_model, no_draft, prompt_lookup, tiny_model
 
 EXACT = 1e-9
 FALSE_ALARM = 1e-6  # of each chi-square, were the law exact
@@ -45,11 +45,19 @@ def no_three_alike(tokens: Sequence[int]) -> Tensor:
     return allowed
 
 
-DRAFTERS = {"plan": self_draft, "model": draft_model, "lookup": prompt_lookup, "none": no_draft}
+DRAFTERS = {
+    "plan": self_draft,
+    "model": draft_model,
+    "lookup": prompt_lookup,
+    "best of": best_of,
+    "none": no_draft,
+}
+WAYS = {name: CostTable(0.4, (1.0, 1.1, 1.2)) for name in ("model", "lookup", "")}
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
-    "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, first_pause=1),
+    "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, pause=1),
+    "best": lambda: BreakEven(WAYS, memory=0.5, pause=1),
     "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
 }
 REQUESTS = {
@@ -194,6 +202,7 @@ def drafter_of(kind: str, model: Decoder, cache: KVCache) -> Drafter:
     return {
         "exit": lambda: ModelDrafter(model, cache, LayerPlan.early_exit(3, 2)),
         "skip": lambda: ModelDrafter(model, cache, LayerPlan.skipping(3, [1], [0])),
+        "lowbit": lambda: ModelDrafter(model, cache, LayerPlan.full(3).in_bits(4)),
         "lookup": lambda: PromptLookup(VOCAB),
         "none": lambda: NoDraft(VOCAB),
     }[kind]()
@@ -222,7 +231,7 @@ def not_the_same_again(tokens: Sequence[int]) -> Tensor:
     model_seed=st.integers(0, 99),
     seed=st.integers(0, 2**64 - 1),
     sample=st.integers(0, 3),
-    kind=st.sampled_from(["exit", "skip", "model", "lookup"]),
+    kind=st.sampled_from(["exit", "skip", "lowbit", "model", "lookup"]),
     policy=st.sampled_from([*POLICIES]),
     params=st.builds(
         SamplingParams,

@@ -74,7 +74,7 @@ def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["exit", "model", "lookup", "none"])
+@pytest.mark.parametrize("kind", ["exit", "lowbit", "model", "lookup", "none"])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -90,6 +90,7 @@ def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, poli
     cache = prefilled(model)
     drafter = {
         "exit": lambda: ModelDrafter(model, cache, LayerPlan.early_exit(3, 2)),
+        "lowbit": lambda: ModelDrafter(model, cache, LayerPlan.full(3).in_bits(4)),
         "model": lambda: ModelDrafter(small := tiny_model("llama", vocab=VOCAB, seed=8, layers=1), small.new_cache(64)),
         "lookup": lambda: PromptLookup(VOCAB),
         "none": lambda: NoDraft(VOCAB),

@@ -19,6 +19,7 @@ from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
+from model.plan import FULL
 from search import __main__ as command
 from search import workers
 from search.acceptance import Calibration, Text
@@ -79,7 +80,7 @@ def toy(plan: LayerPlan) -> Prediction:
 
 
 def test_parameters_and_plan_are_inverse() -> None:
-    for flags in itertools.product([True, False], repeat=6):
+    for flags in itertools.product([FULL, 0], repeat=6):
         plan = LayerPlan(flags[:3], flags[3:])
         assert plan_of(parameters(plan)) == plan
 
@@ -87,7 +88,7 @@ def test_parameters_and_plan_are_inverse() -> None:
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
     """All 256 plans of a 4-layer model, against half as many trials of the search."""
     evaluate = remembering(evaluator())
-    flags = itertools.product([True, False], repeat=8)
+    flags = itertools.product([FULL, 0], repeat=8)
     best = max(evaluate(LayerPlan(flag[:4], flag[4:])).speedup for flag in flags)
     study = open_study(None, IDENTITY, "tpe", 0, resume=False)
     losses = importance(evaluator().calibration)

@@ -21,12 +21,14 @@ from safetensors.torch import save as serialise
 from safetensors.torch import save_file
 from torch import Tensor
 
+from decoding import plan_file
 from decoding.cost_file import kept_costs
 from decoding.costs import CostTable
 from decoding.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from tests.folders import GEMMA2, LLAMA, random_state
+from tests.laws import plans
 from weights.load import load_model
 from weights.names import model_folder
 
@@ -395,8 +397,36 @@ def test_a_plan_file_is_read_with_all_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "attention", "mlp", "head"),
+    [
+        ({"bits": 4}, (4, 4, 4, 4), (4, 4, 4, 4), 16),
+        ({"attn": [1], "bits": 8, "head_bits": 8}, (8, 0, 8, 8), (8, 8, 8, 8), 8),
+        ({"mlp": [0], "bits": {"attn": [4, 8, 16, 0], "mlp": [8, 4, 4, 16]}}, (4, 8, 16, 0), (0, 4, 4, 16), 16),
+        ({"bits": {"mlp": [4, 4, 4, 4]}}, (16, 16, 16, 16), (4, 4, 4, 4), 16),
+    ],
+)
+def test_a_plan_file_says_the_bits_of_all_sublayers_or_of_each_and_of_the_head(
+    tmp_path: Path, value: Any, attention: tuple[int, ...], mlp: tuple[int, ...], head: int
+) -> None:
+    assert read_plan(write_plan(tmp_path, value), 4).plan == LayerPlan(attention, mlp, head)
+
+
+@given(plan=plans(4))
+def test_a_plan_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, plan: LayerPlan) -> None:
+    path = tmp_path_factory.getbasetemp() / "written.json"
+    plan_file.write_plan(path, DraftPlan(plan, 3), "", {})
+    assert read_plan(path, 4) == DraftPlan(plan, 3)
+
+
+@pytest.mark.parametrize(
     ("value", "said"),
     [
+        ({"bits": 5}, "bits must be 4, 8 or 16, or 4 of them"),
+        ({"bits": "4"}, "bits must be 4, 8 or 16, or 4 of them"),
+        ({"bits": {"attn": [4, 4]}}, "bits must be 4, 8 or 16, or 4 of them"),
+        ({"bits": {"attn": [4, 4, 4, 3]}}, "bits must be 4, 8 or 16, or 4 of them"),
+        ({"bits": {"head": 8}}, "bits must be 4, 8 or 16, or 4 of them"),
+        ({"bits": 4, "head_bits": 0}, "head_bits must be 4, 8 or 16, found 0"),
         ({"attn": [4], "mlp": []}, "attn of layer 4, but this model has layers 0..3"),
         ({"attn": [], "mlp": [-1]}, "mlp of layer -1"),
         ({"attn": [10**30]}, "layers 0..3"),

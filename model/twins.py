@@ -1,0 +1,101 @@
+"""The low-bit twins of a model's sublayers: they share norms and places in the cache with what they are twins of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from model.plan import FULL, LayerPlan
+from model.quantise import quantise
+
+if TYPE_CHECKING:
+    from model.decoder import Decoder
+
+SUBLAYERS = ("self_attn", "mlp")  # what every block calls its two
+
+
+class Twins:
+    """The blocks of a model under any plan. A twin is made when a plan first asks for it, and kept.
+
+    ``exchange`` makes the low-bit product that stands in for a linear layer; by default one that computes with the
+    rounded weights in the model's dtype: the reference, which saves neither time nor memory. ``trouble`` is a line
+    that says where a twin is not what it should be; None if all is well.
+    """
+
+    def __init__(self, model: Decoder, exchange: Callable[[Any, int], Any] | None = None) -> None:
+        self.model, self.exchange = model, exchange or rounded
+        self.blocks: dict[tuple[int, ...], Any] = {}
+        self.sublayers: dict[tuple[int, str, int], Any] = {}
+        self.heads: dict[int, Any] = {}
+
+    @property
+    def trouble(self) -> str | None:
+        return getattr(self.exchange, "trouble", None)
+
+    def prepare(self, plan: LayerPlan) -> None:
+        """Make what the plan asks for now, layer by layer."""
+        for layer, bits in enumerate(zip(plan.attention, plan.mlp, strict=True)):
+            self.block(layer, *bits)
+        if plan.head != FULL:
+            self.head(plan.head)
+
+    def block(self, layer: int, attention: int, mlp: int) -> Any:
+        """The block of this layer, its sublayers in so many bits (one of 0 bits is not to be called)."""
+        block = self.model.layers[layer]
+        if {attention, mlp} <= {0, FULL}:
+            return block
+        key = (layer, attention, mlp)
+        if key not in self.blocks:
+            twin = shallow(block)
+            for name, bits in zip(SUBLAYERS, (attention, mlp), strict=True):
+                if bits not in (0, FULL):
+                    setattr(twin, name, self._sublayer(layer, name, bits))
+            self.blocks[key] = twin
+        return self.blocks[key]
+
+    def head(self, bits: int) -> Any:
+        """The head in so many bits: normed hidden states ``[..., hidden]`` -> ``[..., vocab]``."""
+        if bits not in self.heads:
+            head = self.model.lm_head
+            self.heads[bits] = self.exchange(self.model.embed_tokens if head is None else head, bits)
+        return self.heads[bits]
+
+    def _sublayer(self, layer: int, name: str, bits: int) -> Any:
+        key = (layer, name, bits)
+        if key not in self.sublayers:
+            twin = shallow(getattr(self.model.layers[layer], name))
+            for product_name, product in products(twin).items():
+                setattr(twin, product_name, self.exchange(product, bits))
+            self.sublayers[key] = twin
+        return self.sublayers[key]
+
+
+class Product:
+    """What ``Twins`` exchanges: a part that multiplies by a weight, other than ``nn.Linear``."""
+
+
+def products(sublayer: Any) -> dict[str, Any]:
+    """The linear parts of a sublayer, by name."""
+    parts = {**vars(sublayer), **getattr(sublayer, "_modules", {})}
+    return {name: part for name, part in parts.items() if isinstance(part, (nn.Linear, Product))}
+
+
+def shallow(part: Any) -> Any:
+    """A copy that shares everything with ``part``, but whose parts can be exchanged for others."""
+    twin = copy.copy(part)
+    if isinstance(part, nn.Module):
+        twin._modules = dict(part._modules)
+    return twin
+
+
+@torch.no_grad()
+def rounded(product: nn.Linear | nn.Embedding, bits: int) -> nn.Linear:
+    """The reference twin of a linear layer, or of an embedding as a head: the rounded weights in their own dtype."""
+    twin = nn.Linear(1, 1, bias=False, device="meta")
+    twin.weight = nn.Parameter(quantise(product.weight, bits).dequantised(), requires_grad=False)
+    twin.bias = getattr(product, "bias", None)
+    return twin
