@@ -13,7 +13,9 @@ __all__ = ["Defaults", "serve"]
 def serve(address: str, defaults: Defaults) -> int:
     """Serve the model at ``[HOST:]PORT`` until Ctrl-C, or SIGTERM. Raises InputError where that is not possible."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise InputError(f"--serve needs {' and '.join(missing)}: run pip install -r requirements-serve.txt")
+        raise InputError(
+            f"--serve needs {' and '.join(missing)}: run make serve, or pip install -r requirements-serve.txt"
+        )
     from decoding.serve.app import run
 
     run(address, defaults)

@@ -169,6 +169,7 @@ class Server(uvicorn.Server):
 
     def serve_until_stopped(self) -> None:
         """Serve. Raises KeyboardInterrupt on Ctrl-C, when everything is closed."""
+        self.worker.start()
         try:
             self.run(sockets=[self.listener])
         finally:

@@ -129,6 +129,9 @@ class Worker:
         self.current: Job | None = None
         self.changed, self.open = threading.Condition(), True
         self.thread = threading.Thread(target=self._work, name="writer")
+
+    def start(self) -> None:
+        """Begin to write what is submitted."""
         self.thread.start()
 
     def submit(self, job: Job) -> int:
