@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -159,11 +160,12 @@ def parse_body(body: bytes) -> Fields:
 
 
 class Orders:
-    """Takes orders for one model, whose texts have ``capacity`` positions, prompt included."""
+    """Takes orders for one model, whose texts have ``capacity`` positions, prompt included; from any thread."""
 
     def __init__(self, defaults: Defaults, tokenizer: Tokenizer, capacity: int) -> None:
         self.defaults, self.tokenizer, self.capacity = defaults, tokenizer, capacity
         self.rules = replace(defaults.rules, eos_ids=tokenizer.eos_ids)
+        self.encoding = threading.Lock()  # a tokenizer is told what to make of control tokens just before it encodes
 
     def chat(self, body: Fields) -> Order:
         """Of ``/v1/chat/completions``. Raises Refusal or InputError, as do the others."""
@@ -234,7 +236,8 @@ class Orders:
         banned = several(body.take("ban", STRINGS, list(self.rules.banned)))
         rules = replace(self.rules, max_new_tokens=budget, stop_strings=stops, banned=banned)
         body.close()
-        ids = encode()
+        with self.encoding:
+            ids = encode()
         if not ids or max(ids) >= self.defaults.config.vocab_size:
             raise Refusal("the model has no tokens for this prompt", param=param)
         if len(ids) >= self.capacity:
