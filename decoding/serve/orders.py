@@ -49,7 +49,7 @@ class Defaults:
     coupling: str | None = None
     seed: int | None = None
     samples: int = 1
-    chat: bool | None = None  # of the live page's prompt; the other endpoints say it by their names
+    chat: bool | None = None  # whether the live page's prompt is one; the other endpoints say it by their names
     system: str | None = None
 
     @staticmethod
@@ -172,6 +172,8 @@ class Orders:
         messages = [self._message(Fields(each, "a message")) for each in body.take("messages", LIST, [])]
         if not messages:
             raise Refusal("messages must be a list that is not empty", param="messages")
+        if self.defaults.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.defaults.system})
         if self.tokenizer.chat_template is None:
             raise Refusal("this model has no chat template: use /v1/completions", param="model")
         return self._completion(body, lambda: self.tokenizer.encode_chat(messages), "messages")

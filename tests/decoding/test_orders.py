@@ -117,6 +117,15 @@ def test_prompts_are_encoded_one_at_a_time(orders: Orders, monkeypatch: pytest.M
     assert not any(end in each for each in ids) and len(at_once) == 16 and not any(at_once)
 
 
+def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(orders: Orders) -> None:
+    changed = Orders(replace(orders.defaults, system="hm"), orders.tokenizer, 64)
+    said, other = ({"role": "system", "content": content} for content in ("hm", "oh"))
+    assert changed.chat(fields_of(messages=[MESSAGE])).ids == orders.chat(fields_of(messages=[said, MESSAGE])).ids
+    asked = {"messages": [other, MESSAGE]}
+    assert changed.chat(fields_of(**asked)).ids == orders.chat(fields_of(**asked)).ids
+    assert changed.live(fields_of(prompt="the hen")).ids == changed.chat(fields_of(messages=[MESSAGE])).ids
+
+
 def fields_of(**body: Any) -> Fields:
     return parse_body(json.dumps(body).encode())
 

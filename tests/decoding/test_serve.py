@@ -31,6 +31,7 @@ from decoding.text import Text
 from decoding.verify import Coupling
 from model import InputError
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
+from weights.names import model_folder
 
 PROMPT = "the hen and the"
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
@@ -690,6 +691,18 @@ def test_a_draft_model_and_a_plan_of_the_command_line_serve_their_names(folder: 
         assert made == [plain] * 3 and len(running.worker.made) == 1, "the draft model was loaded once"
         assert running.ask("/live", {"prompt": PROMPT})[0] == 200
         assert len(running.worker.writer.drafters) == 2, "what a watched text needed is forgotten"
+
+
+def test_a_shipped_model_writes_what_generate_writes_whatever_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    model, prompt = model_folder("tiny-llama"), "Write a short story about a fox."
+    options = ["--temperature", "0.8", "--seed", "1", "--max-new-tokens", "40", "--model", str(model)]
+    assert generate.main([prompt, "--draft", "none", *options]) == 0
+    wanted = capsys.readouterr().out
+    with serving("--draft", "exit", *options) as running:
+        for draft in ("none", "lookup", "exit", "skip"):
+            asked = {"messages": [{"role": "user", "content": prompt}], "draft": draft}
+            answer = json.loads(running.ask("/v1/chat/completions", asked)[1])
+            assert answer["choices"][0]["message"]["content"] + "\n" == wanted
 
 
 def test_the_context_is_what_there_is_memory_for(
