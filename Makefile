@@ -2,10 +2,11 @@
 PYTHON ?= python3
 PROMPT ?= Tell me a short story about a fox who learns to share.
 ARGS ?= --temperature 0.7 --top-p 0.9
+ADDRESS ?= 8000
 BIN := .venv/bin
 MODEL := weights/smollm2-135m-instruct/model.safetensors
 
-.PHONY: trace generate test prove lint clean
+.PHONY: trace generate serve test prove lint clean
 
 # Rewriting a text is where a draft copied from it comes true, except at the words that change.
 trace: PROMPT = Repeat this sentence word for word, but write Dora in place of Carla: Carla said that the budget \
@@ -15,6 +16,9 @@ trace: .venv/ready $(MODEL)
 
 generate: .venv/ready $(MODEL)
 	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)
+
+serve: .venv/ready-serve $(MODEL)
+	@$(BIN)/python generate.py --serve $(ADDRESS) $(ARGS)
 
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -38,7 +42,11 @@ export PROMPT
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-.venv/ready-dev: .venv/ready requirements-dev.txt
+.venv/ready-serve: .venv/ready requirements-serve.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt
+	@touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.txt requirements-serve.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from decoding.chooser import DRAFTERS, Drafting, DraftOptions, Setting, choose
 from decoding.compare import comparison
 from decoding.sampling import SamplingParams
+from decoding.serve import Defaults, serve
 from decoding.show.labels import Labels
 from decoding.show.page import Heading, Recording, write_page
 from decoding.show.report import as_json, describe, sampling_in_words
@@ -56,12 +57,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
-    sampling.add_argument("--seed", type=int, metavar="S", help="(default: random); what it fixes, --coupling says")
-    sampling.add_argument(
-        "--coupling",
-        choices=list(COUPLINGS),
-        help="race: a seed means a text, whatever drafts; ratio: accepts more (default: race with --seed, else ratio)",
-    )
+    sampling.add_argument("--seed", type=int, metavar="S", help="(default: random); makes race the default --coupling")
+    sampling.add_argument("--coupling", choices=list(COUPLINGS), help="race: a seed means a text; ratio: accepts more")
     sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write")
     sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
     sampling.add_argument("--ban", action="append", default=[], metavar="WORD", help="never write WORD")
@@ -73,6 +70,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     machine.add_argument("--trace", action="store_true", help="show drafted tokens, and which were accepted, in colour")
     machine.add_argument("--html", type=Path, metavar="FILE", help="write a page that replays the run round by round")
     machine.add_argument("--json", action="store_true", help="one JSON object a sample on standard output")
+    machine.add_argument("--serve", metavar="[HOST:]PORT", help="a page and OpenAI's endpoints, until Ctrl-C")
     return parser.parse_args(arguments)
 
 
@@ -95,7 +93,7 @@ class Request:
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
         self.options, self.prompt, self.ids = options, "", [0]
-        if not options.dry_run or options.prompt is not None or options.prompt_file is not None:
+        if not (options.dry_run or options.serve) or options.prompt is not None or options.prompt_file is not None:
             self.tokenizer = Tokenizer(self.folder)
             self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids)
             self.prompt = read_prompt(options.prompt, options.prompt_file)
@@ -166,6 +164,8 @@ class Output:
 def run(options: argparse.Namespace) -> int:
     """Check, load, choose, write; returns the exit status."""
     request = Request(options)
+    if options.serve:
+        return serve(options.serve, Defaults.of(request))
     fits = request.check_memory()
     if options.dry_run:
         print(fits)

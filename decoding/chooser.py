@@ -274,8 +274,17 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 
 def choose(options: DraftOptions, setting: Setting) -> Drafting:
     """The drafting that the options ask for. Raises InputError when it cannot be had."""
-    drafting = DRAFTERS.get(options.kind, own)(options, setting)
-    return replace(drafting, new_policy=policy_maker(options, setting.params, drafting))
+    return with_policy(make_drafting(options, setting), options, setting.params)
+
+
+def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
+    """What drafts, with the policy that is its own."""
+    return DRAFTERS.get(options.kind, own)(options, setting)
+
+
+def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
+    """The same with the policy that the options ask for."""
+    return replace(drafting, new_policy=policy_maker(options, params, drafting))
 
 
 def policy_maker(options: DraftOptions, params: SamplingParams, drafting: Drafting) -> Callable[[], Policy]:

@@ -90,6 +90,12 @@ class Writer:
         """A text that holds the prompt and nothing more."""
         return Text(self.prompt, rules, self.model, self.token_bytes)
 
+    def drafter(self, drafting: Drafting) -> Drafter:
+        """The drafter of a drafting: one for all texts."""
+        if drafting.new_drafter not in self.drafters:
+            self.drafters[drafting.new_drafter] = drafting.new_drafter(self.cache)
+        return self.drafters[drafting.new_drafter]
+
     def write(
         self,
         text: Text,
@@ -106,9 +112,7 @@ class Writer:
         ``policy`` is a fresh one of the drafting by default. What the ``readers`` take is not decoding time.
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
-        if drafting.new_drafter not in self.drafters:
-            self.drafters[drafting.new_drafter] = drafting.new_drafter(self.cache)
-        drafter = self.drafters[drafting.new_drafter]
+        drafter = self.drafter(drafting)
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer=observer)
         try:
             with closing(rounds):

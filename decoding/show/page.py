@@ -76,20 +76,24 @@ class Heading:
 def render_page(heading: Heading, recordings: Iterable[Recording], labels: Labels) -> str:
     """The whole page as HTML."""
     samples = [_sample(recording) for recording in recordings]
+    shown = [token for sample in samples for round in sample["rounds"] for token in round["tokens"]]
+    named = {token: labels(token) for token in sorted(named_tokens(shown))}
+    return fill({**heading_data(heading), "samples": samples, "labels": named})
+
+
+def fill(data: dict[str, Any], live: str = "") -> str:
+    """The template with its data; the elements of a ``live`` page may ask the server that it came from for more."""
+    template = TEMPLATE.read_text(encoding="utf-8").replace("{{live}}", live)
+    policy = _content_security_policy(template) + ("; connect-src 'self'" if live else "")
+    return template.replace("{{policy}}", policy).replace("{{data}}", embed(data))
+
+
+def heading_data(heading: Heading) -> dict[str, Any]:
+    """A heading as the page reads it."""
     plan = heading.plan
     runs = plan and {"attention": [bits > 0 for bits in plan.attention], "mlp": [bits > 0 for bits in plan.mlp]}
-    data = {
-        "prompt": heading.prompt,
-        "facts": heading.facts,
-        "plan": runs,
-        "greedy": heading.greedy,
-        "race": heading.race,
-        "samples": samples,
-        "labels": {token: labels(token) for token in sorted(_tokens(samples))},
-    }
-    template = TEMPLATE.read_text(encoding="utf-8")
-    page = template.replace("{{policy}}", _content_security_policy(template))
-    return page.replace("{{data}}", embed(data))
+    facts = {"prompt": heading.prompt, "facts": heading.facts, "plan": runs}
+    return {**facts, "greedy": heading.greedy, "race": heading.race}
 
 
 def write_page(path: Path, heading: Heading, recordings: Iterable[Recording], labels: Labels) -> None:
@@ -108,31 +112,34 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _content_security_policy(template: str) -> str:
-    """Allows the template's own script and style by their hashes, and nothing else."""
-    allowed = []
+def _content_security_policy(page: str) -> str:
+    """Allows the page's own scripts and styles by their hashes, and nothing else."""
+    allowed = ["default-src 'none'"]
     for kind, tag in (("script-src", "script"), ("style-src", "style")):
-        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        allowed.append(f"{kind} 'sha256-{digest}'")
-    return "; ".join(["default-src 'none'", *allowed])
+        contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+        allowed.append(" ".join([kind, *(f"'sha256-{digest}'" for digest in digests)]))
+    return "; ".join(allowed)
 
 
 def _sample(recording: Recording) -> dict[str, Any]:
-    rounds = [
-        {
-            "position": round.position,
-            "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), details, strict=False)],
-            "drafted": len(round.drafted),
-            "accepted": min(round.accepted, len(round.emitted)),
-            "emitted": len(round.emitted),
-            "retracted": len(round.retracted),
-            "threshold": threshold,
-        }
-        for round, threshold, details in zip(recording.rounds, recording.thresholds, recording.details, strict=True)
-    ]
+    parts = zip(recording.rounds, recording.details, recording.thresholds, strict=True)
     finish = recording.rounds[-1].finish if recording.rounds else None
+    rounds = [round_data(*part) for part in parts]
     return {"rounds": rounds, "finish": finish or "interrupted", "seconds": recording.seconds}
+
+
+def round_data(round: Round, details: Sequence[Detail], threshold: float | None) -> dict[str, Any]:
+    """A round as the page reads it, with the exit threshold it was drafted under."""
+    return {
+        "position": round.position,
+        "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), details, strict=False)],
+        "drafted": len(round.drafted),
+        "accepted": min(round.accepted, len(round.emitted)),
+        "emitted": len(round.emitted),
+        "retracted": len(round.retracted),
+        "threshold": threshold,
+    }
 
 
 def _token(token: int, verdict: str, detail: Detail) -> dict[str, Any]:
@@ -150,9 +157,9 @@ def _short(probability: float) -> float:
     return float(f"{probability:.{DIGITS}g}")
 
 
-def _tokens(samples: list[dict[str, Any]]) -> set[int]:
-    """Every token that the page names."""
-    shown = [token for sample in samples for round in sample["rounds"] for token in round["tokens"]]
+def named_tokens(shown: Iterable[dict[str, Any]]) -> set[int]:
+    """Every token that the page names in showing these: themselves, and the likeliest beside them."""
+    shown = list(shown)
     return {token["id"] for token in shown} | {
         other for token in shown for side in ("draftTop", "targetTop") for other, _ in token[side]
     }

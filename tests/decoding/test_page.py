@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,13 @@ from decoding.show.page import Heading, Recording, embed, render_page
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import InputError, LayerPlan
+from tests.browser import find, look
 from tests.folders import write_folder
 from tests.laws import tiny_model
 from weights.files import check_place
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
-    from selenium.webdriver.remote.webelement import WebElement
 
 PIECES = [
     "</script><script>window.ran = 'script'</script>",
@@ -159,26 +158,6 @@ def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[WebDriver]:
-    """Headless Chromium, once for all tests."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
-    if not program or not driver:
-        pytest.skip("no browser: install chromium and chromium-driver to run this test")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chromium = webdriver.Chrome(options=options, service=Service(driver))
-    yield chromium
-    chromium.quit()
-
-
-@pytest.fixture(scope="module")
 def recordings() -> list[Recording]:
     return [recorded(0), recorded(3, banned="fox")]
 
@@ -193,17 +172,6 @@ def opened(browser: WebDriver, recordings: list[Recording], tmp_path: Path) -> I
     yield browser
     assert browser.get_log("browser") == []
     assert browser.execute_script("return window.ran") is None, "something that the model wrote was run"
-
-
-def look(browser: WebDriver, width: int, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    screen = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-
-
-def find(browser: WebDriver, selector: str) -> WebElement:
-    return browser.find_element("css selector", selector)
 
 
 def visible_chips(browser: WebDriver) -> list[str]:

@@ -1,0 +1,222 @@
+"""The live page in a real browser: what is written appears as it is written, and can be looked into."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from decoding.serve import worker as worker_room
+from decoding.serve.live import Watch
+from tests.browser import find, look
+from tests.serving import CONTEXT, Served, chat_folder, serving, until
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+
+PROMPT = "<img src=x onerror=\"window.ran='prompt'\"> the hen"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = chat_folder(tmp_path_factory.mktemp("models") / "<b>tiny<")
+    with serving("--model", str(folder), "--draft", "exit", "--temperature", "0.9", "--seed", "7") as running:
+        yield running
+
+
+@pytest.fixture
+def opened(browser: WebDriver, served: Served) -> Iterator[WebDriver]:
+    """The page, on a desk-sized screen in light colours; no error may be logged, and nothing hostile run."""
+    look(browser, 1200, "light")
+    browser.get(served.address + "/")
+    yield browser
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return window.ran") is None, "a text was run"
+    browser.get("about:blank")
+    until(lambda: served.worker.current is None)
+
+
+def ask(browser: WebDriver, **fields: object) -> None:
+    """Fill the form in and send it."""
+    find(browser, "#wish").clear()
+    find(browser, "#wish").send_keys(PROMPT)
+    for name, value in fields.items():
+        key = "checked" if isinstance(value, bool) else "value"
+        browser.execute_script(f"document.getElementById(arguments[0]).{key} = arguments[1]", name, value)
+    find(browser, "#write").click()
+
+
+def wait(browser: WebDriver, true: Callable[[WebDriver], Any]) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 60, 0.02).until(true)
+
+
+def finished(browser: WebDriver) -> bool:
+    return find(browser, "#write").is_enabled()
+
+
+def kept(browser: WebDriver, selector: str) -> str:
+    script = "return [...document.querySelectorAll(arguments[0])].map((chip) => chip.textContent).join('')"
+    return browser.execute_script(script, f"{selector} .accepted:not(.back), {selector} .own:not(.back)")
+
+
+def test_the_form_begins_as_the_command_line_says(opened: WebDriver) -> None:
+    values = [
+        find(opened, selector).get_property("value") for selector in ("#draft", "#temperature", "#seed", "#budget")
+    ]
+    assert values == ["exit", "0.9", "7", "256"]
+    drafts = [option.text for option in opened.find_elements("css selector", "#draft option")]
+    assert {"none", "lookup", "exit", "auto"} <= {*drafts} and "model" not in drafts and "skip" not in drafts
+    assert "<b>tiny<" in find(opened, "#facts").text
+
+
+def test_two_columns_end_with_equal_texts_clocks_and_a_replay(opened: WebDriver) -> None:
+    ask(opened, budget="20", beside=True)
+    wait(opened, finished)
+    assert re.fullmatch(r"[\d.]+ times plain speed; the texts are equal\.", find(opened, "#notice").text)
+    clocks = [clock.text for clock in opened.find_elements("css selector", ".clock")]
+    assert re.match(r"\d+\.\d\d s exit at layer 2 of 4 · 20 tokens · [\d.]+ tokens/s · \d+% accepted", clocks[0])
+    assert re.match(r"\d+\.\d\d s plain · 20 tokens · [\d.]+ tokens/s$", clocks[1])
+    ours, plain = kept(opened, "#text"), kept(opened, ".sides > div:nth-child(2)")
+    assert ours == plain and ours
+    left, right = (box.rect for box in opened.find_elements("css selector", ".sides .text"))
+    assert left["x"] + left["width"] <= right["x"], "side by side"
+    find(opened, "#start").click()
+    assert not opened.find_elements("css selector", "#text .round:not([hidden])")
+    assert kept(opened, ".sides > div:nth-child(2)") == plain
+
+
+def test_a_draft_is_dim_until_its_verdict_comes(
+    opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict, observe = threading.Event(), Watch.observe
+
+    def hesitate(watch: Watch, *seen: Any) -> None:
+        verdict.wait(60)
+        observe(watch, *seen)
+
+    monkeypatch.setattr(Watch, "observe", hesitate)
+    ask(opened, budget="8")
+    wait(opened, lambda browser: browser.find_elements("css selector", "#text .pending .chip"))
+    assert not opened.find_elements("css selector", "#text button.chip"), "no verdict yet"
+    verdict.set()
+    wait(opened, finished)
+    assert opened.find_elements("css selector", "#text button.chip")
+    assert not opened.find_elements("css selector", ".pending")
+
+
+def test_the_probabilities_of_both_columns_are_under_the_pointer(opened: WebDriver) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    ask(opened, budget="12", beside=True)
+    wait(opened, finished)
+    for side, drafted in ((1, True), (2, False)):
+        chip = find(opened, f".sides > div:nth-child({side}) button.chip")
+        opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", chip)
+        ActionChains(opened).move_to_element(chip).perform()
+        told = find(opened, "#inspector").text
+        assert re.search(r"Draft q\n[\d.e-]+" if drafted else r"Draft q\n–", told)
+        assert re.search(r"Target p\n[\d.e-]+", told)
+        assert opened.execute_script("return arguments[0].classList.contains('shown')", chip)
+        assert len(opened.find_elements("css selector", ".chip.shown")) == 1
+
+
+def test_stop_ends_the_text_here_and_there(opened: WebDriver, served: Served) -> None:
+    ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
+    wait(opened, lambda browser: browser.find_elements("css selector", "#text button.chip"))
+    find(opened, "#stop").click()
+    wait(opened, finished)
+    assert find(opened, "#notice").text == "Stopped."
+    until(lambda: served.worker.current is None)
+    told = find(opened, "#stats").text
+    assert "Ended by\ninterrupted" in told
+    tokens = int(re.search(r"Tokens\n(\d+)", told)[1])
+    assert 0 < tokens < CONTEXT - 100
+    ask(opened, budget="4")
+    wait(opened, finished)
+    assert re.search(r"Tokens\n4\b", find(opened, "#stats").text), "another text begins afresh"
+
+
+def test_leaving_the_page_ends_its_text(opened: WebDriver, served: Served) -> None:
+    ask(opened, budget=str(CONTEXT))
+    wait(opened, lambda browser: browser.find_elements("css selector", "#text button.chip"))
+    job = served.worker.current
+    opened.get("about:blank")
+    until(lambda: served.worker.current is None)
+    assert job is not None and job.gone.is_set()
+
+
+def test_what_is_wrong_is_said_on_the_page(opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_room, "PLACES", 0)
+    ask(opened)
+    wait(opened, finished)
+    assert "requests wait already" in find(opened, "#notice").text
+    assert all("429" in entry["message"] for entry in opened.get_log("browser")), "the browser's own remark"
+    monkeypatch.undo()
+    monkeypatch.setattr(served.worker.writer, "begin", lambda ids: 1 / 0)
+    ask(opened)
+    wait(opened, finished)
+    assert find(opened, "#notice").text == "the text could not be written"
+
+
+def test_tokens_that_look_like_markup_are_text(
+    opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = "<img src=x onerror=\"window.ran='token'\"></script><script>window.ran='script'</script>"
+    monkeypatch.setattr(served.worker, "labels", lambda token: hostile)
+    ask(opened, budget="4", beside=True)
+    wait(opened, finished)
+    assert {chip.text for chip in opened.find_elements("css selector", "#text .own")} == {hostile}
+    assert not opened.find_elements("css selector", "img")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver, scheme: str) -> None:
+    look(opened, 360, scheme)
+    wide = "return document.documentElement.scrollWidth"
+    assert opened.execute_script(wide) == 360
+    ask(opened, budget="12", beside=True)
+    wait(opened, finished)
+    assert opened.execute_script(wide) == 360
+    above, below = (box.rect for box in opened.find_elements("css selector", ".sides .text"))
+    assert above["y"] + above["height"] <= below["y"], "one below the other"
+    background = opened.execute_script("return getComputedStyle(at('wish')).backgroundColor")
+    brightness = [int(part) for part in re.findall(r"\d+", background)[:3]]
+    assert (min(brightness) > 200) if scheme == "light" else (max(brightness) < 60)
+
+
+def test_the_page_may_ask_its_own_server_only(served: Served) -> None:
+    page = served.ask("/", method="GET")[1].decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and policy.endswith("; connect-src 'self'")
+    assert len(re.findall("'sha256-", policy)) == 4, "two scripts and two styles, and none besides"
+    assert not re.search(r"https?:|<link|@import|\bsrc=", page.partition("<script type")[0])
+
+
+def test_the_folder_of_a_hostile_name_is_text(served: Served) -> None:
+    page = served.ask("/", method="GET")[1].decode()
+    assert "<b>tiny" not in page and "\\u003cb\\u003etiny" in page
+
+
+def test_a_page_on_another_site_gets_nothing(
+    browser: WebDriver, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a browser really sends it: from a file, whose origin is none."""
+    submitted: list[object] = []
+    monkeypatch.setattr(served.worker, "submit", submitted.append)
+    other = tmp_path / "other.html"
+    other.write_text("<!doctype html><title>other</title>")
+    browser.get(other.as_uri())
+    script = """const [address, done] = arguments, body = JSON.stringify({ prompt: "a" });
+    const send = (options) => fetch(address + "/live", { method: "POST", body, ...options })
+      .then(() => "read", () => "failed");
+    const asks = [{ headers: { "Content-Type": "application/json" } }, { mode: "no-cors" }];
+    Promise.all(asks.map(send)).then(done);"""
+    answers = browser.execute_async_script(script, served.address)
+    assert browser.get_log("browser")
+    assert answers == ["failed", "failed"] and not submitted

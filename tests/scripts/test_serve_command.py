@@ -1,0 +1,106 @@
+"""``generate.py --serve`` as a process: its address, what it refuses to start with, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import decoding.serve
+import generate
+from tests.serving import chat_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, str(ROOT / "generate.py"), "--serve", "0", "--model", str(folder), "--draft", "none"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        yield started
+        started.kill()
+
+
+def test_it_prints_its_address_serves_there_and_ends_on_ctrl_c_in_the_middle_of_a_text(
+    process: subprocess.Popen[bytes],
+) -> None:
+    assert process.stdout is not None
+    address = process.stdout.readline().decode().strip()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+    with urllib.request.urlopen(address + "v1/models", timeout=60) as answer:
+        assert json.load(answer)["data"][0]["id"] == "tiny"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff" and "server" not in answer.headers
+    asked = {"prompt": "the hen", "max_tokens": 1 << 20, "ban": "q", "temperature": 1, "stream": True}
+    json_type = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address + "v1/completions", json.dumps(asked).encode(), json_type)
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        assert stream.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGINT)
+        assert b"the server is stopping" in stream.read()
+    rest, said = process.communicate(timeout=60)
+    assert (process.returncode, rest, said) == (130, b"", b"[Ctrl-C ends it]\n")
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command prints."""
+    assert generate.main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    "address", ["eight", "localhost:", ":8000", "1.2.3.4:99999", "http://localhost:8000", "::1:8000"]
+)
+def test_an_address_that_is_none_is_refused(address: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "--serve", address, "--model", str(folder))
+    assert "--serve takes [HOST:]PORT" in said and address in said
+
+
+def test_a_port_in_use_and_a_host_that_is_not_ours_are_refused_before_anything_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoding.serve.app.load_model", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--serve {place}: " in complaint(capsys, "--serve", place, "--model", str(folder))
+    assert "192.0.2.1:8000" in complaint(capsys, "--serve", "192.0.2.1:8000", "--model", str(folder))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["a prompt"], ["--prompt-file", "-"], ["--trace"], ["--json"], ["--compare"], ["--html", "p"], ["--dry-run"]],
+)
+def test_an_option_that_serving_would_ignore_is_refused(
+    option: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
+    said = complaint(capsys, "--serve", "0", "--model", str(folder), *option)
+    assert "has no effect with --serve: leave it out" in said or "prompt is empty" in said
+
+
+def test_without_its_libraries_one_line_says_how_to_get_them(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.serve, "find_spec", lambda name: None)
+    said = complaint(capsys, "--serve", "0", "--model", str(folder))
+    assert "needs starlette and uvicorn: run make serve, or pip install -r requirements-serve.txt" in said
+
+
+def test_a_drafter_that_cannot_be_had_is_refused_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "--serve", "0", "--model", str(folder), "--draft", "exit", "--exit-layer", "9")
+    assert "exit layer 9 is not in 1..4" in said
