@@ -144,11 +144,11 @@ def planned(model: Decoder, chosen: DraftPlan, name: str | None = None) -> Draft
     model.twins.prepare(plan)
     if plan.has_low_bits and model.twins.trouble:
         say(model.twins.trouble)
-    drafting = Drafting(in_words(plan) if name is None else name, lambda cache: ModelDrafter(model, cache, plan))
+    drafting = Drafting(plan_in_words(plan) if name is None else name, lambda cache: ModelDrafter(model, cache, plan))
     return replace(drafting, new_policy=lambda: chosen.new_policy(GAMMA), model=model, chosen=chosen)
 
 
-def in_words(plan: LayerPlan) -> str:
+def plan_in_words(plan: LayerPlan) -> str:
     """What a plan leaves out, and in how many bits the rest is."""
     skipped = len(plan.skipped_attention), len(plan.skipped_mlp)
     left_out = "skipping {} attention and {} MLP sublayers".format(*skipped)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from decoding.costs import CONTEXT, CostTable, SublayerCosts
+from decoding.costs import BITS, CONTEXT, CostTable, SublayerCosts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan
 from weights.device import processor
@@ -19,6 +19,8 @@ from weights.files import read_optional_json, write_json
 
 FILE = "costs.json"
 LARGEST_COST = 1e6  # plain steps; also keeps out infinity and NaN
+
+SEVERAL = {CostTable: {"verify"}, SublayerCosts: {"verify", "attention", "mlp", "base"}}  # lists of costs
 
 Costs = TypeVar("Costs", CostTable, SublayerCosts)
 
@@ -67,13 +69,16 @@ def _kept(folder: Path, model: Decoder, what: str, kind: type[Costs], measure: C
 
 def _parse(entry: Any, kind: type[Costs]) -> Costs | None:
     """The costs of an entry; None if they are none that were measured."""
-    if not isinstance(entry, dict) or set(entry) != _names(kind) or not isinstance(entry["verify"], list):
+    if not isinstance(entry, dict) or set(entry) != _names(kind):
         return None
-    verify, single = entry["verify"], {name: cost for name, cost in entry.items() if name != "verify"}
-    costs = [*single.values(), *verify]
-    if not all(type(cost) in (int, float) and 0 <= cost < LARGEST_COST for cost in costs) or 0 in verify or not verify:
+    several = {name for name, cost in entry.items() if isinstance(cost, list)}
+    lengths = {name: len(entry[name]) for name in several - {"verify"}}
+    if several != SEVERAL[kind] or set(lengths.values()) - {len(BITS)} or not entry["verify"] or 0 in entry["verify"]:
         return None
-    return kind(**{name: float(cost) for name, cost in single.items()}, verify=tuple(map(float, verify)))
+    costs = [cost for name, value in entry.items() for cost in (value if name in several else [value])]
+    if not all(type(cost) in (int, float) and 0 <= cost < LARGEST_COST for cost in costs):
+        return None
+    return kind(**{n: tuple(map(float, cost)) if n in several else float(cost) for n, cost in entry.items()})
 
 
 def _names(kind: type[Costs]) -> set[str]:

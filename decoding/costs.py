@@ -16,7 +16,7 @@ from decoding.randomness import Place, SeededRandomness
 from decoding.sampling import SamplingParams, distribution
 from decoding.verify import verify_by_ratio
 from model.clock import take_turns
-from model.plan import LayerPlan
+from model.plan import FULL, LOW_BITS, LayerPlan
 
 CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
@@ -25,6 +25,7 @@ IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last on
 UNSTEADY = 1.3  # times the fastest plain step: a median beyond that tells of a busy machine
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
+BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
 
 
 @dataclass(frozen=True)
@@ -69,25 +70,23 @@ class GrowingCosts:
 class SublayerCosts:
     """What the draft step of any layer plan costs, sublayer by sublayer, and what a round costs besides.
 
-    ``attention``, ``mlp``: one sublayer; ``base``: a draft step that skips them all (embedding, head, distribution,
-    draw); ``confidence``: reading the confidence of a drafted token; ``verify`` as in CostTable; ``overhead``: what
-    a round of the loop takes beyond its draft steps and its verification.
+    ``attention``, ``mlp``: one sublayer in 4, in 8 and in all its bits; ``base``: a draft step that skips them all
+    (embedding, head, distribution, draw), with the head in as many; ``confidence``: reading the confidence of a drafted
+    token; ``verify`` as in CostTable; ``overhead``: what a round of the loop takes beyond its draft steps and its
+    verification.
     """
 
-    attention: float
-    mlp: float
-    base: float
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+    base: tuple[float, ...]
     confidence: float
     overhead: float
     verify: tuple[float, ...]
 
     def draft(self, plan: LayerPlan) -> float:
         """A draft step under ``plan``."""
-        return (
-            self.base
-            + self.attention * (plan.num_layers - len(plan.skipped_attention))
-            + self.mlp * (plan.num_layers - len(plan.skipped_mlp))
-        )
+        sublayers = [(self.attention, bits) for bits in plan.attention] + [(self.mlp, bits) for bits in plan.mlp]
+        return self.base[BITS.index(plan.head)] + sum(cost[BITS.index(bits)] for cost, bits in sublayers if bits)
 
 
 def without_draft(costs: CostTable | GrowingCosts) -> CostTable | GrowingCosts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import Positions, RMSNorm, place
-from model.plan import FULL, LayerPlan
+from model.plan import LayerPlan
 from model.twins import Twins
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: bounds the memory of masks and activations
@@ -98,18 +100,21 @@ class Decoder(nn.Module):
             x = block(x, positions, cache, attention=attention > 0, mlp=mlp > 0)
         return x
 
-    def logits(self, hidden: Tensor, bits: int = FULL) -> Tensor:
-        """Final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype."""
+    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype.
+
+        ``head`` stands in for the model's own: a low-bit twin.
+        """
         hidden = self.norm(hidden)
-        if bits != FULL:
-            return self.twins.head(bits)(hidden)
+        if head is not None:
+            return head(hidden)
         return F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
         """Next-token logits after each token: ``[batch, T]`` ids -> ``[batch, T, vocab]``. See ``hidden``."""
-        return self.logits(self.hidden(tokens, cache, start, plan), plan.head if plan else FULL)
+        return self.logits(self.hidden(tokens, cache, start, plan), self.twins.head(plan.head) if plan else None)
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
         """Write the cache entries of ``[batch, T]`` prompt tokens, a chunk at a time; the head never runs."""

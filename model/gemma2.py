@@ -6,6 +6,7 @@ Gemma's own is here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,6 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
-from model.plan import FULL
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -66,7 +66,7 @@ class Gemma2(Decoder):
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
         return self.embed_tokens(tokens) * scale
 
-    def logits(self, hidden: Tensor, bits: int = FULL) -> Tensor:
-        logits = super().logits(hidden, bits)
+    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        logits = super().logits(hidden, head)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.plan import FULL, LayerPlan
 from model.quantise import quantise
@@ -40,8 +40,7 @@ class Twins:
         """Make what the plan asks for now, layer by layer."""
         for layer, bits in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             self.block(layer, *bits)
-        if plan.head != FULL:
-            self.head(plan.head)
+        self.head(plan.head)
 
     def block(self, layer: int, attention: int, mlp: int) -> Any:
         """The block of this layer, its sublayers in so many bits (one of 0 bits is not to be called)."""
@@ -57,8 +56,10 @@ class Twins:
             self.blocks[key] = twin
         return self.blocks[key]
 
-    def head(self, bits: int) -> Any:
-        """The head in so many bits: normed hidden states ``[..., hidden]`` -> ``[..., vocab]``."""
+    def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
+        """The head in so many bits, for normed hidden states ``[..., hidden]``; None: the model's own."""
+        if bits == FULL:
+            return None
         if bits not in self.heads:
             head = self.model.lm_head
             self.heads[bits] = self.exchange(self.model.embed_tokens if head is None else head, bits)

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from decoding.chooser import plan_in_words
 from decoding.cost_file import kept_sublayer_costs, machine
 from decoding.costs import SublayerCosts
 from decoding.plan_file import write_plan
@@ -128,7 +129,7 @@ class Setting:
         return {
             "model": self.fingerprint,
             "dtype": str(self.model.dtype),
-            "space": 2 * self.model.num_layers,
+            "space": f"bits of {2 * self.model.num_layers} sublayers",
             "sampling": {**asdict(self.params), "coupling": self.coupling},
             "texts": texts,
         }
@@ -243,12 +244,12 @@ def run_confirmation(options: argparse.Namespace, setting: Setting, found: list[
 
 def confirmation_table(confirmed: list[Confirmation]) -> Table:
     table = Table(title="held-out prompts: predicted, and measured beside plain decoding")
-    for heading in ("plan skips", "γ", "threshold", "speed-up", "predicted", "accepted", "predicted", "tokens a round"):
-        table.add_column(heading, justify="left" if heading == "plan skips" else "right")
+    for heading in ("plan", "γ", "threshold", "speed-up", "predicted", "accepted", "predicted", "tokens a round"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
     for one in confirmed:
         plan, prediction = one.candidate.plan, one.candidate.prediction
         table.add_row(
-            f"{len(plan.skipped_attention)} attention, {len(plan.skipped_mlp)} MLP",
+            plan_in_words(plan),
             str(prediction.gamma),
             f"{prediction.threshold}" if prediction.threshold else "none",
             f"{one.speedup:.2f}",

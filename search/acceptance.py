@@ -20,7 +20,7 @@ itself made at depths 0 ... d on its way from there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,11 @@ from torch import Tensor
 
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, KVCache, LayerPlan
+from model.fast.low_bits import written_out
+from model.fast.parts import FastPart
 from model.layers import Positions, Sight, place
 from model.plan import FULL
+from model.twins import Twins
 
 DEPTHS = 3  # deeper ones are taken to be like the last; on SmolLM2 that moves acceptance rates by .01 at most
 
@@ -82,8 +85,8 @@ class TextBatch:
     from, so that a plan's pass begins at the first sublayer it skips.
     """
 
-    def __init__(self, model: Decoder, texts: Sequence[Text], depths: int) -> None:
-        self.model, self.depths = model, depths
+    def __init__(self, model: Decoder, twins: Twins, texts: Sequence[Text], depths: int) -> None:
+        self.model, self.twins, self.depths = model, twins, depths
         self.longest = max(len(text.written) for text in texts)
         # Token t of the text follows position begin + t. A pad is seen by no token of the text: attention is causal.
         begin = torch.tensor([len(text.prompt) - 1 for text in texts], device=model.device)
@@ -145,7 +148,7 @@ class TextBatch:
             if deep and layer > first and plan.attention[layer] and positions is self.shallow:
                 x, positions = x.repeat(1, self.depths, 1), self.deep
             attention, mlp = plan.attention[layer], plan.mlp[layer]
-            block = self.model.twins.block(layer, attention, mlp)
+            block = self.twins.block(layer, attention, mlp)
             x = block(x, positions, self.entries, attention=attention > 0, mlp=mlp > 0)
         return x.unflatten(1, (-1, self.longest))
 
@@ -177,7 +180,10 @@ class Calibration:
         self.longest = max(len(text.written) for text in texts)
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number].prompt))
         self.groups = [by_length[first : first + GROUP] for first in range(0, len(texts), GROUP)]
-        self.batches = [TextBatch(model, [texts[number] for number in group], depths) for group in self.groups]
+        # The kernels of low bits are slow for many rows: here the rounded weights are written out.
+        self.twins = Twins(model, written_out) if isinstance(model.norm, FastPart) else model.twins
+        batches = ([texts[number] for number in group] for group in self.groups)
+        self.batches = [TextBatch(model, self.twins, batch, depths) for batch in batches]
         self.target = torch.ones(len(texts), 1, self.longest, dtype=torch.float64)
         if params.temperature and not self.race:
             self.target = self._judge([batch.states[-1][:, None] for batch in self.batches]).accept
@@ -185,7 +191,8 @@ class Calibration:
     @torch.inference_mode()
     def acceptance(self, plan: LayerPlan, *, deep: bool = True) -> Acceptance:
         """What the target makes of the drafts of ``plan`` at every position and depth (not ``deep``: the first)."""
-        return self._judge([batch.draft_states(plan, deep) for batch in self.batches])
+        states = [batch.draft_states(plan, deep) for batch in self.batches]
+        return self._judge(states, self.twins.head(plan.head))
 
     def first_token_rate(self, plan: LayerPlan) -> float:
         """The mean acceptance of a round's first drafted token: quick, and enough to rank sublayers."""
@@ -193,8 +200,11 @@ class Calibration:
         lengths = [len(text.written) for text in self.texts]
         return sum(row[:length].sum().item() for row, length in zip(accept, lengths, strict=True)) / sum(lengths)
 
-    def _judge(self, states: Sequence[Tensor]) -> Acceptance:
-        """The head over each batch's ``[B, D, M, hidden]``, a text and depth at a time: logits take much room."""
+    def _judge(self, states: Sequence[Tensor], head: Callable[[Tensor], Tensor] | None = None) -> Acceptance:
+        """The head, the model's own by default, over each batch's ``[B, D, M, hidden]``.
+
+        A text and depth at a time: logits take much room.
+        """
         found = torch.ones(4, len(self.texts), states[0].shape[1], self.longest, dtype=torch.float64)
         for group, batch, rows in zip(self.groups, self.batches, states, strict=True):
             for number, last, text_states in zip(group, batch.states[-1], rows, strict=True):
@@ -202,15 +212,15 @@ class Calibration:
                 length = len(text.written)
                 target = self._probs(self._logits(last[:length]), text) if self.race else None
                 for depth, state in enumerate(text_states):
-                    measured = self._measure(self._logits(state[:length]), text, target)
+                    measured = self._measure(self._logits(state[:length], head), text, target)
                     found[:, number, depth, :length] = measured.cpu()
         # A probability of the target can round to 0 where the text was written in other chunks than it is read.
         smallest = torch.finfo(found.dtype).tiny
         return Acceptance((found[0] / self.target.clamp(min=smallest)).clamp(max=1.0), *found[1:])
 
-    def _logits(self, state: Tensor) -> Tensor:
+    def _logits(self, state: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Hidden states ``[M, hidden]`` -> logits ``[M, vocab]`` in at least float32."""
-        logits = self.model.logits(state[None])[0]
+        logits = self.model.logits(state[None], head)[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _probs(self, logits: Tensor, text: Text) -> Tensor:

@@ -9,7 +9,7 @@ from rich.table import Table
 from decoding.costs import SublayerCosts
 from model import LayerPlan
 from search.prediction import Prediction
-from search.study import SAMPLERS, candidates, enqueue, open_study, optimise, toggled
+from search.study import SAMPLERS, candidates, choices, enqueue, open_study, optimise, parameters, plan_of
 
 Evaluate = Callable[[LayerPlan], Prediction]
 
@@ -34,9 +34,11 @@ def greedy(evaluate: Evaluate, first: Sequence[LayerPlan], trials: int) -> float
     """
     tried = {plan: evaluate(plan).speedup for plan in first[:trials]}
     best = max(tried, key=lambda plan: tried[plan])
-    layers, fruitless, at = best.num_layers, 0, 0
-    while len(tried) < trials and fruitless < 2 * layers:
-        changed = toggled(best, at % (2 * layers))
+    changes = [(name, bits) for name in parameters(best) for bits in choices(name)]
+    fruitless, at = 0, 0
+    while len(tried) < trials and fruitless < len(changes):
+        name, bits = changes[at % len(changes)]
+        changed = plan_of({**parameters(best), name: bits})
         at += 1
         fruitless += 1
         if changed not in tried:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from decoding.costs import (
+    BITS,
     CONTEXT,
     IN_A_ROW,
     LONGEST_DRAFT,
@@ -29,18 +30,13 @@ REPEATS, PATIENCE = 21, 15.0  # more than for one draft: a whole search is built
 
 @torch.inference_mode()
 def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
-    """Time draft steps of five plans, verifications and the plain loop, in turns, with these sampling parameters.
+    """Time draft steps of some plans, verifications and the plain loop, in turns, with these sampling parameters.
 
-    The five draft steps are fitted by base + attention · attentions + mlp · MLPs (least squares).
+    The draft steps are fitted by base + attention · attentions + mlp · MLPs, each by its bits (least squares).
     """
-    cache, layers = filled_cache(model, LONGEST_DRAFT), model.num_layers
-    plans = [
-        LayerPlan.full(layers),
-        LayerPlan.skipping(layers, range(0, layers, 2), ()),
-        LayerPlan.skipping(layers, (), range(1, layers, 2)),
-        LayerPlan.skipping(layers, range(0, layers, 2), range(0, layers, 2)),
-        LayerPlan.skipping(layers, range(layers), range(layers)),
-    ]
+    cache, plans = filled_cache(model, LONGEST_DRAFT), list(measured_plans(model.num_layers))
+    for plan in plans:
+        model.twins.prepare(plan)
     steps: list[Callable[[], None]] = [
         verification(model, count, cache, params) for count in range(1, LONGEST_DRAFT + 2)
     ]
@@ -53,12 +49,25 @@ def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
     for row in (0, *range(LONGEST_DRAFT + 1, len(seconds) - 2), -1):
         seconds[row] /= IN_A_ROW
     plain, verify, drafts = seconds[0], seconds[: LONGEST_DRAFT + 1], seconds[LONGEST_DRAFT + 1 : -2] / seconds[0]
-    sizes = torch.tensor(
-        [[sum(map(bool, plan.attention)), sum(map(bool, plan.mlp)), 1.0] for plan in plans], dtype=torch.float64
-    )
-    attention, mlp, base = torch.linalg.lstsq(sizes, drafts[:, None]).solution[:, 0].clamp(min=0).tolist()
+    sizes = torch.tensor([counts_of(plan) for plan in plans], dtype=torch.float64)
+    fitted = torch.linalg.lstsq(sizes, drafts[:, None]).solution[:, 0].clamp(min=0)
+    base, attention, mlp = (tuple(part.tolist()) for part in fitted.split(len(BITS)))
     overhead = max(0.0, (seconds[-1] / plain - 1).item())
     return SublayerCosts(attention, mlp, base, (seconds[-2] / plain).item(), overhead, tuple((verify / plain).tolist()))
+
+
+def measured_plans(layers: int) -> Iterator[LayerPlan]:
+    """Plans from whose steps the costs of all sublayers follow, by their bits."""
+    every = range(layers)
+    for bits in BITS:
+        for skipped in (((), ()), (every, every), (every[::2], ()), ((), every[1::2]), (every[::2], every[::2])):
+            yield LayerPlan.skipping(layers, *skipped).in_bits(bits, bits)
+
+
+def counts_of(plan: LayerPlan) -> list[float]:
+    """How many heads, attentions and MLPs of each number of bits a plan has."""
+    parts = ([plan.head], plan.attention, plan.mlp)
+    return [float(sum(each == bits for each in part)) for part in parts for bits in BITS]
 
 
 def _row(step: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The search: a binary choice for each sublayer, Optuna proposing, the predicted speed-up disposing.
+"""The search: a number of bits for each sublayer, Optuna proposing, the predicted speed-up disposing.
 
 The study lives in a journal file: any number of processes may work on it, on one machine or several that share the
 file, and a killed search goes on where it was.
@@ -10,7 +10,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
     "random": lambda seed: RandomSampler(seed=seed),
 }
 NAME = "layer plan"
+HEAD = "head"
 
 
 @dataclass(frozen=True)
@@ -72,31 +73,29 @@ class Candidate:
     draft_cost: float
 
 
-def parameters(plan: LayerPlan) -> dict[str, bool]:
-    """The plan as Optuna's parameters: whether each sublayer runs."""
+def choices(parameter: str) -> list[int]:
+    """The bits to choose from."""
+    return [FULL, 8, 4] if parameter == HEAD else [FULL, 8, 4, 0]
+
+
+def parameters(plan: LayerPlan) -> dict[str, int]:
+    """The plan as Optuna's parameters: the bits of each sublayer and of the head."""
     runs = {"attn": plan.attention, "mlp": plan.mlp}
-    return {f"{kind} {layer}": bits > 0 for kind, layers in runs.items() for layer, bits in enumerate(layers)}
+    bits = {f"{kind} {layer}": each for kind, layers in runs.items() for layer, each in enumerate(layers)}
+    return {**bits, HEAD: plan.head}
 
 
-def plan_of(params: Mapping[str, bool]) -> LayerPlan:
+def plan_of(params: Mapping[str, int]) -> LayerPlan:
     """The plan of Optuna's parameters: the inverse of ``parameters``."""
     layers = range(len(params) // 2)
-    return LayerPlan(
-        tuple(FULL * params[f"attn {n}"] for n in layers), tuple(FULL * params[f"mlp {n}"] for n in layers)
-    )
-
-
-def toggled(plan: LayerPlan, sublayer: int) -> LayerPlan:
-    """The plan with one sublayer changed; attentions count first, then MLPs."""
-    kind, layer = ("attention", sublayer) if sublayer < plan.num_layers else ("mlp", sublayer - plan.num_layers)
-    runs = list(getattr(plan, kind))
-    runs[layer] = 0 if runs[layer] else FULL
-    return replace(plan, **{kind: tuple(runs)})
+    attention, mlp = (tuple(params[f"{kind} {layer}"] for layer in layers) for kind in ("attn", "mlp"))
+    return LayerPlan(attention, mlp, params[HEAD])
 
 
 def untried_neighbour(plan: LayerPlan, tried: Collection[LayerPlan], rng: random.Random) -> LayerPlan | None:
     """A plan that differs in one sublayer and was not tried yet; None if there is none."""
-    neighbours = [toggled(plan, sublayer) for sublayer in range(2 * plan.num_layers)]
+    params = parameters(plan)
+    neighbours = [plan_of({**params, name: bits}) for name in params for bits in choices(name)]
     fresh = [neighbour for neighbour in neighbours if neighbour not in tried]
     return rng.choice(fresh) if fresh else None
 
@@ -114,9 +113,12 @@ def importance(calibration: Calibration, on_sublayer: Callable[[], None] = lambd
 
 
 def starts(losses: Mapping[str, list[float]], costs: SublayerCosts) -> list[LayerPlan]:
-    """Plans worth trying first: without the least important sublayers, evenly thinned out, and early exits."""
+    """Plans worth trying first: without the least important sublayers, evenly thinned out, and early exits.
+
+    Each in the checkpoint's bits and in four; and all sublayers in four and in eight.
+    """
     layers = len(losses["attn"])
-    price = {"attn": max(costs.attention, 1e-9), "mlp": max(costs.mlp, 1e-9)}
+    price = {"attn": max(costs.attention[-1], 1e-9), "mlp": max(costs.mlp[-1], 1e-9)}
     order = sorted(
         ((kind, layer) for kind in price for layer in range(layers)),
         key=lambda sublayer: losses[sublayer[0]][sublayer[1]] / price[sublayer[0]],
@@ -131,6 +133,7 @@ def starts(losses: Mapping[str, list[float]], costs: SublayerCosts) -> list[Laye
     for share in (0.25, 0.4, 0.5, 0.6, 0.75, 0.9):
         plans.append(LayerPlan.early_exit(layers, max(1, round(share * layers))))
     full = LayerPlan.full(layers)
+    plans = [full.in_bits(4), full.in_bits(8), *(plan.in_bits(4) for plan in plans), *plans]
     return [plan for plan in dict.fromkeys(plans) if plan != full]
 
 
@@ -202,7 +205,7 @@ def costs_of(study: optuna.Study, measured: SublayerCosts) -> SublayerCosts:
         study.set_user_attr("costs", asdict(measured))
         return measured
     kept = dict(study.user_attrs["costs"])
-    return SublayerCosts(**{**kept, "verify": tuple(kept["verify"])})
+    return SublayerCosts(**{name: tuple(cost) if isinstance(cost, list) else cost for name, cost in kept.items()})
 
 
 def enqueue(study: optuna.Study, plans: Iterable[LayerPlan]) -> None:
@@ -231,7 +234,7 @@ def optimise(
     names = list(parameters(LayerPlan.full(num_layers)))
 
     def objective(trial: Trial) -> float:
-        plan = plan_of({name: trial.suggest_categorical(name, [True, False]) for name in names})
+        plan = plan_of({name: trial.suggest_categorical(name, choices(name)) for name in names})
         known = {plan_of(old.params): old for old in finished(study)}
         if plan in known:
             found = known[plan].user_attrs

@@ -75,7 +75,7 @@ class StaticStep:
         positions = Positions(0, *(table.index_select(0, index) for table in self.angles), sights)
         cache = StaticCache(self.cache, index, self.span)
         x = self.model.run_blocks(self.model.embed(self.tokens), positions, cache, self.plan)
-        return self.model.logits(x, self.plan.head)
+        return self.model.logits(x, self.model.twins.head(self.plan.head))
 
     def capture(self, recorder: Recorder) -> None:
         """Record the step as a CUDA graph, after one run on the recording stream in which libraries settle."""

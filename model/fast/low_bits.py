@@ -55,6 +55,18 @@ class LowBitLinear(FastPart, Product):
         return product if residual is None else residual + product
 
 
+def weight_of(product: PackedLinear | nn.Embedding) -> Tensor:
+    """``[out, in]``, as it was loaded."""
+    return product.dense() if isinstance(product, PackedLinear) else product.weight.detach()
+
+
+@torch.no_grad()
+def written_out(product: PackedLinear | nn.Embedding, bits: int) -> PackedLinear:
+    """The product with its weight rounded and written out again: for many rows, for which the kernels are slow."""
+    bias = getattr(product, "bias", None)
+    return PackedLinear([quantise(weight_of(product), bits).dequantised()], None if bias is None else [bias])
+
+
 class LowBits:
     """Makes the low-bit twins of a prepared model's products; ``trouble`` says why some are not what was asked for.
 
@@ -68,18 +80,18 @@ class LowBits:
 
     @torch.no_grad()
     def __call__(self, product: PackedLinear | nn.Embedding, bits: int) -> LowBitLinear | PackedLinear:
-        weight = product.dense() if isinstance(product, PackedLinear) else product.weight.detach()
-        rounded, bias = quantise(weight, bits), getattr(product, "bias", None)
-        if reason := self._refusal(weight, rounded):
+        rounded = quantise(weight_of(product), bits)
+        if reason := self._refusal(rounded):
             self.trouble = self.trouble or f"drafts in {bits} bits are no faster here: {reason}"
-            return PackedLinear([rounded.dequantised()], None if bias is None else [bias])
-        return LowBitLinear(rounded, bias)
+            return written_out(product, bits)
+        return LowBitLinear(rounded, getattr(product, "bias", None))
 
-    def _refusal(self, weight: Tensor, rounded: Quantised) -> str | None:
+    def _refusal(self, rounded: Quantised) -> str | None:
         """Why the kernels cannot be used, None if they can."""
-        if weight.dtype != torch.bfloat16 or weight.device.type not in ("cpu", "cuda"):
-            return f"there are kernels for bfloat16 only, and this is {str(weight.dtype).removeprefix('torch.')}"
-        out, columns = weight.shape
+        dtype, device = rounded.scale.dtype, rounded.scale.device
+        if dtype != torch.bfloat16 or device.type not in ("cpu", "cuda"):
+            return f"there are kernels for bfloat16 only, and this is {str(dtype).removeprefix('torch.')}"
+        out, columns = rounded.codes.shape
         if out % ROWS or columns % COLUMNS:
             return f"the kernels do not take a {out}×{columns} product"
         if rounded.bits not in self.trusted:

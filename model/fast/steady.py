@@ -73,7 +73,8 @@ class SteadyDecoder:
             cache.clear(start)
         x = self.model.embed(tokens)
         positions = place_in_pieces(self.model.config, start, tokens.shape[1], x, self.rows)
-        logits = self.model.logits(self.model.run_blocks(x, positions, WholeRooms(cache), plan), plan.head)
+        x = self.model.run_blocks(x, positions, WholeRooms(cache), plan)
+        logits = self.model.logits(x, self.model.twins.head(plan.head))
         if not math.isfinite(logits[0, -1, 0].item()):  # a row sees those before it: the last tells of all
             self.soiled.add(cache)
         return logits

@@ -21,11 +21,12 @@ from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from model.plan import FULL
 from search import __main__ as command
+from search import study as study_module
 from search import workers
 from search.acceptance import Calibration, Text
 from search.compare import compare, greedy, remembering
 from search.confirm import confirm
-from search.costs import measure_sublayers
+from search.costs import counts_of, measure_sublayers, measured_plans
 from search.plots import pareto
 from search.prediction import Prediction, predict
 from search.study import (
@@ -51,7 +52,13 @@ from weights.files import write_json
 from weights.fingerprint import model_fingerprint
 from weights.load import load_model
 
-COSTS = SublayerCosts(0.1, 0.12, 0.1, 0.02, 0.05, (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4))
+BY_BITS = (0.3, 0.6, 1.0)  # of what a sublayer costs
+COSTS = SublayerCosts(
+    *(tuple(cost * share for share in BY_BITS) for cost in (0.1, 0.12, 0.1)),
+    confidence=0.02,
+    overhead=0.05,
+    verify=(1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4),
+)
 GREEDY = SamplingParams()
 IDENTITY = {"model": "a", "space": 8}
 
@@ -80,19 +87,36 @@ def toy(plan: LayerPlan) -> Prediction:
 
 
 def test_parameters_and_plan_are_inverse() -> None:
-    for flags in itertools.product([FULL, 0], repeat=6):
-        plan = LayerPlan(flags[:3], flags[3:])
+    for bits in itertools.product([FULL, 8, 4, 0], repeat=4):
+        plan = LayerPlan(bits[:2], bits[2:], head=bits[0] or 4)
         assert plan_of(parameters(plan)) == plan
 
 
-def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
-    """All 256 plans of a 4-layer model, against half as many trials of the search."""
+def test_a_draft_step_costs_what_its_sublayers_and_its_head_cost_in_their_bits() -> None:
+    assert COSTS.draft(LayerPlan.full(4)) == pytest.approx(0.1 + 4 * 0.1 + 4 * 0.12)
+    assert COSTS.draft(LayerPlan((4, 8, 0), (0, FULL, 4), head=8)) == pytest.approx(
+        0.6 * 0.1 + (0.3 + 0.6) * 0.1 + (1 + 0.3) * 0.12
+    )
+
+
+def test_the_costs_of_all_sublayers_follow_from_the_measured_plans() -> None:
+    plans = list(measured_plans(6))
+    sizes = torch.tensor([counts_of(plan) for plan in plans], dtype=torch.float64)
+    assert torch.linalg.matrix_rank(sizes) == 9
+    drafts = torch.tensor([[COSTS.draft(plan)] for plan in plans], dtype=torch.float64)
+    fitted = torch.linalg.lstsq(sizes, drafts).solution[:, 0].tolist()
+    assert fitted == pytest.approx([*COSTS.base, *COSTS.attention, *COSTS.mlp])
+
+
+def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 256 plans of a 4-layer model with or without each sublayer, against half as many trials of the search."""
+    monkeypatch.setattr(study_module, "choices", lambda name: [FULL] if name == "head" else [FULL, 0])
     evaluate = remembering(evaluator())
     flags = itertools.product([FULL, 0], repeat=8)
     best = max(evaluate(LayerPlan(flag[:4], flag[4:])).speedup for flag in flags)
     study = open_study(None, IDENTITY, "tpe", 0, resume=False)
     losses = importance(evaluator().calibration)
-    enqueue(study, starts(losses, COSTS))
+    enqueue(study, [plan for plan in starts(losses, COSTS) if not plan.has_low_bits])
     optimise(study, evaluate, COSTS, 4, 128)
     assert candidates(study)[0].prediction.speedup == best
 
@@ -115,17 +139,20 @@ def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
         return toy(plan)
 
     study = open_study(None, IDENTITY, "random", 0, resume=False)
-    optimise(study, counting, COSTS, 1, 12)  # one layer has four plans
-    assert len(seen) == len(set(seen)) <= 4
-    assert len(finished(study)) == 12
+    optimise(study, counting, COSTS, 1, 60)  # one layer has 48 plans
+    assert len(seen) == len(set(seen)) <= 48
+    assert len(finished(study)) == 60
     assert len(candidates(study)) == len(seen)
 
 
 def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first() -> None:
     losses = {"attn": [0.5, 0.5, 0.01, 0.5], "mlp": [0.5, 0.02, 0.5, 0.5]}
     plans = starts(losses, COSTS)
-    assert plans[0] == LayerPlan.skipping(4, [2], [])
-    assert plans[1] == LayerPlan.skipping(4, [2], [1])
+    assert plans[:2] == [LayerPlan.full(4).in_bits(4), LayerPlan.full(4).in_bits(8)]
+    thinned = [LayerPlan.skipping(4, [2], []), LayerPlan.skipping(4, [2], [1])]
+    assert [plan for plan in plans if not plan.has_low_bits][:2] == thinned
+    assert plans[2:4] == [plan.in_bits(4) for plan in thinned]
+    assert LayerPlan.early_exit(4, 2).in_bits(4) in plans
     assert len(set(plans)) == len(plans)
     assert LayerPlan.full(4) not in plans
     assert LayerPlan.early_exit(4, 2) in plans
@@ -189,7 +216,7 @@ def test_two_workers_share_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_study_predicts_from_the_costs_of_whoever_began_it(tmp_path: Path) -> None:
     path = tmp_path / "plan.journal"
     assert costs_of(open_study(path, IDENTITY, "tpe", 0, resume=False), COSTS) == COSTS
-    elsewhere = replace(COSTS, attention=9 * COSTS.attention)
+    elsewhere = replace(COSTS, attention=(9.0, 9.0, 9.0))
     assert costs_of(open_study(path, IDENTITY, "tpe", 0, resume=True), elsewhere) == COSTS
 
 
@@ -231,7 +258,7 @@ def test_sublayer_costs_add_up() -> None:
     measured = measure_sublayers(tiny_model("llama", vocab=7, layers=4), SamplingParams(1.0))
     assert measured.verify[0] == 1.0
     assert len(measured.verify) == 9
-    assert measured.draft(LayerPlan.full(4)) > measured.base
+    assert measured.draft(LayerPlan.full(4)) > measured.base[-1]
 
 
 def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts() -> None:
@@ -258,8 +285,8 @@ def test_greedy_and_samplers_are_compared_at_equal_trials() -> None:
         return toy(plan)
 
     first = [LayerPlan.early_exit(4, 2), LayerPlan.early_exit(4, 3)]
-    assert greedy(counting, first, 11) == 2.0  # at most 8 sublayers to change, and the optimum agrees in all
-    assert len(seen) == len(set(seen)) <= 11
+    assert greedy(counting, first, 40) == 2.0  # at most 8 sublayers to change, and the optimum agrees in all
+    assert len(seen) == len(set(seen)) <= 40
     results = compare(toy, COSTS, first, 8, range(2))
     assert set(results) == {"greedy", "tpe", "nsga2", "random"}
     assert all(len(values) == 2 and max(values) <= 2.0 for values in results.values())

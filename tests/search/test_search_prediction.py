@@ -15,6 +15,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.verify import verify_by_race
 from model import Decoder, LayerPlan
+from model.plan import FULL
 from search.acceptance import Acceptance, Calibration, Text, raced_together
 from search.prediction import expected_rounds
 from tests.laws import tiny_model
@@ -45,6 +46,7 @@ PLANS = [
     LayerPlan.skipping(4, [], [0, 1]),
     LayerPlan.skipping(4, [0, 1, 2, 3], [1]),
     LayerPlan.full(4),
+    LayerPlan((4, FULL, 8, 0), (FULL, 4, 4, 8), head=8),
 ]
 
 
