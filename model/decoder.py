@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.layers import Positions, RMSNorm, place
 from model.plan import LayerPlan
 
-PREFILL_CHUNK = 512  # tokens per forward of a prompt: bounds the memory of masks and activations
+PREFILL_CHUNK = 1024  # tokens per forward of a prompt: bounds the memory of activations
 
 
 class Decoder(nn.Module):
