@@ -187,8 +187,8 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
     if soft_cap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        tanh = torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        scores = tanh * soft_cap if mask is None else torch.add(mask, tanh, alpha=soft_cap)
+        scores = torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
+        scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
         out = torch.softmax(scores, dim=-1) @ v  # within a softmax torch computes in the wide dtype
     return out.reshape(batch, heads, count, size)
 
