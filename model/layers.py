@@ -170,6 +170,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_c
     computes: then the explicit formula runs.
     """
     count, before, out = q.shape[2], k.shape[2] - q.shape[2], []
+    if sees.whole and not before and soft_cap is None:
+        shared = q.shape[1] // k.shape[1]
+        k, v = (entries[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for entries in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     for begin in range(0, count, sees.rows):
         end = min(count, begin + sees.rows)
         first, last = max(0, before + begin - sees.reach), before + end
