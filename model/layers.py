@@ -191,9 +191,11 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
     if soft_cap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).unflatten(0, (batch, -1))
+        scores = torch.tanh(scores * (scale / soft_cap))
         scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
-        out = torch.softmax(scores, dim=-1) @ v  # within a softmax torch computes in the wide dtype
+        weights = torch.softmax(scores, dim=-1)  # in the wide dtype, within
+        out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
     return out.reshape(batch, heads, count, size)
 
 
