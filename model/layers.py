@@ -191,8 +191,8 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
     if soft_cap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).unflatten(0, (batch, -1))
-        scores = torch.tanh(scores * (scale / soft_cap))
+        scores = torch.tanh(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * (scale / soft_cap))
+        scores = scores.unflatten(0, (batch, -1))
         scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
         weights = torch.softmax(scores, dim=-1)  # in the wide dtype, within
         out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))

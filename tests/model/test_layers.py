@@ -119,6 +119,13 @@ def test_norms_compute_in_float32_for_narrower_dtypes_and_in_float64_for_float64
         torch.testing.assert_close(normed.double(), exact, rtol=0, atol=tolerance * 10)
 
 
+@pytest.mark.parametrize("keys", [1, 7, 64, 191, 1088])
+def test_a_softmax_of_bfloat16_rounds_but_once(keys):
+    """torch computes it in float32 within: attention relies on it."""
+    scores = (torch.randn(50, keys, generator=torch.Generator().manual_seed(0)) * 9).bfloat16()
+    assert torch.equal(torch.softmax(scores, -1), torch.softmax(scores.float(), -1).bfloat16())
+
+
 @both_families
 def test_fresh_weights_have_the_wanted_spread_and_neutral_norms_whatever_was_there(family):
     raw = {"model_type": family, "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
