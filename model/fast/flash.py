@@ -19,8 +19,17 @@ def join(out: Tensor, log_sums: Tensor) -> Tensor:
 
     ``log_sums`` ``[N, ...]``, wide, are the logarithms of what the softmax of each was divided by.
     """
-    parts = out * log_sums.softmax(0).unsqueeze(-1)
+    parts = out * shares(log_sums).unsqueeze(-1)
     return reduce(torch.add, parts).to(out.dtype)  # one after another: a sum's order would go by the number of rows
+
+
+def shares(log_sums: Tensor) -> Tensor:
+    """``log_sums.softmax(0)``, with the same bits wherever in memory a number stands.
+
+    Vector instructions and scalar ones, which finish a row, differ in the last bits of an exponential: here in those
+    of float64, which rounding hides.
+    """
+    return log_sums.double().softmax(0).to(log_sums.dtype)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from model import Decoder, KVCache, ModelConfig, build, parse_config
 from model.cache import BLOCK
 from model.fast import accelerate
 from model.fast.check import ambiguous, differing_counts
+from model.fast.flash import shares
 from model.fast.parts import PackedLinear, can_pack
 from model.fast.pieces import LONGEST_STEP, PART, attend_in_pieces, even_parts, pieces
 from model.fast.steady import SteadyDecoder
@@ -120,6 +121,21 @@ def test_keys_in_parts_give_the_attention_of_the_whole(start: int, monkeypatch: 
     parts = pieces(start, 9, None, config, q, 32)
     assert max(piece.parts for piece in parts) == (1 if start == 0 else 2)
     torch.testing.assert_close(attend_in_pieces(*given, parts, scale=0.2, soft_cap=None), whole, rtol=0, atol=1e-12)
+
+
+def test_the_shares_of_parts_do_not_depend_on_the_number_of_rows() -> None:
+    log_sums = torch.randn(2, 3, 51, generator=torch.Generator().manual_seed(0)) * 4
+    every = shares(log_sums)
+    torch.testing.assert_close(every, log_sums.softmax(0))
+    for count in range(1, 51):
+        assert torch.equal(shares(log_sums[:, :, :count]), every[:, :, :count])
+
+
+@BF16
+def test_the_check_refuses_shares_that_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.fast.check.shares", lambda log_sums: log_sums + log_sums.shape[1] % 2)
+    model = accelerate(random_model("llama"))
+    assert not model.row_invariant and model.why_rows_vary.startswith("what joins the parts of an attention")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16, 64])
