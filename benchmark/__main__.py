@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmark import Report
 from benchmark.contenders import Bench, find_drafts
-from benchmark.libraries import LIBRARIES, PACKAGES
+from benchmark.libraries import LIBRARIES, PACKAGES, other_contenders
 from benchmark.report import DRAWN, draw, tables
 from benchmark.sections import (
     cost_tables,
@@ -103,8 +103,8 @@ def check_options(options: argparse.Namespace) -> None:
         for name in named:
             if name not in known:
                 raise InputError(f"{option} {name!r:.80} is unknown: give {', '.join(known)}")
-    if options.against and "speed" not in options.only:
-        raise InputError("--against is measured in the section speed only: add --only speed")
+    if options.against and not {"speed", "first-token"} & set(options.only):
+        raise InputError("--against is measured in the sections speed and first-token only: add one with --only")
     for name in options.against:
         if util.find_spec(LIBRARIES[name]) is None:
             raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
@@ -149,6 +149,7 @@ def measure(bench: Bench) -> Report:
     report: Report = {}
     if {"speed", "costs"} & set(chosen):  # a prediction needs the costs
         report["costs"] = measure_steps(bench)
+    bench.others = other_contenders(bench)
     if "speed" in chosen:
         report["speed"] = measure_speed(bench, cost_tables(report["costs"]))
     others = {

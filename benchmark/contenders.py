@@ -17,6 +17,7 @@ from model import Decoder, InputError
 from weights.files import is_there
 
 WARM_UP_TOKENS = 8
+PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 Prompt = tuple[str, str, list[int]]  # kind, text, token ids
 
@@ -40,12 +41,13 @@ class Contender:
 
 @dataclass
 class Bench:
-    """Everything a section needs: the target in its setting, what drafts, the prompts, the options; and notes."""
+    """Everything a section needs: the options, the target in its setting, prompts, drafts, libraries; and notes."""
 
     options: argparse.Namespace
     setting: Setting
     prompts: list[Prompt]
     drafts: dict[str, Drafting] = field(default_factory=dict)
+    others: dict[str, Contender] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -60,6 +62,11 @@ class Bench:
     def step_repeats(self) -> int:
         """How often single steps are timed; they are short."""
         return 5 if self.options.quick else 15
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of the prompts that are read to their first token, as far as the context reaches."""
+        return [length for length in self.some(PROMPT_LENGTHS) if length <= self.model.max_positions]
 
     def some(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """All of the lengths, or three of the shorter ones in a quick run."""

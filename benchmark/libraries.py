@@ -78,9 +78,10 @@ def other_contenders(bench: Bench) -> dict[str, Contender]:
     """The libraries of --against, less what they cannot do with this model: that goes into the notes."""
     deepest = exit_layer(bench.model.num_layers, bench.options.exit_layer)
     draft_folder = model_folder(bench.options.draft_model) if bench.options.draft_model else None
+    longest = max([bench.setting.positions, *bench.prompt_lengths])
     makers: dict[str, Callable[[], dict[str, Contender]]] = {
         "transformers": lambda: transformers_contenders(bench.folder, bench.model, draft_folder, deepest),
-        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, bench.setting.positions)},
+        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, longest)},
     }
     found: dict[str, Contender] = {}
     for library in bench.options.against:

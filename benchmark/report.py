@@ -28,7 +28,7 @@ def tables(report: Report) -> list[Table | str]:
     for title, unit, rows in (
         (f"steps after {CONTEXT} tokens", "plain steps", costs["verify"] + costs["draft"] + costs["kept"]),
         ("a plain step as the text grows", "ratio", report.get("context")),
-        ("time to first token", "ratio", report.get("first-token")),
+        ("time to first token (a library's ratio: to ours)", "ratio", report.get("first-token")),
     ):
         if rows:
             shown += [f"\n{title}", time_table(rows, unit)]

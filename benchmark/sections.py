@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmark import Report
 from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Prompt, Written, our_contender, our_contenders
-from benchmark.libraries import other_contenders
+from benchmark.libraries import LIBRARIES
 from decoding.chooser import Drafting, planned
 from decoding.costs import CONTEXT, CostTable, draft_steps, filled_cache, verification
 from decoding.plan_file import DraftPlan
@@ -29,7 +29,6 @@ from weights.memory import LONGEST_DRAFT, estimate, held_bytes, parameter_count,
 LONGEST_VERIFICATION = 16
 START = 16  # tokens on which two libraries should agree, before rounding leads their texts apart
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
-PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BANDWIDTH_BYTES = 1 << 28
 FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
 
@@ -103,7 +102,7 @@ def predicted_speedups(result: Result, plain: Result, costs: CostTable) -> list[
 def measure_speed(bench: Bench, costs: dict[str, CostTable]) -> list[Report]:
     """One row for each contender: tokens a second, speed-up over plain decoding, agreement with its texts."""
     model, count = bench.model, bench.options.max_new_tokens
-    contenders = our_contenders(bench.setting, bench.drafts) | other_contenders(bench)
+    contenders = our_contenders(bench.setting, bench.drafts) | bench.others
     results = run(contenders, bench.prompts, count, bench.options.repeats, model.device)
     plain = results["plain"]
     kinds = list(dict.fromkeys(kind for kind, _ in plain.seconds))
@@ -190,17 +189,26 @@ def measure_context(bench: Bench) -> list[Report]:
 
 
 def measure_first_token(bench: Bench) -> list[Report]:
-    """From an empty cache to the first token, for prompts of several lengths."""
-    model = bench.model
-    lengths = [length for length in bench.some(PROMPT_LENGTHS) if length <= model.max_positions]
+    """From an empty cache to the first token, for prompts of several lengths, by us and by the libraries of --against.
+
+    A ratio is to our shortest prompt, a library's to our prompt of the same length.
+    """
+    model, lengths = bench.model, bench.prompt_lengths
 
     def read(length: int) -> None:
         prompt, cache = torch.zeros(1, length, dtype=torch.int64, device=model.device), model.new_cache(length)
         model.prefill(prompt[:, :-1], cache)
         model(prompt[:, -1:], cache, length - 1)[0, -1].argmax().item()
 
-    times = take_turns([partial(read, length) for length in lengths], bench.options.repeats, model.device)
-    return [took.row(f"prompt of {n} tokens", times[0], tokens=n) for n, took in zip(lengths, times, strict=True)]
+    others = [name for name in LIBRARIES if name in bench.others]
+    steps = [partial(read, length) for length in lengths]
+    steps += [partial(bench.others[name].write, [0] * length, 1) for name in others for length in lengths]
+    times = iter(take_turns(steps, bench.options.repeats, model.device))
+    ours = [next(times) for _ in lengths]
+    rows = [took.row(f"prompt of {n} tokens", ours[0], tokens=n) for n, took in zip(lengths, ours, strict=True)]
+    for name in others:
+        rows += [next(times).row(f"{name}, {n} tokens", own, tokens=n) for n, own in zip(lengths, ours, strict=True)]
+    return rows
 
 
 def measure_memory(bench: Bench) -> list[Report]:

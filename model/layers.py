@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig, Rope
 
+QUERIES = 128  # tokens that attend at a time: what is computed and then hidden is half of their square
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sensitive sums are taken in: float32 for bf16 models, float64 for float64 ones."""
@@ -95,34 +97,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys T new tokens see: none before position ``first``, and of the others those marked in ``mask``.
+    """Which keys new tokens see, so that attention computes little of what it would then hide.
 
-    ``mask`` is bool ``[G · T, S - first]``, one row per new token for each of the G query heads that share a
-    key head; None when all are seen.
+    The T tokens attend ``rows`` at a time, and so many are given their own keys and the ``reach`` keys before these,
+    less what ``mask`` hides: ``[..., G, rows, reach + rows]``, to be added to the scores; None where nothing is hidden.
+    Where there are fewer tokens or keys, its last rows and columns count. ``whole``: each token sees all before it.
     """
 
-    first: int
+    rows: int
+    reach: int
     mask: Tensor | None
+    whole: bool = False
+
+
+def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to the scores of keys, of which those marked in bool ``seen`` are seen: 0 or -inf."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
 
 
 def visible(query: Tensor, key: Tensor, window: int | None, groups: int) -> Tensor:
-    """Which positions ``key`` ``[N]`` tokens at positions ``query`` ``[T]`` see: bool ``[groups · T, N]``.
+    """Which positions ``key`` ``[N]`` tokens at positions ``query`` ``[T]`` see: bool ``[groups, T, N]``.
 
     Position j is seen from i if j <= i and, under a window, i - window < j.
     """
     seen = key <= query[:, None]
     if window is not None:
         seen &= key > query[:, None] - window
-    return seen.repeat(groups, 1)
+    return seen.repeat(groups, 1, 1)
 
 
-def sight(start: int, count: int, window: int | None, groups: int, device: torch.device) -> Sight:
-    """What ``count`` new tokens at ``start`` see; a single one sees all that is left to see."""
-    first = 0 if window is None else max(0, start - window + 1)
-    if count == 1:
-        return Sight(first, None)
-    query, key = (torch.arange(begin, start + count, device=device) for begin in (start, first))
-    return Sight(first, visible(query, key, window, groups))
+def sight(start: int, count: int, window: int | None, groups: int, like: Tensor, rows: int = QUERIES) -> Sight:
+    """What ``count`` new tokens at ``start`` see, ``rows`` of them at a time; a single one sees all that it is given.
+
+    The mask is on the device and in the dtype of ``like``.
+    """
+    rows, mask = min(count, rows), None
+    reach = start + (count - 1) // rows * rows  # of the last so many
+    if window is not None:
+        reach = min(reach, window - 1)
+    if count > 1:
+        key = torch.arange(reach + rows, device=like.device)  # counted from the first key that the last rows are given
+        mask = hiding(visible(key[reach:], key, window, groups), like.dtype)
+    return Sight(rows, reach, mask, window is None or start + count <= window)
 
 
 @dataclass(frozen=True)
@@ -142,36 +158,44 @@ class Positions:
 def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
     """The Positions of ``count`` new tokens at ``start``, on the device and in the dtype of ``like``."""
     groups = config.num_heads // config.num_kv_heads
-    sights = {window: sight(start, count, window, groups, like.device) for window in set(config.windows)}
+    sights = {window: sight(start, count, window, groups, like) for window in set(config.windows)}
     return Positions(start, *rotary_angles(config, start, count, like), sights)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_cap: float | None) -> Tensor:
-    """Causal grouped-query attention (arXiv 2305.13245) of T new tokens over all S positions.
+    """Causal grouped-query attention (arXiv 2305.13245) of the last T of S positions to those that each of them sees.
 
-    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H, ``sees`` of the same T and S ->
-    ``[B, H, T, D]``. With a soft cap, scores become cap·tanh(score / cap) before the mask (Gemma 2, arXiv
-    2408.00118, section 2), which no fused kernel of torch computes: then the explicit formula runs.
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. With a soft cap, scores become
+    cap·tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2), which no fused kernel of torch
+    computes: then the explicit formula runs.
     """
-    k, v = k[:, :, sees.first :], v[:, :, sees.first :]
-    return attend_to(q, k, v, sees.mask, scale=scale, soft_cap=soft_cap)
+    count, before, out = q.shape[2], k.shape[2] - q.shape[2], []
+    if sees.whole and not before and soft_cap is None:
+        shared = q.shape[1] // k.shape[1]
+        k, v = (entries[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for entries in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    for begin in range(0, count, sees.rows):
+        end = min(count, begin + sees.rows)
+        first, last = max(0, before + begin - sees.reach), before + end
+        mask = None if sees.mask is None else sees.mask[..., begin - end :, first - last :].flatten(-3, -2)
+        queries, keys, values = q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
+        out.append(attend_to(queries, keys, values, mask, scale=scale, soft_cap=soft_cap))
+    return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
 def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
-    """``attend`` to all keys given but those that ``mask`` ``[G · T, S]`` hides.
-
-    The mask is bool, or what is to be added to the scores.
-    """
+    """``attend`` to all keys given, with ``mask`` ``[..., G · T, S]`` added to the scores."""
     batch, heads, count, size = q.shape
     # Query heads that share a key head are laid end to end, as if they were more tokens: no key is copied.
     q = q.reshape(batch, k.shape[1], -1, size)
     if soft_cap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        if mask is not None:
-            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
-        out = torch.softmax(scores, dim=-1, dtype=wide_dtype(q.dtype)).to(q.dtype) @ v
+        scores = torch.tanh(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * (scale / soft_cap))
+        scores = scores.unflatten(0, (batch, -1))
+        scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
+        weights = torch.softmax(scores, dim=-1)  # in the wide dtype, within
+        out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
     return out.reshape(batch, heads, count, size)
 
 

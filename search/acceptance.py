@@ -30,7 +30,7 @@ from decoding.sampling import SamplingParams, distribution
 from model import Decoder, KVCache, LayerPlan
 from model.fast.low_bits import written_out
 from model.fast.parts import FastPart
-from model.layers import Positions, Sight, place
+from model.layers import Positions, Sight, hiding, place
 from model.plan import FULL
 from model.twins import Twins
 
@@ -131,8 +131,9 @@ class TextBatch:
             if window is not None:
                 near_own = own & (depth[:, None] - depth[None, :] < window)
                 near_target = target & (key > fed[..., None] - window)
-            mask = torch.cat((near_target, near_own.expand(len(fed), -1, -1)), 2)
-            sights[window] = Sight(0, mask[:, None].repeat(1, 1, groups, 1))
+            seen = torch.cat((near_target, near_own.expand(len(fed), -1, -1)), 2)
+            mask = hiding(seen, cos.dtype)[:, None, None].repeat(1, 1, groups, 1, 1)
+            sights[window] = Sight(len(at), capacity, mask)
         return Positions(0, cos, sin, sights)
 
     def draft_states(self, plan: LayerPlan, deep: bool) -> Tensor:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
 from model.fast.parts import FastPart, can_pack
-from model.layers import wide_dtype
+from model.layers import QUERIES, wide_dtype
 from model.plan import LayerPlan
 from model.quantise import GROUP
 
@@ -125,6 +125,7 @@ def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, pro
     chunk = min(PREFILL_CHUNK, prompt)
     return max(
         layer_bytes(config, dtype, chunk, prompt - prompt % chunk),  # the last chunk that is a whole one
+        layer_bytes(config, dtype, prompt % chunk, prompt),
         layer_bytes(config, dtype, verified, positions),
         verified * config.vocab_size * LOGIT_COPIES * wide_dtype(dtype).itemsize,
     )
@@ -132,19 +133,15 @@ def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, pro
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions: int) -> int:
     """The tensors that live at once in the larger half of a layer (see ``model.layers``), for ``tokens`` new ones."""
-    size, wide = dtype.itemsize, wide_dtype(dtype).itemsize
-    seen = [positions if window is None else min(positions, window + tokens - 1) for window in set(config.windows)]
-    mask_rows = tokens * config.num_heads // config.num_kv_heads
-    if config.attention_soft_cap is None:
-        scores = mask_rows * max(seen) * (size + 1)  # the fused kernel negates its mask and makes it numbers
-    else:
-        copies = 2 * size if wide == size else size + 2 * wide  # scores in and out of the softmax
-        scores = tokens * config.num_heads * max(seen) * copies
+    size, rows = dtype.itemsize, min(tokens, QUERIES)
+    seen = [positions if window is None else min(positions, window - 1 + rows) for window in set(config.windows)]
+    masks = rows * config.num_heads // config.num_kv_heads * sum(seen)
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    scores = 0 if config.attention_soft_cap is None else (2 * rows * config.num_heads + keys) * max(seen)
     streams = 2 * config.hidden_size + 2 * config.head_dim  # the layer's input, the sublayer's; cos and sin
-    heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = scores + tokens * heads * size
-    mlp = tokens * (config.hidden_size + 3 * config.intermediate_size) * size
-    return mask_rows * sum(seen) + tokens * streams * size + max(attention, mlp)
+    attention = max(tokens * (4 * queries + 2 * keys), tokens * 2 * queries + scores)  # while rotated; while attending
+    mlp = tokens * (config.hidden_size + 3 * config.intermediate_size)
+    return size * (masks + tokens * streams + max(attention, mlp))
 
 
 def held_bytes(model: nn.Module) -> int:

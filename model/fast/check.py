@@ -14,6 +14,7 @@ from torch import Tensor
 from model.cache import BLOCK
 from model.config import ModelConfig
 from model.decoder import Decoder
+from model.fast.flash import shares
 from model.fast.parts import FastNorm, PackedLinear, can_pack
 from model.fast.pieces import LONGEST_STEP, attend_in_pieces, pieces
 
@@ -152,6 +153,10 @@ def _check_small_operators(model: Decoder, generator: torch.Generator) -> str | 
     inverse = norm.inverse(x.bfloat16())
     if not all(same_bits(norm.inverse(x[:, :count].bfloat16()), inverse[:, :count]) for count in COUNTS):
         return "a norm gives other bits to several rows than to one"
+    log_sums = torch.randn(2, 3 * LONGEST_STEP, generator=generator) * 4
+    joined = shares(log_sums)
+    if not all(same_bits(shares(log_sums[:, :rows]), joined[:, :rows]) for rows in range(1, 3 * LONGEST_STEP)):
+        return "what joins the parts of an attention depends on the number of rows"
     if not rounds_alike(model.layers[0].mlp.activation, model.config.intermediate_size):
         return "the activation depends on where in memory a number stands"
     capped = (model.config.attention_soft_cap, model.config.final_soft_cap) != (None, None)

@@ -22,7 +22,7 @@ from torch import Tensor
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast.pieces import LONGEST_STEP
-from model.layers import Positions, Sight, rotary_table, visible
+from model.layers import Positions, Sight, hiding, rotary_table, visible
 from model.plan import LayerPlan
 
 SHORTEST_SPAN = 256  # positions
@@ -71,7 +71,10 @@ class StaticStep:
         config = self.model.config
         index = self.start + self.offsets
         groups = config.num_heads // config.num_kv_heads
-        sights = {window: Sight(0, visible(index, self.keys, window, groups)) for window in set(config.windows)}
+        sights = {}
+        for window in set(config.windows):
+            mask = hiding(visible(index, self.keys, window, groups), self.model.dtype)
+            sights[window] = Sight(len(index), self.span - len(index), mask)
         positions = Positions(0, *(table.index_select(0, index) for table in self.angles), sights)
         cache = StaticCache(self.cache, index, self.span)
         x = self.model.run_blocks(self.model.embed(self.tokens), positions, cache, self.plan)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
-from model.fast.pieces import attend_in_pieces
+from model.fast.flash import attend_causally
+from model.fast.pieces import LONGEST_STEP, Piece, attend_in_pieces
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
 from model.twins import Product
@@ -116,10 +117,16 @@ class FusedAttention(FastPart):
         q, k, v = turned[:, : self.queries], turned[:, self.queries :], heads[:, self.rotated :]
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
-        sees = positions.sights[self.window]
-        attends = attend if isinstance(sees, Sight) else attend_in_pieces
-        out = attends(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
+        out = self.attend(q, k, v, positions.sights[self.window])
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1), residual)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sees: Sight | tuple[Piece, ...]) -> Tensor:
+        """``model.layers.attend``: a step in pieces, a prompt without a mask where the CPU's kernel can."""
+        if isinstance(sees, tuple):
+            return attend_in_pieces(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
+        if sees.whole and q.shape[2] > LONGEST_STEP and self.soft_cap is None and q.device.type == "cpu":
+            return attend_causally(q, k, v, scale=self.scale)
+        return attend(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
 
 
 class FusedMLP(FastPart):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import benchmark.__main__ as command
 from benchmark import libraries, sections, stories
@@ -25,7 +26,7 @@ from decoding.costs import CostTable, filled_cache, predicted_speedup
 from decoding.plan_file import DraftPlan
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan, clock
+from model import Decoder, InputError, KVCache, LayerPlan, clock
 from model.clock import Timing, take_turns
 from model.fast import accelerate
 from search.prompts import PROMPTS
@@ -35,6 +36,7 @@ from weights.memory import parameter_count
 from weights.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
+OURS, THEIRS = "prompt of {} tokens", "transformers, {} tokens"
 SMALL_PROMPTS = {"short": ["the hen"], "long": ["a thin hen in a tin"]}
 
 
@@ -92,6 +94,8 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     assert set(measured) == {*command.SECTIONS[:-1], "about", "notes"}
     assert [row["draft"] for row in measured["costs"]["draft"]] == drafts
     assert [row["tokens"] for row in measured["costs"]["verify"]] == [1, 2, 3, 4, 5, 6]
+    first = [row["name"] for row in measured["first-token"]]
+    assert first == [name.format(length) for name in (OURS, THEIRS) for length in (64, 128, 256)]
     assert measured["about"]["versions"]["transformers"]
     assert "<svg" in picture.read_text()
 
@@ -137,7 +141,10 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
         (["--plot", "picture.png", "--only", "floor"], "--plot draws speed, costs, context"),
         (["--only", "speed,everything"], "--only 'everything' is unknown: give speed, costs"),
         (["--against", "transformers,vllm"], "--against 'vllm' is unknown: give transformers, llama.cpp"),
-        (["--against", "transformers", "--only", "floor"], "--against is measured in the section speed only"),
+        (
+            ["--against", "transformers", "--only", "floor"],
+            "--against is measured in the sections speed and first-token",
+        ),
         (
             ["--against", "llama.cpp"],
             "--against llama.cpp needs a package that is not installed: pip install llama-cpp",
@@ -274,6 +281,35 @@ def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
     weights, decoding = sections.measure_memory(bench)
     assert weights["measured"] == pytest.approx(weights["estimated"], rel=0.001)
     assert decoding["estimated"] / 2 < decoding["measured"] < decoding["estimated"] * 2
+
+
+def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(tmp_path: Path, ticking: list[float]) -> None:
+    """Read as often and in turns; a library's other ways to draft read no prompt of their own."""
+    read: list[tuple[int, int]] = []
+
+    def write(prompt: list[int], count: int) -> Written:
+        read.append((len(prompt), count))
+        ticking[0] += 3 * len(prompt)
+        return Written([0])
+
+    model = load_model(write_folder(tmp_path / "model"))
+    prefill = model.prefill
+
+    def timed(tokens: Tensor, cache: KVCache) -> None:
+        ticking[0] += tokens.shape[1] + 1
+        prefill(tokens, cache)
+
+    model.prefill = timed
+    bench = Bench(command.parse_arguments(["--quick", "--repeats", "2"]), setting(tmp_path / "model", model), [])
+    bench.others = {"transformers": Contender(write), "transformers, lookup": Contender(write)}
+    rows = sections.measure_first_token(bench)
+    assert read == [(64, 1), (256, 1)] * 3
+    assert [(row["name"], row["median"], row["ratio"]) for row in rows] == [
+        (OURS.format(64), 64, 1),
+        (OURS.format(256), 256, 4),
+        (THEIRS.format(64), 192, 3),
+        (THEIRS.format(256), 768, 3),
+    ]
 
 
 def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import Decoder, LayerPlan, build, parse_config
+from model import Decoder, LayerPlan, build, layers, parse_config
 from model.fast import accelerate
 from model.fast.parts import PackedLinear, can_pack
+from tests.configs import small
 from tests.laws import plans, tiny_model
+from tests.oracle import randomise
 
 FAMILIES = ["llama", "gemma2"]
 RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -66,6 +73,55 @@ def test_a_prepared_model_gives_the_readable_models_logits(
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=0, atol=RELATIVE[dtype] * expected.abs().max().item())
         start += length
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, derandomize=True, deadline=None)
+@given(length=st.integers(18, 63), chunk=st.sampled_from([18, 25, 40, 63]), rows=st.sampled_from([3, 16, 128]))
+@torch.inference_mode()
+def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
+    family: str, length: int, chunk: int, rows: int
+) -> None:
+    """In chunks, prepared or not, however many tokens attend at a time; the chunks of 18 and more need no mask."""
+    readable = tiny_model(family, vocab=19)
+    fast = accelerate(copy.deepcopy(readable))
+    text = torch.randint(19, (2, length), generator=torch.Generator().manual_seed(length))
+    expected = readable.new_cache(64, 2)
+    readable(text, expected)
+    with patch("model.decoder.PREFILL_CHUNK", chunk), patch.object(layers.sight, "__defaults__", (rows,)):
+        for model in (readable, fast):
+            cache = model.new_cache(64, 2)
+            model.prefill(text, cache)
+            for found, right in zip([*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True):
+                torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that an operator makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        made = function(*given, **(named or {}))
+        sizes = [each.numel() for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, Tensor)]
+        self.numbers = max([self.numbers, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["readable", "prepared"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_prompt_makes_no_tensor_of_all_its_scores(family: str, prepare: Callable[[Decoder], Decoder]) -> None:
+    """Neither a mask nor scores of every token by every key: a few rows of them at a time."""
+    count = 1024
+    raw = small(family, max_position_embeddings=count, vocab_size=19)
+    model = build(parse_config(raw)).requires_grad_(False).eval()
+    randomise(model, 0)
+    model = prepare(model)
+    cache = model.new_cache(count)
+    with Largest() as largest:
+        model.prefill(torch.zeros(1, count, dtype=torch.int64), cache)
+    assert largest.numbers <= 2 * layers.QUERIES * count  # two query heads share a key head
 
 
 @pytest.mark.parametrize("family", FAMILIES)

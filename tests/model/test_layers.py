@@ -13,6 +13,7 @@ from torch import Tensor
 from model import LayerPlan, build, parse_config
 from model.diagnose import explain_nonfinite
 from model.fast import accelerate
+from model.fast.flash import attend_causally
 from model.layers import RMSNorm, attend, inverse_frequencies, normalise, sight
 from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
 
@@ -47,34 +48,46 @@ def attention_formula(
     groups=st.integers(1, 3),
     start=st.integers(0, 9),
     count=st.integers(1, 5),
+    rows=st.integers(1, 5),
     window=st.none() | st.integers(1, 12),
     soft_cap=st.none() | st.floats(0.1, 50),
     scale=st.floats(0.05, 2),
     seed=st.integers(0, 2**31),
 )
 def test_attention_is_its_formula_for_any_start_and_number_of_tokens(
-    batch, kv_heads, groups, start, count, window, soft_cap, scale, seed
+    batch, kv_heads, groups, start, count, rows, window, soft_cap, scale, seed
 ):
+    """However many attend at a time; without a mask too, where the CPU's kernel serves."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(batch, heads, length, 4, dtype=torch.float64, generator=generator)
         for heads, length in ((kv_heads * groups, count), (kv_heads, start + count), (kv_heads, start + count))
     )
-    sees = sight(start, count, window, groups, q.device)
-    out = attend(q, k, v, sees, scale=scale, soft_cap=soft_cap)
-    assert out.shape == q.shape
-    torch.testing.assert_close(out, attention_formula(q, k, v, start, scale, window, soft_cap), rtol=0, atol=1e-12)
+    sees = sight(start, count, window, groups, q, rows)
+    expected = attention_formula(q, k, v, start, scale, window, soft_cap)
+    found = [attend(q, k, v, sees, scale=scale, soft_cap=soft_cap)]
+    if sees.whole and soft_cap is None:
+        found.append(attend_causally(q, k, v, scale=scale))
+    for out in found:
+        assert out.shape == q.shape
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(start=st.integers(0, 9), count=st.integers(1, 6), window=st.none() | st.integers(1, 12))
-def test_a_token_sees_itself_and_the_keys_before_it_within_the_window(start, count, window):
-    sees = sight(start, count, window, 1, torch.device("cpu"))
-    for t in range(count):
-        i = start + t
-        expected = {j for j in range(start + count) if j <= i and (window is None or i - window < j)}
-        row = range(start + count - sees.first) if sees.mask is None else sees.mask[t].nonzero().flatten().tolist()
-        assert {sees.first + key for key in row} == expected
+@given(start=st.integers(0, 9), count=st.integers(1, 6), rows=st.integers(1, 7), window=st.none() | st.integers(1, 12))
+def test_a_token_sees_itself_and_the_keys_before_it_within_the_window(start, count, rows, window):
+    """And tokens that attend together are given no key that none of them sees."""
+    sees = sight(start, count, window, 1, torch.zeros(0), rows)
+    for begin in range(0, count, sees.rows):
+        tokens = range(start + begin, start + min(count, begin + sees.rows))
+        keys = range(max(0, tokens.start - sees.reach), tokens.stop)
+        mask = torch.zeros(1, 1, len(keys)) if sees.mask is None else sees.mask
+        hidden = mask[0, -len(tokens) :, -len(keys) :]
+        for i, row in zip(tokens, hidden.tolist(), strict=True):
+            seen = {key for key, addend in zip(keys, row, strict=True) if addend == 0}
+            assert seen == {j for j in range(i + 1) if window is None or i - window < j}
+            assert not sees.whole or seen == set(range(i + 1))
+        assert (hidden == 0).any(0).all()
 
 
 def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
@@ -104,6 +117,13 @@ def test_norms_compute_in_float32_for_narrower_dtypes_and_in_float64_for_float64
         normed = normalise(rounded, 1e-6)
         assert normed.dtype == wide
         torch.testing.assert_close(normed.double(), exact, rtol=0, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("keys", [1, 7, 64, 191, 1088])
+def test_a_softmax_of_bfloat16_rounds_but_once(keys):
+    """torch computes it in float32 within: attention relies on it."""
+    scores = (torch.randn(50, keys, generator=torch.Generator().manual_seed(0)) * 9).bfloat16()
+    assert torch.equal(torch.softmax(scores, -1), torch.softmax(scores.float(), -1).bfloat16())
 
 
 @both_families

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import Decoder, KVCache, build, parse_config
+from model import Decoder, KVCache, ModelConfig, build, parse_config
+from model.cache import BLOCK
 from model.fast import accelerate
 from model.fast.check import ambiguous, differing_counts
+from model.fast.flash import shares
 from model.fast.parts import PackedLinear, can_pack
-from model.fast.pieces import LONGEST_STEP, attend_in_pieces
+from model.fast.pieces import LONGEST_STEP, PART, attend_in_pieces, even_parts, pieces
 from model.fast.steady import SteadyDecoder
 from model.layers import place
 from weights.load import load_model
@@ -94,6 +96,58 @@ def test_rows_of_smollm2_do_not_depend_on_how_many_there_are(smollm2: Path) -> N
     model = accelerate(load_model(smollm2, torch.bfloat16))
     if model.row_invariant:
         assert all(rows_agree(model, start, longest) for start, longest in [(55, LONGEST_STEP), (1018, 12)])
+
+
+def halves(keys: int, config: ModelConfig) -> int:
+    """``even_parts`` of a machine with many threads and of much shorter texts."""
+    return 2 if keys >= 128 and config.attention_soft_cap is None else 1
+
+
+@pytest.mark.parametrize("name", ["llama", "llama of single heads"])
+def test_rows_do_not_depend_on_how_many_there_are_where_keys_are_taken_in_parts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.fast.pieces.even_parts", halves)
+    check_rows(accelerate(random_model(name)), [100, 127, 500, 1000, 1015])
+
+
+@pytest.mark.parametrize("start", [0, 120, 130, 500])
+def test_keys_in_parts_give_the_attention_of_the_whole(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = random_model("llama").config
+    q, k, v = torch.randn(3, 1, 4, 576, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(start))
+    given = q[:, :, :9], k[:, :2], v[:, :2]
+    whole = attend_in_pieces(*given, pieces(start, 9, None, config, q, 32), scale=0.2, soft_cap=None)
+    monkeypatch.setattr("model.fast.pieces.even_parts", halves)
+    parts = pieces(start, 9, None, config, q, 32)
+    assert max(piece.parts for piece in parts) == (1 if start == 0 else 2)
+    torch.testing.assert_close(attend_in_pieces(*given, parts, scale=0.2, soft_cap=None), whole, rtol=0, atol=1e-12)
+
+
+def test_the_shares_of_parts_do_not_depend_on_the_number_of_rows() -> None:
+    log_sums = torch.randn(2, 3, 51, generator=torch.Generator().manual_seed(0)) * 4
+    every = shares(log_sums)
+    torch.testing.assert_close(every, log_sums.softmax(0))
+    for count in range(1, 51):
+        assert torch.equal(shares(log_sums[:, :, :count]), every[:, :, :count])
+
+
+@BF16
+def test_the_check_refuses_shares_that_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.fast.check.shares", lambda log_sums: log_sums + log_sums.shape[1] % 2)
+    model = accelerate(random_model("llama"))
+    assert not model.row_invariant and model.why_rows_vary.startswith("what joins the parts of an attention")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16, 64])
+def test_parts_are_equal_long_and_no_more_than_threads_can_share(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = random_model("llama").config  # of two key heads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for keys in range(BLOCK, 140 * BLOCK, BLOCK):
+        parts = even_parts(keys, config)
+        assert keys % parts == 0 and parts <= threads
+        assert parts == 1 or (keys / parts >= PART and threads > config.num_kv_heads)
+    assert even_parts(64 * BLOCK, config) == {1: 1, 2: 1, 3: 2, 16: 4, 64: 4}[threads]
+    assert even_parts(64 * BLOCK, random_model("gemma2").config) == 1
 
 
 @BF16
