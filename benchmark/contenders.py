@@ -76,7 +76,8 @@ def our_contender(
     """Our loop, the prompt's prefill included. Sampled texts are those of one seed, whatever drafts."""
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill, chance = writer.begin(prompt), chance_of("race", sum(prompt), writer.model.device)
+        prefill, coupling = writer.begin(prompt), "race" if params.temperature else "ratio"
+        chance = chance_of(coupling, sum(prompt), writer.model.device)
         sample = writer.write(writer.new_text(Rules(count, eos_ids=eos_ids)), drafting, params, chance)
         return Written(sample.text.generated, sample.rounds, prefill)
 
