@@ -14,6 +14,7 @@ from decoding.text import Rules
 from decoding.verify import chance_of
 from decoding.writer import Writer
 from model import Decoder, InputError
+from model.fast.low_bits import can_save
 from weights.files import is_there
 
 WARM_UP_TOKENS = 8
@@ -83,7 +84,8 @@ def our_contender(
     """Our loop, the prompt's prefill included. Sampled texts are those of one seed, whatever drafts."""
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill, chance = writer.begin(prompt), chance_of("race", sum(prompt), writer.model.device)
+        prefill, coupling = writer.begin(prompt), "race" if params.temperature else "ratio"
+        chance = chance_of(coupling, sum(prompt), writer.model.device)
         sample = writer.write(writer.new_text(Rules(count, eos_ids=eos_ids)), drafting, params, chance)
         return Written(sample.text.generated, sample.rounds, prefill)
 
@@ -112,7 +114,7 @@ def our_contenders(
 
 
 def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:
-    """By name: early exits, the folder's own plan and the draft model, if there are any.
+    """By name: early exits, all layers in low bits, the folder's own plan and the draft model, if there are any.
 
     Without --exit-layer two or three layers are tried, the middle and later. Raises InputError for one out of range.
     """
@@ -123,6 +125,8 @@ def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Draf
     middle, late = layers // 2, exit_layer(layers)
     tried = options.exit_layer or ([middle, late] if options.quick else [middle, layers * 2 // 3, late])
     drafts = {f"exit {at}": choose(DraftOptions("exit", exit_layer=at, gamma=GAMMA), setting) for at in tried if at}
+    if can_save(setting.model):
+        drafts["low bits"] = choose(DraftOptions("lowbit"), setting)
     if is_there(setting.folder / "plan.json"):
         own = choose(DraftOptions("skip"), setting)
         drafts |= {"plan.json": own} if own.plan else {}  # a plan may say that the model should not draft for itself

@@ -103,7 +103,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--judge-again",
         type=Path,
         metavar="FILE",
-        help="begin with those texts of an earlier file that are worth it",
+        help="begin with the good texts of an earlier file (default: none)",
     )
     parser.add_argument("--kind", choices=[*KINDS, "both"], default="both", help="children's stories, or its own chats")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")

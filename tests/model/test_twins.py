@@ -83,7 +83,7 @@ def test_the_kernels_give_what_the_rounded_weights_give_but_for_rounding(family:
     exact, fast = by_hand(random_model(family), plan, torch.float32), accelerate(random_model(family))
     found = fast(TOKENS, fast.new_cache(16), 0, plan)
     assert isinstance(fast.twins.block(0, bits, bits).mlp.down_proj, LowBitLinear)
-    assert (found - exact).norm() < 0.03 * exact.norm() and fast.twins.trouble is None
+    assert (found - exact).norm() < 0.05 * exact.norm() and fast.twins.trouble is None
     plain = fast(TOKENS, fast.new_cache(16), 0)
     assert torch.equal(plain, accelerate(random_model(family))(TOKENS, fast.new_cache(16), 0)), (
         "the target is as before"
