@@ -297,6 +297,17 @@ def test_it_opens_on_the_first_rejected_token_and_explains_it(opened: WebDriver,
     assert not opened.execute_script("return at('inspector').classList.contains('chosen')"), "it covers nothing unasked"
 
 
+def test_the_bits_of_every_sublayer_are_shown(opened: WebDriver, tmp_path: Path) -> None:
+    page = tmp_path / "bits.html"
+    page.write_text(page_of(recorded(0), plan=LayerPlan((16, 4, 0), (8, 4, 4))), encoding="utf-8")
+    opened.get(page.as_uri())
+    colours = "return [...at(arguments[0]).children].map((field) => getComputedStyle(field).backgroundColor)"
+    attention, mlp = opened.execute_script(colours, "attention"), opened.execute_script(colours, "mlp")
+    assert attention[1] == mlp[1] == mlp[2] and len({*attention, *mlp}) == 4
+    words = "the first at the left. as the target runs it in 8 bits in 4 bits skipped"
+    assert " ".join(find(opened, "#plan-words").text.split()).endswith(words)
+
+
 def test_the_targets_token_is_told_by_its_kind(opened: WebDriver, tmp_path: Path) -> None:
     open_long_run(opened, 5, tmp_path)
     chips = opened.find_elements("css selector", "#text .own")
