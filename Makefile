@@ -53,7 +53,7 @@ export PROMPT
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt requirements-serve.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt -r requirements-dev.txt
 	@touch $@
 
 $(MODEL): | .venv/ready
