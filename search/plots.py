@@ -1,4 +1,4 @@
-"""Pictures of a search: what each sublayer is worth, the plans tried, their history, and if predictions held."""
+"""Pictures of a search: what a sublayer is worth, what there is to choose from, how it went, and if it was right."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def front(found: Sequence[Candidate], costs: SublayerCosts) -> Figure:
     axes.set_ylabel("share of drafted tokens kept, α")
     axes.set_ylim(0, 1)
     axes.set_xlim(0, grid_cost[-1])
-    axes.set_title("Every plan tried; lines: speed-up if drafts were kept independently")
+    axes.set_title("What there is to choose from; lines: speed-up if drafts were kept independently")
     axes.legend(loc="lower right", framealpha=0.9)
     return figure
 

@@ -106,7 +106,7 @@ class GraphedDecoder:
     """A ``Decoder`` whose short steps are static and, on a GPU, captured. Everything else is the decoder's own.
 
     A captured step is trusted only after it has given the ordinary step's logits; where capturing fails, or the
-    logits differ, the decoder continues without graphs and ``trouble`` says why. A cache whose tensors were replaced
+    logits differ, the decoder goes on without graphs and ``trouble`` says why. A cache whose tensors were replaced
     (``KVCache.keep_rows``) must not be used here again: graphs hold addresses.
     """
 
