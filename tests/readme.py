@@ -90,6 +90,7 @@ class Session:
     python: str = sys.executable
     server: subprocess.Popen[bytes] | None = None
     port: str = "8000"
+    variables: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,8 +103,7 @@ class Session:
         for file in (ROOT / "weights" / model.name).iterdir():
             if file.name not in ("costs.json", "calibration.json"):
                 (model / file.name).symlink_to(file.resolve())
-        shutil.copytree(ROOT / "weights/tiny-llama", self.home / "Llama-3.2-1B-Instruct")
-        (self.home / "Llama-3.2-1B-Instruct/plan.json").unlink()
+        self.home.mkdir()
         (self.home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -116,7 +116,7 @@ class Session:
         path = os.pathsep.join([ours, *rest] if self.inside else rest)
         unset = ("VIRTUAL_ENV", "PYTHONPATH")
         kept = {name: value for name, value in os.environ.items() if name not in unset}
-        return {**kept, "PATH": path, "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        return {**kept, **self.variables, "PATH": path, "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
 
     def do(self, kind: str, content: str) -> int:
         """Run a command or a ``python`` block, or save a file; returns the exit status."""
@@ -126,6 +126,9 @@ class Session:
             return 0
         if kind == "python":
             return self.run([self.python, "-c", content], self.checkout if self.python == sys.executable else self.home)
+        if assignment := re.fullmatch(r"([A-Z]+)=(\S+)", content):
+            self.variables[assignment[1]] = assignment[2]
+            return 0
         if content.startswith("make serve") or " --serve " in content:
             return self.serve(content)
         command = shortened(content)
