@@ -37,6 +37,7 @@ SAMPLE = "weights/training/sample/stories.jsonl"
 SHORT = {
     "python -m search --model tiny-llama --compare": "--compare 1",
     "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
+    "python -m benchmark --repeats": "--only speed",
     "python -m benchmark": "--model tiny-llama --quick --max-new-tokens 8",
     "python -m decoding.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
@@ -91,7 +92,7 @@ class Session:
     server: subprocess.Popen[bytes] | None = None
     port: str = "8000"
     variables: dict[str, str] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    said: str = ""  # by the last command
 
     def __post_init__(self) -> None:
         caches = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "smollm2-*")
@@ -111,6 +112,7 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
+        """The variables of the shell: before ``inside``, nothing leads to the environment that has torch."""
         ours = str(Path(sys.prefix) / "bin")
         rest = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path).resolve() != Path(ours).resolve()]
         path = os.pathsep.join([ours, *rest] if self.inside else rest)
@@ -139,14 +141,15 @@ class Session:
         return status
 
     def run(self, command: list[str], folder: Path) -> int:
+        """The exit status of a command in ``folder``; 124 if it does not end in time."""
         try:
             done = subprocess.run(
                 command, cwd=folder, env=self.environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=LIMIT
             )
         except subprocess.TimeoutExpired:
-            self.said.append(f"no end within {LIMIT} s")
+            self.said = f"no end within {LIMIT} s"
             return 124
-        self.said.append((done.stdout + done.stderr).decode(errors="replace"))
+        self.said = (done.stdout + done.stderr).decode(errors="replace")
         return done.returncode
 
     def serve(self, command: str) -> int:
@@ -167,17 +170,21 @@ class Session:
                 if client.connect_ex(("127.0.0.1", int(self.port))) == 0:
                     return 0
             time.sleep(0.2)
-        return self.server.poll() or 124
+        status = self.server.poll() or 124
+        self.stop()
+        return status
 
     def stop(self) -> None:
         """Ctrl-C for the server, if one runs."""
         if self.server is not None:
-            os.killpg(self.server.pid, signal.SIGINT)
-            self.said.append(self.server.communicate(timeout=LIMIT)[0].decode(errors="replace"))
+            if self.server.poll() is None:
+                os.killpg(self.server.pid, signal.SIGINT)
+            self.said = self.server.communicate(timeout=LIMIT)[0].decode(errors="replace")
             self.server = None
 
 
 def editable() -> str:
+    """What ``pip install -e .`` becomes here, so that the environment of the tests stays as it is."""
     return EDITABLE.format(packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version())
 
 
@@ -200,7 +207,7 @@ def failures(name: str, document: str, *, inside: bool = True) -> int:
                 )
                 if status:
                     failed += 1
-                    print(f"exit status {status}\n{session.said[-1] if session.said else ''}", flush=True)
+                    print(f"exit status {status}\n{session.said}", flush=True)
         finally:
             session.stop()
     return failed
