@@ -6,13 +6,15 @@ ADDRESS ?= 8000
 BIN := .venv/bin
 MODEL := weights/smollm2-135m-instruct/model.safetensors
 
-.PHONY: trace generate serve test prove lint clean
+.PHONY: trace setup generate serve test readme prove lint clean
 
-# Rewriting a text is where a draft copied from it comes true, except at the words that change.
-trace: PROMPT = Repeat this sentence word for word, but write Dora in place of Carla: Carla said that the budget \
-allows one fan only, and Ben asked Carla for a quieter one than the fan that Carla bought last year.
+# The model's own weights in four bits draft for it; the last line compares with plain decoding.
+trace: PROMPT = What is photosynthesis?
 trace: .venv/ready $(MODEL)
-	@$(BIN)/python generate.py "$${PROMPT}" --draft lookup --gamma 4 --trace
+	@$(BIN)/python generate.py "$${PROMPT}" --draft lowbit --trace --compare
+
+# The environment and the model, for every command that begins with `python`: `. .venv/bin/activate` comes first.
+setup: .venv/ready $(MODEL)
 
 generate: .venv/ready $(MODEL)
 	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)
@@ -22,6 +24,10 @@ serve: .venv/ready-serve $(MODEL)
 
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Every command of the README and of docs/, in order, with short settings.
+readme: .venv/ready-dev $(MODEL)
+	$(BIN)/python -m tests.readme
 
 # The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
 prove: .venv/ready-dev $(MODEL)
@@ -47,7 +53,7 @@ export PROMPT
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt requirements-serve.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt -r requirements-dev.txt
 	@touch $@
 
 $(MODEL): | .venv/ready

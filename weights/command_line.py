@@ -49,7 +49,7 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
     in ``| head``, it ends in silence with 0. ``work`` should parse the arguments too, so that all this holds for them;
     the parser's SystemExit passes through.
     """
-    mend_standard_streams()
+    repair_standard_streams()
     status, complaint = 2, None
     try:
         try:
@@ -83,7 +83,7 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
     return status
 
 
-def mend_standard_streams() -> None:
+def repair_standard_streams() -> None:
     """Lay /dev/null where a standard stream is closed, and let the others show any text.
 
     Where one is closed, the next file to be opened would get its number, and with it what a library writes to standard

@@ -1,7 +1,7 @@
-"""The run as it happens: drafted tokens appear dim, then accepted, rejected or discarded, then the target's token.
+"""The run as it happens: drafted tokens appear dim, are accepted, rejected or discarded, and the target adds one.
 
-On a terminal the last lines are redrawn as each round comes in, with a footer below them. Where the output
-goes into a file or a pipe, or has no colours, signs say the same.
+On a terminal the last lines are redrawn as each round comes in, with a footer below them until the text ends. Where
+the output goes into a file or a pipe, or has no colours, signs say the same.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class LiveTrace:
     def __exit__(self, *_: object) -> None:
         self._settle(self._styled(self.decoder.decode(b"", final=True), "own"))
         if self.redraws:
+            self.live.update(self.line)  # without the footer: the line of statistics comes next
             self.live.stop()
         else:
             self.console.print()
-            self.console.print(self.footer(), soft_wrap=True)
 
     def add(self, round: Round, seconds: float) -> None:
         """Show a round; ``seconds`` is the time that decoding has taken so far."""
@@ -83,7 +83,7 @@ class LiveTrace:
 
     def legend(self) -> Text:
         """One line that explains the colours, or the signs."""
-        names = {"accepted": "accepted", "rejected": "rejected", "discarded": "discarded", "own": "the target's token"}
+        names = {"accepted": "accepted", "rejected": "rejected", "discarded": "discarded", "own": "residual or bonus"}
         return Text(" ").join(self._styled(text, verdict) for verdict, text in names.items())
 
     def footer(self) -> Text:
