@@ -199,22 +199,26 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """Each round the best of lookup, the plan if there is one that pays, and low bits, as measured costs and past
     acceptance say; with a fixed length or an adaptive exit the plan, else lookup.
     """
-    chosen = find_plan(options, setting.folder, setting.model.num_layers)
+    model, chosen = setting.model, find_plan(options, setting.folder, setting.model.num_layers)
     pays = chosen is not None and (chosen.gamma != 0 or options.gamma is not None)
     if options.adaptive or options.gamma is not None:
-        return planned(setting.model, chosen) if pays else lookup(options, setting)
-    ways = {"plan": planned(setting.model, chosen)} if pays else {}
-    low = DraftPlan(LayerPlan.full(setting.model.num_layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
-    if (not pays or chosen.plan != low.plan) and has_room_for(low.plan, setting):
-        ways["low bits"] = planned(setting.model, low)
+        return planned(model, chosen) if pays else lookup(options, setting)
+    if pays and chosen.plan.has_low_bits and not can_save(model):
+        pays = False
+    ways = {"plan": planned(model, chosen)} if pays else {}
+    low = DraftPlan(LayerPlan.full(model.num_layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
+    in_low_bits = pays and {*chosen.plan.attention, *chosen.plan.mlp} <= {*LOW_BITS}  # all sublayers: much the same
+    if not in_low_bits and has_room_for(low.plan, setting):
+        ways["low bits"] = planned(model, low)
     costs = {name: costs_of(way, setting) for name, way in ways.items()}
+    priors = PRIORS | ({"plan": chosen.acceptance} if pays and chosen.acceptance else {})
     ways["lookup"] = lookup(options, setting)
     costs["lookup"] = next(map(without_draft, costs.values()), None) or costs_of(ways["lookup"], setting)
     return Drafting(
         " or ".join(way.name for way in ways.values()),
         lambda cache: BestOf({name: way.new_drafter(cache) for name, way in ways.items()}),
-        lambda: BreakEven(costs, priors=PRIORS),
-        setting.model if len(ways) > 1 else None,
+        lambda: BreakEven(costs, priors=priors),
+        model if len(ways) > 1 else None,
         next((way.chosen for way in ways.values()), None),
     )
 

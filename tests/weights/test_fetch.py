@@ -276,6 +276,13 @@ class Maker:
         (folder / "config.json").write_text("{}")
 
 
+@pytest.fixture(autouse=True)
+def plans(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the one with the plans that ship with the project: empty, until a test puts some there."""
+    monkeypatch.setattr(fetching, "PLANS", tmp_path_factory.mktemp("plans"))
+    return fetching.PLANS
+
+
 @pytest.fixture
 def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
     made = Maker()
@@ -362,6 +369,20 @@ def test_what_others_laid_beside_the_checkpoint_survives_its_mending(maker: Make
     assert is_whole(folder)
     assert (folder / "plan.json").read_text() == '{"attn": [1]}'
     assert (folder / "plots" / "search.html").read_text() == "plot"
+
+
+def test_the_plan_that_ships_with_the_project_is_laid_beside_the_checkpoint_where_none_lies(
+    maker: Maker, tmp_path: Path, plans: Path
+) -> None:
+    folder = fetch(SMOLLM2, tmp_path / "model")
+    (plans / f"{SMOLLM2}.json").write_text('{"bits": 4}')
+    fetch(SMOLLM2, folder)
+    assert json.loads((folder / "plan.json").read_text()) == {"bits": 4}, "also beside what was fetched before"
+    assert maker.calls == 1 and is_whole(folder)
+    (folder / "plan.json").write_text('{"attn": [1]}')
+    flip_a_byte(folder)
+    fetch(SMOLLM2, folder)
+    assert (folder / "plan.json").read_text() == '{"attn": [1]}', "one of the user's own stays"
 
 
 def test_links_laid_beside_the_checkpoint_stay_links(maker: Maker, tmp_path: Path) -> None:
