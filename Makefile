@@ -23,9 +23,9 @@ serve: .venv/ready-serve $(MODEL)
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
+# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, SmolLM2 on three.
 prove: .venv/ready-dev $(MODEL)
-	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding
+	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/scripts
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
