@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from model.parallel import exchange
 from weights.device import pick_device
 
 ENDED = "a process that shares the model has ended, or torchrun was told to end: all of them end"
+LEAD = 0.3  # seconds
 
 
 class Processes:
@@ -77,7 +79,7 @@ class Processes:
             while os.read(reader, 1)[0] != signal.SIGTERM:
                 pass
             if self.first_to_complain():
-                print(f"error: {ENDED}", file=sys.stderr, flush=True)
+                print(f"\nerror: {ENDED}", file=sys.stderr, flush=True)  # perhaps within a text
             os._exit(2)
 
         threading.Thread(target=wait, daemon=True).start()
@@ -91,7 +93,9 @@ class Processes:
             raise KeyboardInterrupt
 
     def first_to_complain(self) -> bool:
-        """Whether no process has said yet why all end."""
+        """Whether no process has said yet why all end. The leader is let go first: it ends the line of its text."""
+        if not self.leads:
+            time.sleep(LEAD)
         try:
             return self.store is None or self.store.add("complaints", 1) == 1
         except RuntimeError:  # the store went with the process that kept it

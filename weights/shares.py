@@ -45,7 +45,7 @@ class Demand:
         """The line that says what this process would hold and what is free. Raises InputError where it cannot."""
         try:
             device, share = processes.pick_device(self.device), self.share(processes)
-            if model_fingerprint(self.folder) != self.fingerprint:
+            if self.load and model_fingerprint(self.folder) != self.fingerprint:
                 raise InputError(f"{self.folder} is another model than in process 0: give all the same files")
             needs = self.needs if share.leads else {**self.needs, "draft": None}
             memory = estimate(share.config, **needs, share=share)
@@ -69,7 +69,7 @@ def check_memory(
     if not processes.several:
         return check_fits(estimate(config, **needs, fast_on=device), device)
     Share(config, processes.rank, processes.size)  # raises where heads do not divide
-    demand = Demand(folder, device.type, needs, model_fingerprint(folder), load)
+    demand = Demand(folder, device.type, needs, model_fingerprint(folder) if load else "", load)
     processes.tell(demand)
     return "\n".join(processes.gather(demand.check(processes)))
 
