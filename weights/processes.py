@@ -127,13 +127,12 @@ class Processes:
 
     def pick_device(self, name: str | None) -> torch.device:
         """``weights.device.pick_device``; where several processes use GPUs, each has one of its own."""
-        device = pick_device(name)
-        if not self.several or device.type != "cuda":
-            return device
+        if not self.several or (name or "cuda").split(":")[0] != "cuda" or not torch.cuda.is_available():
+            return pick_device(name)
         if self.local_rank >= torch.cuda.device_count():
             raise InputError(f"{torch.cuda.device_count()} GPUs are too few: lower torchrun's --nproc-per-node")
-        torch.cuda.set_device(self.local_rank)
-        return torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(self.local_rank)  # before anything is put on another
+        return pick_device(f"cuda:{self.local_rank}")
 
 
 ALONE = Processes()

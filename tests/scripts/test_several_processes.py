@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 import generate
 from tests.folders import GEMMA2, LLAMA, write_folder
-from tests.ranks import Ended, run, started
+from tests.ranks import PATIENCE, Ended, run, started
 from weights.names import WEIGHTS
 
 LONG = ["--max-new-tokens", str(1 << 16), "--draft", "none"]
@@ -115,6 +117,21 @@ def test_a_process_that_dies_ends_the_others_with_one_line(folder: Path, dies: i
     assert [process.status for process in ended] == [-9 if rank == dies else 2 for rank in range(3)]
     said = "".join(process.err for process in ended)
     assert said.startswith("error: one of the processes that share the model has ended") and said.count("\n") == 1
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_under_torchrun_itself_one_line_is_said_of_a_process_that_dies(folder: Path, dies: str) -> None:
+    """Besides torchrun's own report."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [generate.__file__, *command(folder, *LONG)]
+    with subprocess.Popen([*torchrun, *script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+        assert agent.stdout.read(1) and agent.stderr  # the text has begun
+        for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+            if f"\0RANK={dies}\0" in Path(f"/proc/{child}/environ").read_text():
+                os.kill(int(child), signal.SIGKILL)
+        said = agent.communicate(timeout=PATIENCE)[1].decode()
+    assert agent.returncode and said.count("error: ") == 1 and "has ended" in said
 
 
 def test_torchruns_signal_ends_a_process_that_waits_for_another(folder: Path) -> None:

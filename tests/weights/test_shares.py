@@ -11,11 +11,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import weights.load
+import weights.processes
 from model import InputError, parse_config
 from model.parallel import Share
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights.load import load_model, read_config
 from weights.memory import cache_bytes, estimate, held_bytes, weight_bytes
+from weights.processes import Processes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -120,3 +122,16 @@ def test_three_processes_hold_a_third_of_smollm2_each(smollm2: Path) -> None:
     whole = weight_bytes(config, torch.bfloat16, None)
     held = [held_bytes(load_model(smollm2, share=Share(config, rank, 3))) for rank in range(3)]
     assert max(held) < 0.34 * whole
+
+
+def test_each_process_has_a_gpu_of_its_own_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(weights.processes, "pick_device", lambda name: taken.append(name))
+    for name in (None, "cuda", "cuda:0", "cpu"):
+        Processes(rank=5, size=6, local_rank=1, local_size=2).pick_device(name)
+    assert taken == [1, "cuda:1"] * 3 + ["cpu"]
+    with pytest.raises(InputError, match="2 GPUs are too few"):
+        Processes(rank=2, size=3, local_rank=2, local_size=3).pick_device(None)
