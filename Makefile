@@ -6,13 +6,15 @@ ADDRESS ?= 8000
 BIN := .venv/bin
 MODEL := weights/smollm2-135m-instruct/model.safetensors
 
-.PHONY: trace generate serve test prove lint clean
+.PHONY: trace setup generate serve test readme prove lint clean
 
-# Rewriting a text is where a draft copied from it comes true, except at the words that change.
-trace: PROMPT = Repeat this sentence word for word, but write Dora in place of Carla: Carla said that the budget \
-allows one fan only, and Ben asked Carla for a quieter one than the fan that Carla bought last year.
+# The model's own weights in four bits draft for it; the last line compares with plain decoding.
+trace: PROMPT = What is photosynthesis?
 trace: .venv/ready $(MODEL)
-	@$(BIN)/python generate.py "$${PROMPT}" --draft lookup --gamma 4 --trace
+	@$(BIN)/python generate.py "$${PROMPT}" --draft lowbit --trace --compare
+
+# The environment and the model, for every command that begins with `python`: `. .venv/bin/activate` comes first.
+setup: .venv/ready $(MODEL)
 
 generate: .venv/ready $(MODEL)
 	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)
@@ -23,7 +25,12 @@ serve: .venv/ready-serve $(MODEL)
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, SmolLM2 on three.
+# Every command of the README and of docs/, in order, with short settings.
+readme: .venv/ready-dev $(MODEL)
+	$(BIN)/python -m tests.readme
+
+# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, and
+# SmolLM2 on three processes.
 prove: .venv/ready-dev $(MODEL)
 	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/scripts
 
@@ -47,7 +54,7 @@ export PROMPT
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt requirements-serve.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt -r requirements-dev.txt
 	@touch $@
 
 $(MODEL): | .venv/ready

@@ -1,8 +1,8 @@
-"""Train a Llama or Gemma-2 whose early layers can speak: the LayerSkip recipe (arXiv 2404.16710, section 4.1).
+"""Train a Llama or Gemma-2 whose early layers can draft: the LayerSkip recipe (arXiv 2404.16710, section 4.1).
 
 Two ideas, ``dropout_rates`` and ``exit_weights`` below, on top of an ordinary training loop, and one that the paper
 does not have: in ``recipe_loss`` the last layer may teach the exits. Every random choice of a step follows from
-(seed, step, micro-batch) alone, so a run that was killed goes on as if it had not been, and several processes
+(seed, step, micro-batch) alone, so a run that was killed continues as if it had not been, and several processes
 (``torchrun``) share a batch exactly as accumulation on one would.
 """
 
@@ -40,7 +40,7 @@ def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_s
     """p(l, t) = S(t)·D(l)·p_max: the chance that a sample skips layer l (section 4.1.1, equations 1 and 2).
 
     D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when training
-    goes on from a checkpoint; from scratch it grows over the run likewise, exp(t·ln 2 / (T-1)) - 1.
+    continues from a checkpoint; from scratch it grows over the run likewise, exp(t·ln 2 / (T-1)) - 1.
     """
     grown = 2 ** (step / max(1, steps - 1)) - 1 if from_scratch else 1.0
     return [grown * (2 ** (layer / max(1, num_layers - 1)) - 1) * largest for layer in range(num_layers)]
@@ -232,7 +232,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    stopped = "stopped: the same command goes on from what was last saved in its --out folder"
+    stopped = "stopped: the same command continues from what was last saved in its --out folder"
     return run_command(lambda: train(parser().parse_args(arguments)), stopped)
 
 

@@ -1,7 +1,7 @@
 """Measure what decoding costs on this machine: every way of drafting, other libraries, and the steps they are made of.
 
 ``python -m benchmark --quick`` takes about a minute on two idle cores, and as much again for each ``--against``.
-Whatever is compared takes turns, so that a slow spell of the machine hits all alike; what counts are the ratios.
+Whatever is compared takes turns, so that a busy moment of the machine slows all alike; what counts are the ratios.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def measure_steps(bench: Bench) -> Report:
     """Verifications of 1 to 16 tokens, and for each model draft its step and what that step keeps, all in turns.
 
     "kept" is the forward pass alone, the sublayers that the plan keeps and the head; "excess" is what the whole step,
-    with distribution, draw and reading the host, takes beyond it: it should stay below a twentieth of a plain step.
+    with distribution, draw and synchronisation, takes beyond it: it should stay below a twentieth of a plain step.
     """
     model, drafts = bench.model, bench.drafts
     longest = max([LONGEST_VERIFICATION, *(draft.new_policy().gamma + 1 for draft in drafts.values())])

@@ -282,7 +282,7 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 
 
 def choose(options: DraftOptions, setting: Setting) -> Drafting:
-    """The drafting that the options ask for. Raises InputError when it cannot be had."""
+    """The drafting that the options ask for. Raises InputError when it is not possible."""
     return with_policy(make_drafting(options, setting), options, setting.params)
 
 
@@ -321,7 +321,7 @@ def find_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | N
     """The plan under which a target of so many layers drafts for itself; None where it does not.
 
     An early exit, all layers in low bits, or the plan of --plan, else the model folder's own, if it has one: each
-    in the bits of --bits. Raises InputError for a plan that cannot be had.
+    in the bits of --bits. Raises InputError for a plan that cannot be read.
     """
     chosen, own_plan = None, folder / "plan.json"
     if options.kind == "exit":

@@ -178,5 +178,5 @@ class NoDraft:
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:
-    """Confidence: the softmax probability of ``token`` under unprocessed logits ``[vocab]``. Reads the host."""
+    """Confidence: the softmax probability of ``token`` under unprocessed logits ``[vocab]``. Synchronises."""
     return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()

@@ -117,13 +117,13 @@ class BreakEven(Policy):
     drafted is compared with the text afterwards, whether it was taken or not. A model that does not pay is tried
     again, one token long, every ``pause`` rounds.
 
-    No draft is made that could lose more than the ``purse`` holds, in plain steps. It begins with ``START``, and
+    No draft is made that could lose more than the ``credit`` holds, in plain steps. It begins with ``START``, and
     takes in what drafts win and ``SHARE`` of every token. So a text never costs more than ``START`` and 1 + ``SHARE``
     of plain decoding, by these costs, whatever the target accepts.
     """
 
     PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # what to believe before anything was seen, and how firmly
-    START, SHARE, LARGEST_PURSE = 1.0, 0.02, 6.0
+    START, SHARE, LARGEST_CREDIT = 1.0, 0.02, 6.0
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class BreakEven(Policy):
         super().__init__(min(longest, *(table.longest_draft for table in tables)))
         self.memory, self.pause, self.priors = memory, pause, priors or {}
         self.seen: dict[str, tuple[float, float]] = {}  # of each kind: tokens kept, and looked at one by one
-        self.purse, self.waiting, self.length = self.START, 0, 0
+        self.credit, self.waiting, self.length = self.START, 0, 0
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
 
@@ -163,7 +163,7 @@ class BreakEven(Policy):
             costs, rate = self.costs[offer.name].at(self.length), self.acceptance(offer.kind)
             longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
             for count in range(1, longest + 1):
-                if count * costs.draft + costs.verify[count] - 1 > self.purse:
+                if count * costs.draft + costs.verify[count] - 1 > self.credit:
                     break  # were it all rejected
                 speed = predicted_speedup(rate, count, costs)
                 if speed > best:
@@ -182,7 +182,7 @@ class BreakEven(Policy):
         if drafted and self.taken is not None:
             costs = self.costs[self.taken.name].at(round.position)
             cost = drafted * costs.draft + costs.verify[drafted]
-        self.purse = min(self.LARGEST_PURSE, self.purse + (1 + self.SHARE) * len(round.emitted) - cost)
+        self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.SHARE) * len(round.emitted) - cost)
         self.waiting = self.pause if drafted else max(0, self.waiting - 1)
         for offer in self.offers:
             if offer.tokens is not None:

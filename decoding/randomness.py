@@ -99,7 +99,7 @@ class KeyedRandomness:
         return ids.index_select(0, arrivals.argmin()[None])[0]
 
     def candidates(self, probs: Tensor) -> Tensor:
-        """The ids that may win, ``[n]``: on a GPU all, since to count those that are possible reads the host."""
+        """The ids that may win, ``[n]``: on a GPU all, since counting the possible ones synchronises."""
         return probs.nonzero()[:, 0] if probs.device.type == "cpu" else torch.arange(len(probs), device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:

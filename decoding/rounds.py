@@ -15,9 +15,9 @@ class Round:
     ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token after
                   them, up to the first that ended the text or completed a banned word
     ``retracted`` the tokens then taken back from the end of the text, because of a banned word
-    ``finish``    why the text ended with this round: "eos", "stop", "length"; None while it goes on
+    ``finish``    why the text ended with this round: "eos", "stop", "length"; None while it continues
     ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered) that
-    the draft gave each of its tokens, the target the token it drew itself; None unless the policy reads it.
+    the draft gave each of its tokens, the target the residual or bonus token; None unless the policy reads it.
     """
 
     position: int

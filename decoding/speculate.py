@@ -89,7 +89,7 @@ class Verdict(NamedTuple):
 def read_verdict(
     draft: Draft, accepted: Tensor, token: Tensor, logits: Tensor, probs: Tensor, policy: Policy
 ) -> Verdict:
-    """Read the host: once, unless there is no token to be had.
+    """Copy what the host needs to know: one synchronisation a round, unless no token is allowed.
 
     A token of probability 0 is only drawn from a row of zeros: where nothing is allowed, or where the logits are not
     numbers. Judged is the row that the token came from: those after it belong to no text, those before it are accepted.

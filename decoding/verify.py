@@ -35,7 +35,7 @@ def verify_by_ratio(
     # A token that its own q calls impossible (a draft whose numbers broke) was not drawn from q: never accepted.
     kept = torch.where(q_drafted > 0, p_drafted / q_drafted, 0.0)
     accepted = randomness.accept(kept).long().cumprod(0).sum()
-    # By index_select: an index in brackets is read by the host, which on a GPU would wait for it.
+    # By index_select: an index in brackets is read by the host, which on a GPU synchronises.
     p = target_probs.index_select(0, accepted[None])[0]
     q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:]))).index_select(0, accepted[None])[0]
     residual = (p - q).clamp(min=0)

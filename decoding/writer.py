@@ -36,7 +36,7 @@ class Sample:
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
     interrupted: bool = False  # by Ctrl-C, perhaps after its last token
-    trouble: str | None = None  # why the model went on without what makes it fast
+    trouble: str | None = None  # why the model continues without what makes it fast
 
     @property
     def finish(self) -> str:
@@ -49,7 +49,7 @@ class Sample:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a text was written; ``sample`` holds what there is of it."""
+    """Ctrl-C while a text was written; ``sample`` holds what was written so far."""
 
     def __init__(self, sample: Sample) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The one clock: time on a device, and what is compared taken in turns, so that a slow spell hits all alike."""
+"""The one clock: time on a device, and comparisons timed in turns, so that a busy moment slows all alike."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans that are tried")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)")
-    parser.add_argument("--resume", action="store_true", help="go on with the search of this plan file")
+    parser.add_argument("--resume", action="store_true", help="continue the search of this plan file")
     parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe", help="what proposes the plans")
     parser.add_argument("--workers", type=int, default=1, metavar="W", help="processes that search side by side")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same search")
@@ -124,7 +124,7 @@ class Setting:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a search to be gone on with."""
+        """What must be the same for a search to be continued."""
         texts = [[list(text.prompt), list(text.written)] for text in self.texts[SEARCHED]]
         return {
             "model": self.fingerprint,

@@ -151,7 +151,7 @@ def open_study(
         return study
     exists = path.exists() and path.stat().st_size > 0
     if exists and not resume:
-        raise InputError(f"{path} holds an earlier search: give --resume to go on with it, or remove it")
+        raise InputError(f"{path} holds an earlier search: give --resume to continue it, or another --out")
     try:
         if exists:
             _drop_torn_line(path)

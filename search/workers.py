@@ -74,7 +74,7 @@ def run_workers(study: optuna.Study, job: Job, workers: int, on_trial: Callable[
             process.join()
     if len(finished(study)) < job.trials:
         raise InputError(
-            "a worker of the search ended early (what it said is above): go on with --resume, and with fewer --workers "
+            "a worker of the search ended early (what it said is above): continue with --resume and fewer --workers "
             "if memory ran out"
         )
 

@@ -52,7 +52,7 @@ def run_command(
     the parser's SystemExit passes through. ``complains`` is asked after a failure whether it is to be told of, where
     another process may have done so.
     """
-    mend_standard_streams()
+    repair_standard_streams()
     status, complaint = 2, None
     try:
         try:
@@ -86,7 +86,7 @@ def run_command(
     return status
 
 
-def mend_standard_streams() -> None:
+def repair_standard_streams() -> None:
     """Lay /dev/null where a standard stream is closed, and let the others show any text.
 
     Where one is closed, the next file to be opened would get its number, and with it what a library writes to standard

@@ -1,7 +1,7 @@
 """Fetch a checkpoint into ``weights/NAME``: ``python -m weights.fetch smollm2-135m-instruct`` or ``hf:ORG/NAME``.
 
 A folder appears under its final name only when it is complete, with a manifest of checksums; running
-again checks them and mends what is missing or damaged.
+again checks them and repairs what is missing or damaged.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class JsonVocabulary:
         return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
-        """All at once: a text that follows a control token may be coded otherwise than one that begins the whole."""
+        """All at once: a text that follows a control token may be coded differently from one that begins the whole."""
         control = (part for part in parts if isinstance(part, int))
         ids = self.encode("".join(self.gap if isinstance(part, int) else part for part in parts), parse_special=False)
         gap = self.library.token_to_id(self.gap)

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    interrupted = "interrupted: the file holds whole texts; run the same command again to go on"
+    interrupted = "interrupted: the file holds whole texts; run the same command again to continue"
     return run_command(lambda: run(parse_arguments(arguments)), interrupted)
 
 

@@ -33,7 +33,7 @@ class TextFile:
     """
 
     def __init__(self, path: Path, count_tokens: Callable[[str], int]) -> None:
-        """Read what is there, create the file if nothing is, and mend a torn last line.
+        """Read what is there, create the file if nothing is, and repair a torn last line.
 
         Raises InputError, and leaves the file as it was, when it cannot be written or holds something else.
         """

@@ -147,7 +147,7 @@ class Server(uvicorn.Server):
     """Serves one model on a socket until it is told to stop; then the texts end before the connections do."""
 
     def __init__(self, defaults: Defaults, listener: socket.socket, own_name: str) -> None:
-        """Load the model. Raises InputError where it cannot be had, or does not fit."""
+        """Load the model. Raises InputError where it cannot be loaded, or does not fit."""
         capacity = room(defaults)
         tokenizer = Tokenizer(defaults.folder)
         model = accelerate(load_model(defaults.folder, defaults.dtype, defaults.device))
@@ -204,7 +204,7 @@ def room(defaults: Defaults) -> int:
 def bind(address: str) -> tuple[socket.socket, str]:
     """A socket of ``[HOST:]PORT`` (127.0.0.1 where no host is named; port 0: any that is free), and the host.
 
-    Raises InputError where there is none to be had.
+    Raises InputError where none is free.
     """
     match = re.fullmatch(r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):)?([0-9]{1,5})", address)
     if not match or int(match[3]) > 65535:

@@ -116,7 +116,7 @@ class Worker:
     """Writes job after job, in the order in which they came."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, defaults: Defaults, capacity: int) -> None:
-        """Raises InputError where the drafting of the command line cannot be had."""
+        """Raises InputError where the drafting of the command line is not possible."""
         control = {token: name for name, token in tokenizer.vocabulary.special.items()}
         self.name, self.labels = defaults.name, Labels(tokenizer.token_bytes, control)
         self.setting = Setting(defaults.folder, model, tokenizer, defaults.params, capacity)
@@ -232,7 +232,7 @@ class Worker:
         watch.close(sample)
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """What a request drafts with. Raises InputError where that cannot be had.
+        """What a request drafts with. Raises InputError where that is not possible.
 
         What may be large is made once. Costs are those of the command line's sampling, so that no request need wait
         for another measurement.

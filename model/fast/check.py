@@ -40,7 +40,7 @@ def examine(model: Decoder) -> tuple[int, str | None]:
     generator = torch.Generator().manual_seed(0)
     rows = next((rows for rows in ROWS if attention_holds(model.config, rows, generator)), 0)
     if not rows:
-        return 0, "attention rounds several rows otherwise than one"
+        return 0, "attention rounds several rows differently from one"
     reason = _check_products(model, generator) or _check_small_operators(model, generator)
     for product in _products(model) if reason else ():
         product.doubles = False  # it would cost, and promise nothing
@@ -69,7 +69,7 @@ def _check_products(model: Decoder, generator: torch.Generator) -> str | None:
                 differing = differing_counts(product, generator)
             if differing:
                 size = "×".join(str(length) for length in product.shape)
-                return f"a {size} product rounds {differing[-1]} rows otherwise than more"
+                return f"a {size} product rounds {differing[-1]} rows differently from more"
             doubled[product.shape] = product.doubles
         product.doubles = doubled[product.shape]
     return None

@@ -1,7 +1,7 @@
 """The parts of a prepared model: they read its weights as fast as the machine can.
 
 Decoding reads every weight once per step, so a step should cost what that reading costs. Three things stand in
-the way on a CPU and are mended here, without the readable files knowing. ``F.linear`` reads a bf16 matrix at
+the way on a CPU and are fixed here, without the readable files knowing. ``F.linear`` reads a bf16 matrix at
 a third of the memory's bandwidth, unless it lies in the blocked layout of oneDNN. Three products over the same
 input cost three calls where one over stacked rows would do. And of the small operators between the products,
 each of which costs some microseconds whatever its size, several can be spared: a residual is added by the

@@ -139,7 +139,7 @@ def test_break_even_takes_the_length_with_the_largest_predicted_speedup() -> Non
         for accepted in range(5):
             policy = BreakEven(costs)
             run(policy, costs, [accepted] * 60)
-            policy.purse, policy.waiting = math.inf, 1
+            policy.credit, policy.waiting = math.inf, 1
             speedups = [predicted_speedup(policy.acceptance(), length, costs) for length in range(5)]
             assert speedups[policy.draft_length()] == max(speedups)
 
@@ -185,7 +185,7 @@ def test_of_several_ways_the_one_of_the_largest_predicted_speedup_is_taken() -> 
     assert taken is offers[1]
     for _ in range(40):
         policy.observe(a_round(length, 0))
-        policy.purse = math.inf
+        policy.credit = math.inf
         taken, length = policy.choose(offers)
         if taken is offers[0]:
             return
@@ -202,10 +202,10 @@ def test_costs_at_two_lengths_are_interpolated() -> None:
 def test_a_draft_that_pays_in_a_short_text_is_given_up_in_a_long_one() -> None:
     costs = GrowingCosts(CostTable(0.1, (1.0, 1.0, 1.0)), CostTable(0.9, (1.0, 1.5, 2.0)), 1000)
     policy = BreakEven({"model": costs})
-    policy.purse = math.inf
+    policy.credit = math.inf
     assert policy.choose([Offer("model", "model")])[1] == 2
     policy.observe(Round(1000, [], 0, [1]))
-    policy.purse, policy.waiting = math.inf, 1
+    policy.credit, policy.waiting = math.inf, 1
     assert policy.choose([Offer("model", "model")])[1] == 0
 
 

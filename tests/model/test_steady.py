@@ -233,7 +233,7 @@ def test_the_check_doubles_a_lone_row_and_refuses_more_than_that(monkeypatch: py
     assert model.row_invariant and model.layers[0].mlp.down_proj.doubles and model.lm_head.doubles
     monkeypatch.setattr(PackedLinear, "multiply", spoiled(multiply, rows=2))
     model = accelerate(random_model("llama"))
-    assert not model.row_invariant and "product rounds 2 rows otherwise than more" in model.why_rows_vary
+    assert not model.row_invariant and "product rounds 2 rows differently from more" in model.why_rows_vary
 
 
 @BF16
@@ -245,7 +245,7 @@ def test_as_many_rows_attend_together_as_round_alike(monkeypatch: pytest.MonkeyP
     assert model.rows == 6 and model.row_invariant and rows_agree(model, 40)
     monkeypatch.setattr("model.fast.check.ROWS", (33,))
     model = accelerate(random_model("three heads"))
-    assert not model.row_invariant and model.why_rows_vary == "attention rounds several rows otherwise than one"
+    assert not model.row_invariant and model.why_rows_vary == "attention rounds several rows differently from one"
 
 
 @BF16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,6 +68,21 @@ def test_texts_that_differ_are_told_with_their_first_difference(tmp_path: Path) 
     texts.begin([5, 9, 2])
     sample = texts.write_plainly(Rules(8), greedy, chance)
     said = comparison(texts, sample, greedy, chance)
-    assert "the texts are equal" in said
+    assert "same text" in said
     sample.text.tokens[3 + 4] ^= 1
     assert "the texts differ from token 4 on" in comparison(texts, sample, greedy, chance)
+
+
+@pytest.mark.parametrize(("tokens", "seconds", "means_nothing"), [(8, 9.0, True), (60, 0.1, True), (60, 9.0, False)])
+def test_a_comparison_of_too_short_a_run_says_so(
+    tokens: int, seconds: float, means_nothing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens, or many in a moment."""
+    texts = writer.Writer(load_model(write_folder(tmp_path)), 80)
+    greedy, chance = SamplingParams(), chance_of("ratio", 0)
+    texts.begin([5, 9, 2])
+    ticks = count(step=seconds / tokens)  # one before each round and one after it
+    monkeypatch.setattr(writer, "now", lambda device: next(ticks))
+    sample = texts.write_plainly(Rules(tokens), greedy, chance)
+    said = comparison(texts, sample, greedy, chance)
+    assert said.startswith("[1.00 times plain decoding") and ("too short" in said) == means_nothing

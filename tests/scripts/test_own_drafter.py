@@ -1,4 +1,4 @@
-"""The README's example: a drafter of your own, the proof that it is lossless, and a text written with it."""
+"""The documents' example: a drafter of your own, the proof that it is lossless, and a text written with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
 from tests.folders import write_folder
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs/own_drafter.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The README's example, as its reader saves it."""
-    code = re.search(r"```python\n(.*?)```", README[README.index("## Adding your own drafter") :], re.DOTALL)
+    """The document's example, as its reader saves it."""
+    code = re.search(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     assert code is not None
     path = tmp_path_factory.mktemp("own") / "my_drafter.py"
     path.write_text(code[1], encoding="utf-8")
@@ -37,7 +37,7 @@ def example(file: Path) -> dict[str, Any]:
     return runpy.run_path(str(file), run_name="__main__")
 
 
-def test_the_readmes_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
+def test_the_documents_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
     assert isinstance(example["request"], Request)
     assert bias(example["model"], example["request"], Setup(example["PopularTokens"])) < 1e-9
     assert example["distance"] < 1e-9

@@ -1,12 +1,18 @@
-"""The README names only what exists: files, the functions in them, options, and the table of defects."""
+"""The documents name only what exists: files, functions in them, options, sections; and their examples run.
+
+``make readme`` runs every command of theirs.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,20 +21,29 @@ import decoding.corpus.__main__
 import generate
 import search.__main__
 import train
+from tests import readme
 from tests.mutants import table_rows
 from weights import fetch
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+TEXTS = {document: document.read_text(encoding="utf-8") for document in readme.DOCUMENTS}
+ALL = "\n".join(TEXTS.values())
+LINKS = sorted({(doc, link) for doc, text in TEXTS.items() for link in re.findall(r"\]\(([^):]+)\)", text)}, key=str)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_every_linked_file_exists(path: str) -> None:
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize(("document", "link"), LINKS, ids=[f"{doc.name} {link}" for doc, link in LINKS])
+def test_every_linked_file_and_section_exists(document: Path, link: str) -> None:
+    path, _, anchor = link.partition("#")
+    target = document.parent / path if path else document
+    assert target.exists()
+    if anchor:
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in [re.sub(r"[^a-z -]", "", each.lower()).strip().replace(" ", "-") for each in headings]
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), sorted(set(re.findall(r"`([A-Za-z_.]+)`\s+(?:in|of)\s+\[`([\w/]+\.py)`\]", README)))
+    ("name", "path"), sorted(set(re.findall(r"`([A-Za-z_.]+)`\s+(?:in|of)\s+\[`([\w/]+\.py)`\]", ALL)))
 )
 def test_every_function_stands_in_the_file_it_is_said_to(name: str, path: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
@@ -45,7 +60,7 @@ def helps() -> str:
     return said.getvalue()
 
 
-OURS = re.sub(r"torchrun .*? train\.py", "", README)  # torchrun's options are its own
+OURS = re.sub(r"torchrun .*? (train|generate)\.py", "", ALL)  # torchrun's options are its own
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", OURS))))
@@ -53,23 +68,73 @@ def test_every_option_is_one_of_a_command_line(option: str, helps: str) -> None:
     assert re.search(rf"{option}\b", helps)
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z]+)", README))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z]+)", ALL))))
 def test_every_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m ([a-z_.]+)", README))))
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m ([a-z_.]+)", ALL))))
 def test_every_module_that_is_run_exists(module: str) -> None:
     assert importlib.util.find_spec(module) is not None
-
-
-@pytest.mark.parametrize("anchor", sorted(set(re.findall(r"\]\(#([a-z-]+)\)", README))))
-def test_every_section_that_is_linked_exists(anchor: str) -> None:
-    headings = [re.sub(r"[^a-z -]", "", line.lower()) for line in re.findall(r"^#+ (.*)$", README, re.MULTILINE)]
-    assert anchor in [heading.strip().replace(" ", "-") for heading in headings]
 
 
 def test_the_table_of_defects_is_the_one_its_command_prints() -> None:
     """Every row but its verdict, which test_mutants checks."""
     for row in table_rows(lambda mutant: True):
-        assert row in README
+        assert row in TEXTS[ROOT / "docs/proof.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS[README].splitlines()) <= 200
+
+
+def test_the_readmes_example_writes_its_text_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (content for kind, content in readme.steps(TEXTS[README]) if kind == "python")
+    defined: dict[str, Any] = {}
+    exec(example, defined)
+    text, rounds = defined["text"], re.findall(r"^(\d) of (\d) accepted: ", capsys.readouterr().out, re.MULTILINE)
+    assert sum(int(accepted) + 1 for accepted, _ in rounds) >= len(text.generated) == 100 > len(rounds)
+
+
+def toys_distance(source: str) -> float:
+    """What the toy prints, from a process of its own: it sets torch's default dtype."""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert "total variation from plain sampling" in done.stdout
+    return float(done.stdout.split()[-1])
+
+
+def test_the_toy_computes_that_its_law_is_plain_samplings() -> None:
+    assert toys_distance((ROOT / "docs/toy.py").read_text(encoding="utf-8")) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("(p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)", "p"),
+        ("p[rows, drafted] / q[rows, drafted]", "p[rows, drafted]"),
+        ("randomness.draw(q[-1])", "int(q[-1].argmax())"),
+        (".cumprod(0).sum()", ".sum()"),
+    ],
+    ids=["residual", "acceptance", "draft", "prefix"],
+)
+def test_a_defect_in_the_toy_changes_its_law(right: str, wrong: str) -> None:
+    source = (ROOT / "docs/toy.py").read_text(encoding="utf-8")
+    assert source.count(right) == 1
+    assert toys_distance(source.replace(right, wrong)) > 0.01
+
+
+def test_a_document_whose_command_is_wrong_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of three steps is wrong; the others are run all the same."""
+    document = "```sh\ntrue  # fine\nls \\\n    --no-such-option\n```\n\n```python\nprint(1)\n```\n"
+    assert readme.failures("made-up.md", document) == 1
+    said = capsys.readouterr().out
+    assert said.count("made-up.md: ok") == 2 and "no-such-option" in said.split("FAILED")[1]
+
+
+def test_no_command_is_skipped_that_no_document_has() -> None:
+    assert not readme.stale_skips(list(TEXTS.values()))
+
+
+def test_a_command_is_a_line_or_a_loop_without_its_remark() -> None:
+    block = "# a remark\nfirst \\\n    more  # why\n\nfor d in x y; do\n    each $d\ndone\nlast\n"
+    assert list(readme.commands(block)) == ["first \\\n    more", "for d in x y; do\n    each $d\ndone", "last"]

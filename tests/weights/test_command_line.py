@@ -108,7 +108,7 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (InputError("'a\nb\x1b[31m' is wrong:\nmend it"), "error: 'a b [31m' is wrong: mend it\n"),
+        (InputError("'a\nb\x1b[31m' is wrong:\nfix it"), "error: 'a b [31m' is wrong: fix it\n"),
         (FileNotFoundError(2, "No such file", "a\nb"), "error: a b cannot be read or written: No such file\n"),
         (
             OSError(5, "Input/output error"),

@@ -21,13 +21,13 @@ def parser() -> OneLineParser:
     """Every option and its default; values are judged by ``check_options``."""
     parser = OneLineParser(
         prog="train.py",
-        description="Train a Llama or Gemma-2 whose early layers can speak: the LayerSkip recipe "
+        description="Train a Llama or Gemma-2 whose early layers can draft: the LayerSkip recipe "
         "(arXiv 2404.16710, section 4.1).",
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it goes on")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it is continued")
     parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch")
-    parser.add_argument("--start-from", metavar="DIR", help="a checkpoint to go on from, with its tokenizer")
+    parser.add_argument("--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer")
     parser.add_argument("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: learn one)")
     parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="of the tokenizer to be learnt")
     recipe = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)")
@@ -76,7 +76,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.start_from and options.tokenizer:
         raise InputError("--start-from DIR brings its tokenizer: leave out --tokenizer")
     if (options.config is None) == (options.start_from is None):
-        raise InputError("give either a model's shape, --config FILE, or a checkpoint to go on from, --start-from DIR")
+        raise InputError("give either a model's shape, --config FILE, or a checkpoint to continue, --start-from DIR")
 
 
 def settings_of(options: argparse.Namespace, processes: int, config: ModelConfig, text: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def prepare(options: argparse.Namespace, group: Group) -> tuple[Tokens, Decoder]
 
 
 def _goes_on(out: Path, source: Path | None) -> bool:
-    """Whether ``out`` holds a run to go on with. Raises InputError when it holds what this run must not replace."""
+    """Whether ``out`` holds a run to continue. Raises InputError when it holds what this run must not replace."""
     if source and source.resolve() == out.resolve():
         raise InputError("--out must be another folder than --start-from and --tokenizer")
     if not (out / TRAINING).exists() and any((out / name).exists() for name in ("config.json", *TOKENIZER_FILES)):

@@ -21,7 +21,7 @@ STATE = "training/state.safetensors"
 def save_run(
     out: Path, model: Decoder, optimiser: Optimiser, settings: dict[str, Any], step: int, source: Path | None
 ) -> None:
-    """Write the model as an ordinary bf16 folder with the tokenizer of ``source``, then the state to go on from.
+    """Write the model as an ordinary bf16 folder with the tokenizer of ``source``, then the state to continue from.
 
     Each file is replaced as a whole; killed between the two, the run makes the model of its last steps again.
     Raises InputError when the folder cannot be written.

@@ -1,0 +1,70 @@
+"""Speculative sampling, complete, on the letters a, b, c; it prints that its law is plain sampling's.
+
+Names and order are those of decoding/speculate.py, decoding/verify.py and decoding/proof/enumeration.py.
+"""
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+torch.set_default_dtype(torch.float64)
+P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])  # the target: row x is what may follow letter x
+Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])  # the draft: cheap, and often wrong
+GAMMA, LENGTH = 2, 5  # letters drafted a round; letters of a text
+
+
+class Enumerator:
+    """Serves all chance. It replays a path of choices, then takes the first outcome of each new one."""
+
+    def __init__(self, path: list[int]) -> None:
+        self.path, self.depth, self.weight, self.other_paths = path, 0, 1.0, []
+
+    def choose(self, chances: list[float]) -> int:
+        possible = [outcome for outcome, chance in enumerate(chances) if chance > 0]
+        if self.depth == len(self.path):
+            self.other_paths += [[*self.path, outcome] for outcome in possible[1:]]
+            self.path = [*self.path, possible[0]]
+        outcome = self.path[self.depth]
+        self.depth, self.weight = self.depth + 1, self.weight * chances[outcome]
+        return outcome
+
+    def draw(self, probs: Tensor) -> int:
+        return self.choose((probs / probs.sum()).tolist())
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        return torch.tensor([self.choose([1 - c, c]) for c in probabilities.clamp(max=1).tolist()], dtype=torch.int64)
+
+
+def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
+    drafted, q = [], torch.zeros(0, 3)
+    while len(drafted) < limit:
+        q = torch.cat((q, Q[[*text, *drafted][-1:]]))
+        drafted.append(randomness.draw(q[-1]))
+    return drafted, q
+
+
+def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> tuple[Tensor, int]:
+    rows = range(len(drafted))
+    accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()  # up to the first rejection
+    residual = (p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)  # its last row is p itself: for the bonus letter
+    return accepted, randomness.draw(residual[accepted])
+
+
+def speculate(text: list[int], randomness: Enumerator) -> list[int]:
+    while len(text) < LENGTH:
+        drafted, q = propose(text, min(GAMMA, LENGTH - len(text) - 1), randomness)
+        p = P[[text[-1], *drafted]]  # one pass of the target over the last letter and the draft
+        accepted, token = verify(p, q, drafted, randomness)
+        text = [*text, *drafted[:accepted], token]
+    return text
+
+
+law, paths, walked = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0), [[]], 0
+while paths:
+    randomness = Enumerator(paths.pop())
+    law[tuple(speculate([0], randomness))] += randomness.weight
+    paths, walked = paths + randomness.other_paths, walked + 1
+plain = {text: P[text[:-1], text[1:]].prod().item() for text in law}
+distance = sum(abs(law[text] - plain[text]) for text in law) / 2
+print(f"{len(law)} texts, {walked} paths: total variation from plain sampling {distance:.1e}")

@@ -1,0 +1,235 @@
+"""Run every command of the README and of docs/, in order, with short settings: ``python -m tests.readme``.
+
+Each document gets a copy of the checkout, so no document may need what another one's commands leave behind, and nothing
+here is changed. Two documents run at a time. Any exit status but 0 is a failure, and so is a skip that skips nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+SKIPPED = {  # beginnings of commands that are not run, and why
+    "make test": "it is what runs before this",
+    "python -m tests.mutants": "make test runs every mutant",
+    "torchrun": "make test starts such processes itself",
+    "python -m benchmark --only stories": "with short settings it is the one before it",
+    "pip install llama-cpp-python": "it compiles for minutes",
+    "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python",
+}
+SAMPLE = "weights/training/sample/stories.jsonl"
+# What comes after a command to make it short; argparse takes the last value that is given.
+SHORT = {
+    "python -m search --model tiny-llama --compare": "--compare 1",
+    "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
+    "python -m benchmark --repeats": "--only speed",
+    "python -m benchmark": "--model tiny-llama --quick --max-new-tokens 8",
+    "python -m decoding.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
+    "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
+}
+READY = [".venv/ready", ".venv/ready-dev", ".venv/ready-serve", "weights/smollm2-135m-instruct/model.safetensors"]
+EDITABLE = (  # into an environment that has the packages of this one, but not the checkout
+    'python -m venv --without-pip ~/own && echo "{packages}" > ~/own/lib/python{version}/site-packages/packages.pth'
+    " && ~/own/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ."
+)
+LIMIT = 300  # seconds that a command may take
+
+
+def steps(document: str) -> Iterator[tuple[str, str]]:
+    """Each command of the ``sh`` blocks, each ``python`` block, and each block that is to be saved as a file."""
+    for block in re.finditer(r"^```(sh|python)\n(.*?)^```", document, re.MULTILINE | re.DOTALL):
+        kind, content = block[1], block[2]
+        if kind == "sh":
+            yield from (("sh", command) for command in commands(content))
+        elif saved := re.search(r"Save this as `([\w.]+)`[^`]*(`[^`]+`[^`]*)?$", document[: block.start()]):
+            yield saved[1], content
+        else:
+            yield kind, content
+
+
+def commands(block: str) -> Iterator[str]:
+    """The commands of a block, without comments: lines that end in a backslash and loops are one command."""
+    command = ""
+    for line in block.splitlines():
+        command += re.sub(r"(^|\s+)#.*", "", line) + "\n"
+        open_loop = command.lstrip().startswith("for ") and line != "done"
+        if command.strip() and not line.endswith("\\") and not open_loop:
+            yield command.strip()
+            command = ""
+
+
+def shortened(command: str) -> str:
+    """The same command with short settings."""
+    command = command.replace("python generate.py", "python generate.py --max-new-tokens 8")
+    for beginning, options in SHORT.items():
+        if command.startswith(beginning):
+            command += f" {options}"
+    return re.sub(r"^make ", "".join(["make ", *(f"-o {path} " for path in READY)]), command)
+
+
+@dataclass
+class Session:
+    """A shell in a copy of the checkout, as a reader has it: before the environment is entered, or ``inside`` it."""
+
+    folder: Path
+    inside: bool = True
+    python: str = sys.executable
+    server: subprocess.Popen[bytes] | None = None
+    port: str = "8000"
+    variables: dict[str, str] = field(default_factory=dict)
+    said: str = ""  # by the last command
+
+    def __post_init__(self) -> None:
+        caches = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "smollm2-*")
+        self.checkout, self.home = self.folder / "checkout", self.folder / "home"
+        shutil.copytree(ROOT, self.checkout, ignore=caches)
+        (self.checkout / ".venv").symlink_to(sys.prefix)
+        model = self.checkout / "weights/smollm2-135m-instruct"
+        model.mkdir()
+        for file in (ROOT / "weights" / model.name).iterdir():
+            if file.name not in ("costs.json", "calibration.json"):
+                (model / file.name).symlink_to(file.resolve())
+        self.home.mkdir()
+        (self.home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = str(free.getsockname()[1])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the shell: before ``inside``, nothing leads to the environment that has torch."""
+        ours = str(Path(sys.prefix) / "bin")
+        rest = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path).resolve() != Path(ours).resolve()]
+        path = os.pathsep.join([ours, *rest] if self.inside else rest)
+        unset = ("VIRTUAL_ENV", "PYTHONPATH")
+        kept = {name: value for name, value in os.environ.items() if name not in unset}
+        return {**kept, **self.variables, "PATH": path, "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+
+    def do(self, kind: str, content: str) -> int:
+        """Run a command or a ``python`` block, or save a file; returns the exit status."""
+        content = content.replace("8000", self.port)
+        if kind not in ("sh", "python"):
+            (self.checkout / kind).write_text(content, encoding="utf-8")
+            return 0
+        if kind == "python":
+            return self.run([self.python, "-c", content], self.checkout if self.python == sys.executable else self.home)
+        if assignment := re.fullmatch(r"([A-Z]+)=(\S+)", content):
+            self.variables[assignment[1]] = assignment[2]
+            return 0
+        if content.startswith("make serve") or " --serve " in content:
+            return self.serve(content)
+        command = shortened(content)
+        if content == "pip install -e .":
+            command, self.python = editable(), str(self.home / "own/bin/python")
+        status = self.run(["bash", "-ec", command], self.checkout)
+        self.inside |= content == ". .venv/bin/activate"
+        return status
+
+    def run(self, command: list[str], folder: Path) -> int:
+        """The exit status of a command in ``folder``; 124 if it does not end in time."""
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=self.environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=LIMIT
+            )
+        except subprocess.TimeoutExpired:
+            self.said = f"no end within {LIMIT} s"
+            return 124
+        self.said = (done.stdout + done.stderr).decode(errors="replace")
+        return done.returncode
+
+    def serve(self, command: str) -> int:
+        """Start a server in place of the one that runs; 0 once it answers."""
+        self.stop()
+        command = shortened(command) + (f" ADDRESS={self.port}" if command.startswith("make") else "")
+        self.server = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"],
+            cwd=self.checkout,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        end = time.monotonic() + LIMIT
+        while time.monotonic() < end and self.server.poll() is None:
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", int(self.port))) == 0:
+                    return 0
+            time.sleep(0.2)
+        status = self.server.poll() or 124
+        self.stop()
+        return status
+
+    def stop(self) -> None:
+        """Ctrl-C for the server, if one runs."""
+        if self.server is not None:
+            if self.server.poll() is None:
+                os.killpg(self.server.pid, signal.SIGINT)
+            self.said = self.server.communicate(timeout=LIMIT)[0].decode(errors="replace")
+            self.server = None
+
+
+def editable() -> str:
+    """What ``pip install -e .`` becomes here, so that the environment of the tests stays as it is."""
+    return EDITABLE.format(packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version())
+
+
+def failures(name: str, document: str, *, inside: bool = True) -> int:
+    """Run a document's commands, each with a line of its own; returns how many failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="readme-") as folder:
+        session = Session(Path(folder), inside)
+        try:
+            for kind, content in steps(document):
+                shown = content.replace("\n", " ") if kind == "sh" else f"{kind}: {content.splitlines()[0]} ..."
+                why = next((why for beginning, why in SKIPPED.items() if content.startswith(beginning)), None)
+                if why:
+                    print(f"{name}: skipped ({why}): {shown}", flush=True)
+                    continue
+                began = time.monotonic()
+                status = session.do(kind, content)
+                print(
+                    f"{name}: {'ok' if not status else 'FAILED'} {time.monotonic() - began:.1f} s: {shown}", flush=True
+                )
+                if status:
+                    failed += 1
+                    print(f"exit status {status}\n{session.said}", flush=True)
+        finally:
+            session.stop()
+    return failed
+
+
+def stale_skips(texts: list[str]) -> list[str]:
+    """What ``SKIPPED`` names and no document has."""
+    found = [content for text in texts for kind, content in steps(text) if kind == "sh"]
+    return [beginning for beginning in SKIPPED if not any(command.startswith(beginning) for command in found)]
+
+
+def main() -> int:
+    texts = {document.name: document.read_text(encoding="utf-8") for document in DOCUMENTS}
+    stale = stale_skips(list(texts.values()))
+    for beginning in stale:
+        print(f"skipped, but in no document: {beginning}")
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(failures, name, text, inside=name != "README.md") for name, text in texts.items()]
+        failed = sum(run.result() for run in runs)
+    print(f"{failed} commands failed" if failed else "every command works as printed")
+    return 1 if failed or stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
