@@ -29,9 +29,10 @@ test: lint $(MODEL)
 readme: .venv/ready-dev $(MODEL)
 	$(BIN)/python -m tests.readme
 
-# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, and bf16 texts of all prompts.
+# The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, and
+# SmolLM2 on three processes.
 prove: .venv/ready-dev $(MODEL)
-	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding
+	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/scripts
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

@@ -23,14 +23,13 @@ from decoding.text import Rules
 from decoding.verify import COUPLINGS, Chance, Coupling
 from decoding.writer import Interrupted, Sample, Writer
 from model import InputError
-from model.fast import accelerate
-from weights.command_line import OneLineParser, run_command, say
-from weights.device import pick_device
+from weights.command_line import OneLineParser, say
 from weights.files import check_place, check_utf8
-from weights.load import DTYPES, load_model, read_config, stored_dtype
-from weights.memory import check_fits, estimate
+from weights.load import DTYPES, read_config, stored_dtype
 from weights.names import model_folder
+from weights.processes import ALONE, Processes
 from weights.prompt import check_prompt, encode_prompt, read_prompt
+from weights.shares import check_memory, load_ready, run_together
 from weights.tokenizer import Tokenizer
 
 
@@ -77,7 +76,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 class Request:
     """What is asked for, checked before any weight is read."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, processes: Processes = ALONE) -> None:
         for value in (options.system or "", *options.stop, *options.ban):
             check_utf8("text of --system, --stop or --ban", value)
         self.params = SamplingParams(*(getattr(options, field.name) for field in fields(SamplingParams)))
@@ -89,10 +88,10 @@ class Request:
             check_place(options.html)
         self.coupling = Coupling.of(options.coupling, options.seed)
         self.repeat_with = str(self.coupling) if options.temperature else ""
-        self.folder, self.device = model_folder(options.model), pick_device(options.device)
+        self.folder, self.device = model_folder(options.model), processes.pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
-        self.options, self.prompt, self.ids = options, "", [0]
+        self.options, self.processes, self.prompt, self.ids = options, processes, "", [0]
         if not (options.dry_run or options.serve) or options.prompt is not None or options.prompt_file is not None:
             self.tokenizer = Tokenizer(self.folder)
             self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids)
@@ -107,9 +106,10 @@ class Request:
         return min(wanted, self.config.max_positions)
 
     def check_memory(self) -> str:
-        """The line that says what is needed and what is free. Raises InputError with it when that does not fit."""
-        needs = {"prompt": len(self.ids), "fast_on": self.device, **self.draft.needs(self.folder, self.config)}
-        return check_fits(estimate(self.config, self.dtype, self.capacity, **needs), self.device)
+        """What is needed and what is free, a line a process. Raises InputError with it when that does not fit."""
+        needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
+        needs |= self.draft.needs(self.folder, self.config, split=self.processes.several)
+        return check_memory(self.processes, self.folder, self.config, self.device, needs, not self.options.dry_run)
 
 
 class Output:
@@ -161,16 +161,16 @@ class Output:
             say(f"the run round by round: {options.html}")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
     """Check, load, choose, write; returns the exit status."""
-    request = Request(options)
+    request = Request(options, processes)
     if options.serve:
         return serve(options.serve, Defaults.of(request))
     fits = request.check_memory()
     if options.dry_run:
         print(fits)
         return 0
-    model = accelerate(load_model(request.folder, request.dtype, request.device))
+    model = load_ready(processes, request.folder, request.dtype, request.device)
     setting = Setting(request.folder, model, request.tokenizer, request.params, request.capacity)
     drafting = choose(request.draft, setting)
     writer = Writer(model, request.capacity, request.tokenizer.token_bytes)
@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(lambda: run(parse_arguments(arguments)))
+    return run_together(lambda processes: run(parse_arguments(arguments), processes), arguments)
 
 
 if __name__ == "__main__":

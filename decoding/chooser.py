@@ -21,6 +21,7 @@ from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLeng
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
 from model.fast.low_bits import can_save
+from model.leader import ParallelDecoder, no_low_bits
 from model.plan import FULL, LOW_BITS
 from weights.command_line import say
 from weights.draft_model import load_draft_model
@@ -82,12 +83,16 @@ class DraftOptions:
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
-    def needs(self, folder: Path, config: ModelConfig) -> dict[str, Any]:
+    def needs(self, folder: Path, config: ModelConfig, *, split: bool = False) -> dict[str, Any]:
         """What the draft adds to the memory estimate of a target: a model beside it, a longest draft, a plan's twins.
 
-        Raises InputError for a draft model or a plan that cannot be read.
+        Raises InputError for a draft model or a plan that cannot be read, and for low bits of a ``split`` target.
         """
         plan = find_plan(self, folder, config.num_layers)
+        if split and plan and plan.plan.has_low_bits:
+            if self.kind != "auto":
+                no_low_bits()
+            plan = None
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
             "longest_draft": max(LONGEST_ADAPTIVE, LONGEST_DRAFT) if self.gamma is None else self.gamma,
@@ -200,11 +205,11 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     acceptance say; with a fixed length or an adaptive exit the plan, else lookup.
     """
     model, chosen = setting.model, find_plan(options, setting.folder, setting.model.num_layers)
+    if chosen and chosen.plan.has_low_bits and not saves_in_low_bits(model):
+        chosen = None
     pays = chosen is not None and (chosen.gamma != 0 or options.gamma is not None)
     if options.adaptive or options.gamma is not None:
         return planned(model, chosen) if pays else lookup(options, setting)
-    if pays and chosen.plan.has_low_bits and not can_save(model):
-        pays = False
     ways = {"plan": planned(model, chosen)} if pays else {}
     low = DraftPlan(LayerPlan.full(model.num_layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
     in_low_bits = pays and {*chosen.plan.attention, *chosen.plan.mlp} <= {*LOW_BITS}  # all sublayers: much the same
@@ -226,7 +231,12 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
 def has_room_for(plan: LayerPlan, setting: Setting) -> bool:
     """Whether low-bit twins would save time here, and fit into what memory is left."""
     model = setting.model
-    return can_save(model) and twin_bytes(model.config, model.dtype, plan) < free_bytes(model.device)
+    return saves_in_low_bits(model) and twin_bytes(model.config, model.dtype, plan) < free_bytes(model.device)
+
+
+def saves_in_low_bits(model: Decoder) -> bool:
+    """Whether drafts in low bits can be faster here; a model that is split over processes has no twins."""
+    return not isinstance(model, ParallelDecoder) and can_save(model)
 
 
 def costs_of(way: Drafting, setting: Setting) -> CostTable | GrowingCosts:

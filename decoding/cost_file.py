@@ -52,7 +52,9 @@ def kept_sublayer_costs(
 
 
 def _kept(folder: Path, model: Decoder, what: str, kind: type[Costs], measure: Callable[[], Costs]) -> Costs:
-    key = f"{machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {what}"
+    share = getattr(model, "share", None)
+    where = machine(model.device) + (f", {share.size} processes" if share else "")
+    key = f"{where}, {str(model.dtype).removeprefix('torch.')}, {what}"
     try:
         kept = read_optional_json(folder / FILE)
     except InputError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from model.cache import KVCache
 from model.decoder import PREFILL_CHUNK, Decoder
 from model.errors import InputError
-from model.layers import place
 from model.plan import LayerPlan
 
 
@@ -18,36 +18,29 @@ from model.plan import LayerPlan
 def explain_nonfinite(model: Decoder, cache: KVCache, tokens: Tensor, plan: LayerPlan | None = None) -> InputError:
     """The error to raise when the logits after ``tokens`` ``[n]`` hold NaN or infinity.
 
-    Runs the text again, sublayer by sublayer, and names the first place where a number is not finite. The
-    cache is written anew from position 0, so that no second one is needed.
+    Runs the text again, under plans that end earlier, and names the first sublayer after which a number is not finite:
+    in a residual stream it stays so. The cache is written anew from position 0, so that no second one is needed.
     """
     plan = plan or LayerPlan.full(model.num_layers)
-    where = "the final norm and head"
-    for start in range(0, len(tokens), PREFILL_CHUNK):
-        stages = _stages(model, cache, tokens[None, start : start + PREFILL_CHUNK], start, plan)
-        broken = next((name for name, x in stages if not x.isfinite().all()), None)
-        if broken:
-            where = broken
-            break
+    runs = [("attention", layer) for layer, bits in enumerate(plan.attention) if bits]
+    runs += [("MLP", layer) for layer, bits in enumerate(plan.mlp) if bits]
+    runs.sort(key=lambda sublayer: sublayer[1])  # an attention stays before the MLP of its layer
+
+    def breaks_after(count: int) -> bool:
+        """Whether a number is not finite after the first so many sublayers."""
+        bits = {
+            name: tuple(each * ((name, layer) in runs[:count]) for layer, each in enumerate(given))
+            for name, given in (("attention", plan.attention), ("MLP", plan.mlp))
+        }
+        part = replace(plan, attention=bits["attention"], mlp=bits["MLP"])
+        starts = range(0, len(tokens), PREFILL_CHUNK)
+        chunks = (model.hidden(tokens[None, start : start + PREFILL_CHUNK], cache, start, part) for start in starts)
+        return not all(chunk.isfinite().all() for chunk in chunks)
+
+    first = bisect_left(range(len(runs) + 1), True, key=breaks_after)
+    names = ["the embedding", *(f"the {name} of layer {layer}" for name, layer in runs), "the final norm and head"]
     dtype = str(model.dtype).removeprefix("torch.")
     return InputError(
-        f"the model's numbers stop being finite (NaN or infinity) in {where}: the checkpoint is damaged there, or "
-        f"its numbers are too large for {dtype}: fetch it again, or give --dtype bfloat16 or float32"
+        f"the model's numbers stop being finite (NaN or infinity) in {names[first]}: the checkpoint is damaged there, "
+        f"or its numbers are too large for {dtype}: fetch it again, or give --dtype bfloat16 or float32"
     )
-
-
-def _stages(
-    model: Decoder, cache: KVCache, tokens: Tensor, start: int, plan: LayerPlan
-) -> Iterator[tuple[str, Tensor]]:
-    """The residual stream after each sublayer, with the place in words."""
-    x = model.embed(tokens)
-    yield "the embedding", x
-    positions = place(model.config, start, tokens.shape[1], x)
-    for layer in range(model.num_layers):
-        block = model.twins.block(layer, plan.attention[layer], plan.mlp[layer])
-        if plan.attention[layer]:
-            x = block(x, positions, cache, attention=True, mlp=False)
-            yield f"the attention of layer {layer}", x
-        if plan.mlp[layer]:
-            x = block(x, positions, cache, attention=False, mlp=True)
-            yield f"the MLP of layer {layer}", x

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
+from model.parallel import Cut, Share, split
 from weights.files import is_file, is_there, one_line, read_json
 
 SLICE_BYTES = 16 << 20
@@ -40,10 +41,16 @@ class StoredTensor:
     dtype: torch.dtype
 
 
-def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
+def load_model(
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    share: Share | None = None,
+) -> Decoder:
     """The model of a Hugging Face folder, ready to decode: eval mode, no gradients.
 
-    ``dtype`` None keeps the checkpoint's own. Raises InputError for anything wrong with the folder.
+    ``dtype`` None keeps the checkpoint's own. Of a model split over processes, only this one's ``share`` is read.
+    Raises InputError for anything wrong with the folder.
     """
     config = read_config(folder)
     stored = stored_tensors(folder)
@@ -55,9 +62,13 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
     wanted = dict(model.named_parameters())
     _check(folder, wanted, stored, tied=model.lm_head is None)
     dtype = dtype or stored[EMBEDDING].dtype
-    state = {name: _copy(stored[name], dtype, device) for name in wanted}
+    cuts = {name: share.cut(name) if share else None for name in wanted}
+    state = {name: _copy(stored[name], dtype, device, cut) for name, cut in cuts.items()}
     if model.lm_head is None and HEAD in stored:
-        _check_tied(folder, stored[HEAD], state[EMBEDDING])
+        _check_tied(folder, stored[HEAD], stored[EMBEDDING], state[EMBEDDING], cuts[EMBEDDING])
+    if share:
+        with torch.device("meta"):
+            model = split(build(share.local), share)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -176,10 +187,10 @@ def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, Stor
         )
 
 
-def _check_tied(folder: Path, head: StoredTensor, embedding: Tensor) -> None:
+def _check_tied(folder: Path, head: StoredTensor, stored: StoredTensor, embedding: Tensor, cut: Cut) -> None:
     """A stored head that is no copy of the embedding would be dropped in silence: the config must untie it."""
-    if head.shape != tuple(embedding.shape) or not all(
-        torch.equal(rows.to(embedding), embedding[first : first + len(rows)]) for first, rows in _slices(head)
+    if head.shape != stored.shape or not all(
+        torch.equal(rows.to(embedding), embedding[first : first + len(rows)]) for first, rows in _slices(head, cut)
     ):
         raise InputError(
             f"{folder}: {HEAD} is not the embedding, though config.json ties the two: set tie_word_embeddings to "
@@ -187,23 +198,30 @@ def _check_tied(folder: Path, head: StoredTensor, embedding: Tensor) -> None:
         )
 
 
-def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    out = torch.empty(stored.shape, dtype=dtype, device=device)
-    for first, rows in _slices(stored):
+def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str, cut: Cut) -> Tensor:
+    """A stored tensor, or the indices of one dimension that ``cut`` names."""
+    shape = list(stored.shape)
+    if cut:
+        shape[cut[0]] = len(cut[1])
+    out = torch.empty(shape, dtype=dtype, device=device)
+    for first, rows in _slices(stored, cut):
         out[first : first + len(rows)].copy_(rows)
     return out
 
 
-def _slices(stored: StoredTensor) -> Iterator[tuple[int, Tensor]]:
-    """A stored tensor, a slice of rows at a time, each with the number of its first row.
+def _slices(stored: StoredTensor, cut: Cut) -> Iterator[tuple[int, Tensor]]:
+    """What ``_copy`` wants of a stored tensor, a slice of rows at a time, each with the number of its first row.
 
     The file is mapped afresh for each slice: pages of a mapping stay in memory until it is closed.
     """
+    dimension, own = cut or (0, range(stored.shape[0]))
+    rows, columns = (own, ()) if dimension == 0 else (range(stored.shape[0]), (slice(own.start, own.stop),))
     row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
     count = max(1, SLICE_BYTES // row_bytes)
-    for first in range(0, stored.shape[0], count):
+    for first in range(rows.start, rows.stop, count):
         try:
             with safe_open(stored.file, framework="pt") as file:
-                yield first, file.get_slice(stored.name)[first : first + count]
+                last = min(first + count, rows.stop)
+                yield first - rows.start, file.get_slice(stored.name)[(slice(first, last), *columns)]
         except (SafetensorError, OSError) as error:  # it was whole when its header was read
             raise _not_whole(stored.file, error) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
 from model.fast.parts import FastPart, can_pack
 from model.layers import QUERIES, wide_dtype
+from model.parallel import Share
 from model.plan import LayerPlan
 from model.quantise import GROUP
 
@@ -66,6 +67,7 @@ def estimate(
     fast_on: torch.device | None = None,
     longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
+    share: Share | None = None,
 ) -> Memory:
     """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
 
@@ -73,13 +75,19 @@ def estimate(
     low-bit twins of its ``plan``.
     ``fast_on`` is the device of a model that ``model.fast`` prepares: packing holds a tied embedding twice. A round
     drafts ``longest_draft`` tokens at most, as far as the positions leave room for them.
+    Of a model split over several processes it is what this one takes, by its ``share``.
     """
-    configs = [config] if draft is None else [config, draft]
+    own = share.local if share else config
+    models = [own] if draft is None else [own, draft]
+    logits = config.vocab_size if share is None or share.leads else own.vocab_size
     verified = min(longest_draft + 1, max(1, positions - prompt))  # the draft and the token before it
     return Memory(
-        weights=sum(weight_bytes(each, dtype, fast_on) for each in configs) + twin_bytes(config, dtype, plan),
-        cache=sum(cache_bytes(each, dtype, positions) for each in configs),
-        workspace=max(workspace_bytes(each, dtype, positions, prompt, verified) for each in configs),
+        weights=sum(weight_bytes(each, dtype, fast_on) for each in models) + twin_bytes(config, dtype, plan),
+        cache=sum(cache_bytes(each, dtype, positions) for each in models),
+        workspace=max(
+            workspace_bytes(each, dtype, positions, prompt, verified)
+            for each in (replace(own, vocab_size=logits), *models[1:])
+        ),
         positions=positions,
     )
 
@@ -198,9 +206,12 @@ def container_room(cgroup: Path) -> int:
         return sys.maxsize
 
 
-def check_fits(memory: Memory, device: torch.device) -> str:
-    """The line that says what is needed and free. Raises InputError with it when that does not fit."""
-    free = free_bytes(device)
+def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
+    """The line that says what is needed and free. Raises InputError with it when that does not fit.
+
+    ``sharers``: processes that will take as much of the device each.
+    """
+    free = free_bytes(device) // sharers
     line = memory.describe(free)
     if memory.total > free:
         raise InputError(

@@ -1,0 +1,186 @@
+"""``generate.py`` as torchrun starts it: the text of one process, told once; and whatever goes wrong, in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import generate
+from tests.folders import GEMMA2, LLAMA, write_folder
+from tests.ranks import PATIENCE, Ended, run, started
+from weights.names import WEIGHTS
+
+LONG = ["--max-new-tokens", str(1 << 16), "--draft", "none"]
+
+
+def main_in(place: tuple[Path, list[str]]) -> int:
+    os.chdir(place[0])
+    return generate.main(place[1])
+
+
+def command(folder: Path, *options: object) -> list[str]:
+    return ["the hen and the fox and the hen", "--model", str(folder), "--device", "cpu", *map(str, options)]
+
+
+def complaints(ended: list[Ended]) -> str:
+    """The one line that all of them said together, where none did its work."""
+    said = "".join(process.err for process in ended)
+    assert not any(process.out for process in ended) and said.startswith("error: ") and said.count("\n") == 1, said
+    assert ended[0].status == 2
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("llama"), {**LLAMA, "max_position_embeddings": 1 << 17})
+
+
+OPTIONS = {
+    "greedy, with a stop and a ban": ["--stop", "q", "--ban", "e", "--draft", "lookup"],
+    "auto, drawn": ["--temperature", "0.9", "--seed", "5", "--num-samples", "2"],
+    "a draft model": ["--draft", "model", "--draft-model", "ITSELF", "--gamma", "2"],
+    "a plan": ["--draft", "exit", "--adaptive", "--temperature", "1", "--seed", "1", "--coupling", "ratio"],
+}
+
+
+def check_texts(shared: list[str], size: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Several processes write what one does, and the first alone speaks."""
+    assert generate.main(shared) == 0
+    alone = [json.loads(line)["tokens"] for line in capfd.readouterr().out.splitlines()]
+    first, *others = run(generate.main, [shared] * size)
+    assert [json.loads(line)["tokens"] for line in first.out.splitlines()] == alone
+    assert first.status == 0 and others == [Ended(0, "", "")] * (size - 1) and "tokens/s" in first.err
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_processes_write_the_texts_of_one_and_the_first_alone_speaks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    folder = write_folder(tmp_path / "gemma2", GEMMA2)
+    options = [str(folder) if option == "ITSELF" else option for option in options]
+    check_texts(command(folder, "--dtype", "float64", "--max-new-tokens", 16, "--json", *options), 2, capfd)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2"])
+def test_two_processes_write_the_text_of_one_with_the_shipped_models(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both have one key/value head, which both processes hold; their plans in low bits are left aside."""
+    shared = command(WEIGHTS / name, "--dtype", "float64", "--max-new-tokens", 12, "--json")
+    check_texts([*shared, "--draft", "lookup"], 2, capfd)
+    said = complaints(run(generate.main, [shared] * 3))
+    assert "4 query heads and 1 key/value heads do not divide over 3 processes: start 1 or 2 or 4" in said
+
+
+@pytest.mark.prove
+def test_three_processes_write_the_text_of_one_with_smollm2(smollm2: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shared = command(smollm2, "--dtype", "float64", "--max-new-tokens", 24, "--json")
+    for options in (["--draft", "lookup"], ["--draft", "exit", "--temperature", "0.8", "--seed", "1"]):
+        check_texts([*shared, *options], 3, capfd)
+
+
+def test_a_dry_run_says_what_each_process_would_hold(folder: Path) -> None:
+    shared = command(folder, "--dry-run")
+    first, *others = run(generate.main, [shared] * 4)
+    assert others == [Ended(0, "", "")] * 3 and first.status == 0
+    lines = first.out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"process {rank} of 4" for rank in range(4)]
+    assert all(word in line for line in lines for word in ("weights: ", "KV cache at ", "workspace: ", "free: "))
+
+
+def test_ctrl_c_ends_all_of_them_after_what_was_written(folder: Path) -> None:
+    """Each gets the signal from the terminal, and again from torchrun."""
+    with started(generate.main, [command(folder, *LONG, "--json")] * 2) as processes:
+        processes[0].wait_for("\ufffd", "err")  # bytes of a random model
+        for _ in range(2):
+            for process in processes:
+                process.signal(signal.SIGINT)
+        first, second = (process.ended() for process in processes)
+    assert (first.status, second) == (130, Ended(0, "", ""))
+    assert json.loads(first.out)["tokens"] and "Traceback" not in first.err
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_process_that_dies_ends_the_others_with_one_line(folder: Path, dies: int) -> None:
+    config = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 1 << 17}
+    with started(generate.main, [command(write_folder(folder.parent / "three", config), *LONG)] * 3) as processes:
+        processes[0].wait_for("\ufffd")
+        processes[dies].signal(signal.SIGKILL)
+        ended = [process.ended() for process in processes]
+    assert [process.status for process in ended] == [-9 if rank == dies else 2 for rank in range(3)]
+    said = "".join(process.err for process in ended)
+    assert said.startswith("error: one of the processes that share the model has ended") and said.count("\n") == 1
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_under_torchrun_itself_one_line_is_said_of_a_process_that_dies(folder: Path, dies: str) -> None:
+    """Besides torchrun's own report."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [generate.__file__, *command(folder, *LONG)]
+    with subprocess.Popen([*torchrun, *script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+        assert agent.stdout.read(1) and agent.stderr  # the text has begun
+        for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+            if f"\0RANK={dies}\0" in Path(f"/proc/{child}/environ").read_text():
+                os.kill(int(child), signal.SIGKILL)
+        said = agent.communicate(timeout=PATIENCE)[1].decode()
+    assert agent.returncode and said.count("error: ") == 1 and "has ended" in said
+
+
+def test_torchruns_signal_ends_a_process_that_waits_for_another(folder: Path) -> None:
+    """As where a GPU waits for one that has gone: nothing there returns."""
+    with started(generate.main, [command(folder, *LONG)] * 2) as processes:
+        processes[0].wait_for("\ufffd")
+        processes[1].signal(signal.SIGSTOP)
+        processes[0].signal(signal.SIGTERM)
+        first = processes[0].ended()
+    assert first.status == 2 and first.err.startswith("\nerror: a process that shares the model has ended")
+    assert first.err.count("\n") == 2
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no such option": (["--drafts"], "unrecognized arguments: --drafts"),
+    "no such value": (["--gamma", "-1"], "gamma must be at least 0"),
+    "low bits": (["--draft", "lowbit"], "does not draft in low bits"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), BAD.values(), ids=BAD)
+def test_what_cannot_be_served_is_said_once(folder: Path, options: list[str], said: str) -> None:
+    assert said in complaints(run(generate.main, [command(folder, *options)] * 2))
+
+
+def test_a_server_is_refused_once(folder: Path) -> None:
+    assert "--serve runs in one process" in complaints(
+        run(generate.main, [["--model", str(folder), "--serve", "0"]] * 2)
+    )
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_heads_that_do_not_divide_and_more_processes_than_heads_are_refused_once(folder: Path, size: int) -> None:
+    said = complaints(run(generate.main, [command(folder)] * size))
+    assert f"4 query heads and 2 key/value heads do not divide over {size} processes: start 1 or 2 or 4" in said
+
+
+def test_different_options_are_refused_once(folder: Path) -> None:
+    said = complaints(run(generate.main, [command(folder), command(folder, "--dtype", "float64")]))
+    assert "processes 0 and 1 were given different options" in said
+
+
+def test_different_and_missing_and_damaged_folders_are_refused_once(tmp_path: Path) -> None:
+    places: list[Any] = [tmp_path / name for name in ("a", "b", "c", "d")]
+    for place, seed in zip(places, (0, 1, 0, 0), strict=True):
+        write_folder(place / "model", seed=seed)
+    (places[2] / "model" / "config.json").unlink()
+    file = places[3] / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    for place, said in zip(places[1:], ("is another model", "config.json does not exist", "not a whole"), strict=True):
+        told = complaints(run(main_in, [(place, command(Path("model"))) for place in (places[0], place)]))
+        assert told.startswith("error: process 1: model") and said in told

@@ -1,0 +1,137 @@
+"""What one of several processes reads and holds of a model folder: its share and nothing more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import weights.load
+import weights.processes
+from model import InputError, parse_config
+from model.parallel import Share
+from tests.folders import GEMMA2, LLAMA, write_folder
+from weights.load import load_model, read_config
+from weights.memory import cache_bytes, estimate, held_bytes, weight_bytes
+from weights.processes import Processes
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gemma2": GEMMA2,
+    "biases and a tied head": {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "one key head": {**GEMMA2, "num_key_value_heads": 1, "vocab_size": 263},
+}
+
+
+class Counted:
+    """``safe_open``, which tells how many numbers were read of every tensor."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, int] = {}
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        outer, file = self, safe_open(*arguments, **more)
+
+        class Slice:
+            def __init__(self, name: str) -> None:
+                self.name, self.view = name.removeprefix("model."), file.get_slice(name)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.view, name)
+
+            def __getitem__(self, index: Any) -> torch.Tensor:
+                rows = self.view[index]
+                outer.read[self.name] = outer.read.get(self.name, 0) + rows.numel()
+                return rows
+
+        class File:
+            get_slice = staticmethod(Slice)
+            keys = staticmethod(file.keys)
+
+            def __enter__(self) -> File:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                """Nothing is kept open."""
+
+        return File()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("slice_bytes", [1, 1 << 20])
+def test_a_process_reads_its_share_and_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, slice_bytes: int
+) -> None:
+    """Whether tensors come whole or a row at a time."""
+    folder = write_folder(tmp_path, SHAPES[shape], dtype=torch.bfloat16)
+    monkeypatch.setattr(weights.load, "SLICE_BYTES", slice_bytes)
+    whole = load_model(folder)
+    for rank in range(2):
+        share, counted = Share(whole.config, rank, 2), Counted()
+        monkeypatch.setattr(weights.load, "safe_open", counted)
+        mine = dict(load_model(folder, share=share).named_parameters())
+        assert mine.keys() == dict(whole.named_parameters()).keys()
+        for name, parameter in whole.named_parameters():
+            cut = share.cut(name)
+            kept = parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
+            assert torch.equal(mine[name], kept) and counted.read[name] == kept.numel(), name
+        monkeypatch.undo()
+        monkeypatch.setattr(weights.load, "SLICE_BYTES", slice_bytes)
+
+
+def test_a_stored_head_that_is_not_its_tied_embedding_is_found_by_the_process_that_holds_the_row(
+    tmp_path: Path,
+) -> None:
+    folder = write_folder(tmp_path, SHAPES["biases and a tied head"])
+    state = load_file(folder / "model.safetensors")
+    head = state["model.embed_tokens.weight"].clone()
+    head[200] += 1
+    save_file(state | {"lm_head.weight": head}, folder / "model.safetensors")
+    load_model(folder, share=Share(read_config(folder), 0, 2))
+    with pytest.raises(InputError, match="is not the embedding"):
+        load_model(folder, share=Share(read_config(folder), 1, 2))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_estimate_of_a_share_is_what_the_process_holds(tmp_path: Path, shape: str) -> None:
+    folder = write_folder(tmp_path, SHAPES[shape])
+    config = read_config(folder)
+    for rank in range(2):
+        share = Share(config, rank, 2)
+        model = load_model(folder, share=share)
+        memory = estimate(config, torch.float32, 64, prompt=5, share=share)
+        assert memory.weights == held_bytes(model)
+        assert memory.cache == sum(room.nbytes for rooms in model.new_cache(64).rooms for room in rooms)
+
+
+def test_the_first_process_has_the_logits_of_the_whole_vocabulary_and_the_draft_model() -> None:
+    config, draft = parse_config({**LLAMA, "vocab_size": 1 << 20}), parse_config(LLAMA)
+    first, second = (estimate(config, torch.float32, 64, prompt=5, share=Share(config, rank, 2)) for rank in range(2))
+    assert first.workspace == 2 * second.workspace
+    with_draft = estimate(config, torch.float32, 64, prompt=5, share=Share(config, 0, 2), draft=draft)
+    assert with_draft.weights - first.weights == weight_bytes(draft, torch.float32, None)
+    assert with_draft.cache - first.cache == cache_bytes(draft, torch.float32, 64)
+
+
+def test_three_processes_hold_a_third_of_smollm2_each(smollm2: Path) -> None:
+    config = read_config(smollm2)
+    whole = weight_bytes(config, torch.bfloat16, None)
+    held = [held_bytes(load_model(smollm2, share=Share(config, rank, 3))) for rank in range(3)]
+    assert max(held) < 0.34 * whole
+
+
+def test_each_process_has_a_gpu_of_its_own_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(weights.processes, "pick_device", lambda name: taken.append(name))
+    for name in (None, "cuda", "cuda:0", "cpu"):
+        Processes(rank=5, size=6, local_rank=1, local_size=2).pick_device(name)
+    assert taken == [1, "cuda:1"] * 3 + ["cpu"]
+    with pytest.raises(InputError, match="2 GPUs are too few"):
+        Processes(rank=2, size=3, local_rank=2, local_size=3).pick_device(None)
