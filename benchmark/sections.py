@@ -22,7 +22,7 @@ from decoding.rounds import Round, Statistics
 from decoding.sampling import SamplingParams
 from decoding.writer import Writer
 from model import KVCache, LayerPlan
-from model.clock import now, seconds_of, take_turns
+from model.clock import now, take_turns
 from model.decoder import PREFILL_CHUNK
 from weights.memory import LONGEST_DRAFT, estimate, held_bytes, parameter_count, peak_bytes
 
@@ -241,5 +241,5 @@ def measure_floor(bench: Bench) -> Report:
     read = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
     weights, size = read * bench.model.dtype.itemsize, BANDWIDTH_BYTES * (1 if device.type == "cpu" else MORE_ON_GPU)
     block = torch.ones(size // 4, device=device)
-    bandwidth = size / min(seconds_of(block.sum, device) for _ in range(8))
+    bandwidth = size / take_turns([block.sum], 7, device)[0].fastest
     return {"weight_bytes": weights, "bytes_per_second": bandwidth, "seconds_per_token": weights / bandwidth}

@@ -68,7 +68,5 @@ def take_turns(
         if repeat and now(device) - began > patience:
             break
         for step, times in zip(steps, seconds, strict=True):
-            start = now(device)
-            step()
-            times.append(now(device) - start)
+            times.append(seconds_of(step, device))
     return [Timing.of(times) for times in seconds]

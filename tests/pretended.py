@@ -22,11 +22,9 @@ NAME = "pretended"
 ATEN = torch.ops.aten
 COPIES = {ATEN.copy_, ATEN._to_copy, ATEN.to}
 WAITS = {ATEN._local_scalar_dense, ATEN.item, ATEN.is_nonzero, ATEN.equal, ATEN.nonzero, ATEN.masked_select}
-VIEWS = {ATEN.view, ATEN.reshape, ATEN.expand, ATEN.transpose, ATEN.slice, ATEN.select, ATEN.unsqueeze, ATEN.flatten}
-VIEWS |= {ATEN.unflatten, ATEN.chunk, ATEN.split, ATEN.detach, ATEN.t, ATEN.alias, ATEN.squeeze, ATEN.unbind}
 PADDED = 32  # what the GPU's attention tells of its sums is padded to a multiple of so many rows
 
-counts: Counter[str] = Counter()  # "upload" and "read"; every operator by its name
+counts: Counter[str] = Counter()  # "upload", "read" and "kernel"
 
 
 class Pretended(Tensor):
@@ -59,19 +57,26 @@ def run(function: Any, *given: Any, **named: Any) -> Any:
     tensors = [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)]
     if operator not in COPIES and not all(isinstance(each, Pretended) for each in tensors):
         raise RuntimeError(f"{operator}: expected all tensors to be on the same device, {NAME}")
-    counts[str(operator)] += operator not in VIEWS
     here, there = whereabouts(operator, tensors, named)
     if tensors and tensors[0].numel():
         counts["upload"] += not here and there
-        counts["read"] += here and not there or operator in WAITS
+        counts["read"] += (here and not there) or operator in WAITS
     counts["read"] += operator is ATEN.index and any(each.dtype == torch.bool for each in tensors[1:])
     held = tree_map_only(Pretended, lambda each: each.held, (given, named))
     positional, keywords = tree_map_only(torch.device, lambda each: torch.device("cpu"), held)
     made = KERNELS.get(function, function)(*positional, **keywords)
+    counts["kernel"] += function._schema.is_mutable or makes_anew(made, tensors, str(operator))
     if operator in COPIES and not there:
         return made
     known = {id(each.held): each for each in tensors if isinstance(each, Pretended)}
     return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else Pretended(each), made)
+
+
+def makes_anew(made: Any, tensors: list[Tensor], name: str) -> bool:
+    """Whether an operator computes something: a view looks at what is there, and so does what reserves memory."""
+    there = {each.held.untyped_storage().data_ptr() for each in tensors if isinstance(each, Pretended)}
+    new = [each for each in tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
+    return "empty" not in name and any(each.untyped_storage().data_ptr() not in there for each in new)
 
 
 def upload(source: Tensor, target: Pretended, non_blocking: bool = False) -> Tensor:

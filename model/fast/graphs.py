@@ -29,7 +29,9 @@ from model.layers import Positions, rotary_table
 from model.plan import LayerPlan
 
 ROWS = 16  # of every step: what a GPU multiplies at once anyway
-TOLERANCE = 0.05  # of the largest logit: far above rounding in bf16, far below what a wrong address gives
+TOLERANCE = (
+    0.2  # of the largest logit: above what rounding in bf16 makes of deep models, below what a wrong address gives
+)
 
 
 def whole_parts(positions: int) -> int:
@@ -202,6 +204,7 @@ class GraphedDecoder:
         if self.recorder is None or self.trouble:
             return
         self.recorder.make_room()
+        self.desk.count.zero_()  # so that recording writes to no position of a text
         try:
             for step in steps:
                 step.replay = self.recorder.record(step.compute)
@@ -234,5 +237,5 @@ class GraphedDecoder:
             difference = (found - expected).abs().max()
             if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
                 raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the ordinary step's")
-            if not torch.equal(alone, found[:, -1:]):
+            if not step.plan.has_low_bits and not torch.equal(alone, found[:, -1:]):  # drafts need not be exact
                 self.why_rows_vary = "this GPU's kernels give a row other bits alone than among others"

@@ -10,6 +10,8 @@ product before it, and a norm takes six operators instead of eight. Results diff
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,15 +89,17 @@ class FastNorm(FastPart):
         wide = wide_dtype(norm.weight.dtype)
         self.scale = norm.weight.detach().to(wide) + (1.0 - norm.neutral)
         self.eps = torch.tensor(norm.eps, dtype=wide, device=norm.weight.device)
-        self.epsilon, self.weight = norm.eps, self.scale if norm.neutral != 1 else norm.weight.detach()
+        self.fused, self.like = None, wide  # on a GPU torch's own kernel, and the dtype of what it takes
+        if norm.weight.device.type != "cpu":
+            weight = norm.weight.detach() if norm.neutral == 1 else self.scale
+            self.fused = partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=norm.eps)
+            self.like = weight.dtype
         self.share = 1 / norm.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            return (x * self.inverse(x) * self.scale).to(x.dtype)
-        # One kernel where the weight is a number of the model's dtype, as Llama's is, else three.
-        like = x.to(self.weight.dtype)
-        return F.rms_norm(like, self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+        if self.fused is not None:
+            return self.fused(x.to(self.like)).to(x.dtype)
+        return (x * self.inverse(x) * self.scale).to(x.dtype)
 
     def inverse(self, x: Tensor) -> Tensor:
         """1 / sqrt(mean(x²) + eps), ``[..., 1]`` in the wide dtype."""
