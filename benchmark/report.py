@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.table import Table
 
 from benchmark import Report
 from benchmark.sections import START
 from decoding.costs import CONTEXT
-from weights.files import atomic_path
 from weights.memory import in_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DRAWN = ("speed", "costs", "context")
 
@@ -115,41 +118,54 @@ def number(value: float | None) -> str:
 
 def draw(report: Report, path: Path) -> None:
     """A picture of what has one: speed-ups above, costs of verification and of a growing text below."""
+    from weights.picture import write_picture
+
+    write_picture(lambda: picture(report), path)
+
+
+def picture(report: Report) -> Figure:
+    """One row for each of the sections that was measured: the speeds; what steps cost."""
     from matplotlib.figure import Figure
 
-    below = [name for name in ("costs", "context") if name in report]
-    layout = [[name] * max(1, len(below)) for name in ("speed",) if name in report] + ([below] if below else [])
-    figure = Figure(figsize=(11, 4.2 * len(layout)), layout="constrained")
     panels = {"speed": draw_speed, "costs": draw_verification, "context": draw_context}
-    for name, axes in figure.subplot_mosaic(layout).items():
-        panels[name](axes, report[name])
-        axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:], dpi=150)
+    rows = [[name for name in row if name in report] for row in (["speed"], ["costs", "context"])]
+    rows = [row for row in rows if row]
+    figure = Figure(figsize=(11, 4.6 * len(rows)))
+    parts = np.atleast_1d(figure.subfigures(len(rows), 1))
+    for part, row in zip(parts, rows, strict=True):
+        for name, axes in zip(row, np.atleast_1d(part.subplots(1, len(row))), strict=True):
+            panels[name](axes, report[name])
+    return figure
 
 
 def draw_speed(axes: Any, rows: list[Report]) -> None:
     """A group of bars for each contender, one for each kind of prompt; over them their median and the prediction."""
+    from weights.picture import INK, MUTED, legend_below
+
     kinds = list(rows[0]["speed_up_by_kind"])
     width = 0.8 / len(kinds)
     for place, kind in enumerate(kinds):
         where = [at + (place + 0.5) * width - 0.4 for at in range(len(rows))]
         axes.bar(where, [row["speed_up_by_kind"][kind] for row in rows], width, label=kind)
     middle = [row["speed_up"]["median"] for row in rows]
-    axes.hlines(middle, [at - 0.42 for at in range(len(rows))], [at + 0.42 for at in range(len(rows))], "black")
+    ends = [at - 0.42 for at in range(len(rows))], [at + 0.42 for at in range(len(rows))]
+    axes.hlines(middle, *ends, INK, label="median of all")
     known = [at for at, row in enumerate(rows) if row["predicted"]]
     predicted = [rows[at]["predicted"]["median"] for at in known]
-    axes.scatter(known, predicted, marker="D", facecolor="white", edgecolor="black", zorder=3, label="predicted")
-    axes.axhline(1, color="grey", linewidth=0.8, zorder=0)
+    axes.scatter(known, predicted, marker="D", facecolor="white", edgecolor=INK, zorder=3, label="predicted median")
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--", zorder=0, label="plain decoding")
     axes.set_xticks(range(len(rows)), [row["name"] for row in rows], rotation=25, ha="right", rotation_mode="anchor")
-    axes.set(title="speed-up over plain decoding, by kind of prompt (line: median of all)", ylabel="times as fast")
-    axes.legend(ncols=4, fontsize="small")
+    axes.set(title="Speed-up over plain decoding, by kind of prompt", ylabel="times as fast")
+    legend_below(axes, columns=5)
 
 
 def draw_verification(axes: Any, costs: Report) -> None:
     """The cost of verifying one to sixteen tokens."""
+    from weights.picture import count_along
+
     axes.plot([row["tokens"] for row in costs["verify"]], [row["ratio"] for row in costs["verify"]], marker="o")
-    axes.set(title="verifying n tokens at once", xlabel="n", ylabel="plain steps", ylim=(0, None))
+    axes.set(title="Verifying several tokens at once", xlabel="tokens", ylabel="plain steps", ylim=(0, None))
+    count_along(axes.xaxis)
 
 
 def draw_context(axes: Any, rows: list[Report]) -> None:
@@ -159,4 +175,4 @@ def draw_context(axes: Any, rows: list[Report]) -> None:
     axes.fill_between(tokens, [row["fastest"] * 1e3 for row in rows], [row["slowest"] * 1e3 for row in rows], alpha=0.2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [str(count) for count in tokens])
-    axes.set(title="a plain step as the text grows", xlabel="tokens before it", ylabel="ms", ylim=(0, None))
+    axes.set(title="A plain step as the text grows", xlabel="tokens before it", ylabel="ms", ylim=(0, None))

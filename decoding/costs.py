@@ -22,7 +22,7 @@ CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
 REPEATS = 7
 IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
-UNSTEADY = 1.3  # times the fastest plain step: a median beyond that tells of a busy machine
+UNSTEADY = 1.3  # times the fastest of a step: a median beyond that tells of a busy machine
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
@@ -129,7 +129,7 @@ def measure_costs(
     timings = take_turns(steps, REPEATS, target.device, PATIENCE)
     plain, *rest = (took.median for took in timings)
     verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
-    steady = plain <= UNSTEADY * timings[0].fastest
+    steady = all(took.median <= UNSTEADY * took.fastest for took in timings)
     return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs, steady)
 
 

@@ -1,34 +1,25 @@
-"""Pictures of a search: what a sublayer is worth, what there is to choose from, how it went, and if it was right."""
+"""Pictures of a search: what a sublayer is worth, the plans that were tried, how it went, and if it was right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from decoding.costs import CostTable, SublayerCosts, predicted_speedup
-from model import InputError
+from model import InputError, LayerPlan
+from model.plan import FULL
 from search.confirm import Confirmation
 from search.prediction import GAMMAS
 from search.study import Candidate
-from weights.files import atomic_path
+from weights.picture import BLUE, INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
 
-STYLE = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 13,
-    "axes.titlelocation": "left",
-    "svg.hashsalt": "plots",  # the same picture is the same file
-}
-DOTS, CHOSEN, LINES = "#8fa8c8", "#d1495b", "#6b7280"
+BITS = Normalize(0, FULL)
+IN_A_CELL = {0: "×", FULL: ""}  # what is not said by its number of bits
 
 
 def draw_plots(
@@ -45,64 +36,76 @@ def draw_plots(
     when a file cannot be written.
     """
     drawings: dict[str, Callable[[], Figure]] = {
-        "importance.svg": lambda: importance_map(losses, found[0]),
+        "importance.svg": lambda: importance_map(losses, found[0].plan),
         "front.svg": lambda: front(found, costs),
         "history.svg": lambda: progress_of(history),
     }
     if confirmed:
         drawings["confirmation.svg"] = lambda: predicted_and_measured(confirmed)
-    with plt.rc_context(STYLE):
-        for name, draw in drawings.items():
-            figure = draw()
-            try:
-                with atomic_path(folder / name) as temporary:
-                    figure.savefig(temporary, format="svg", bbox_inches="tight", metadata={"Date": None})
-            except OSError as error:
-                raise InputError(f"{folder / name} cannot be written: {error.strerror}") from None
-            finally:
-                plt.close(figure)
+    for name, draw in drawings.items():
+        try:
+            write_picture(draw, folder / name)
+        except OSError as error:
+            raise InputError(f"{folder / name} cannot be written: {error.strerror}") from None
 
 
-def importance_map(losses: Mapping[str, list[float]], best: Candidate) -> Figure:
-    """One cell a sublayer, dark where skipping it alone loses many drafts; a cross where the best plan skips it."""
+def importance_map(losses: Mapping[str, list[float]], best: LayerPlan) -> Figure:
+    """Two maps of one cell a sublayer: dark where skipping it alone loses many drafts; the best plan's bits."""
     values = 100 * np.array([losses["attn"], losses["mlp"]])
-    layers = values.shape[1]
-    figure, axes = plt.subplots(figsize=(max(6.0, 0.34 * layers + 2), 2.4))
-    image = axes.imshow(values, cmap="Blues", aspect="auto", vmin=0, vmax=max(10.0, float(np.quantile(values, 0.9))))
-    for row, skipped in enumerate((best.plan.skipped_attention, best.plan.skipped_mlp)):
-        axes.scatter(skipped, [row] * len(skipped), marker="x", color=CHOSEN, s=42, linewidths=2)
-    axes.set_xticks(range(0, layers, 1 if layers <= 16 else 2))
-    axes.set_yticks([0, 1], ["attention", "MLP"])
-    axes.set_xlabel("layer")
-    axes.set_title("Drafts lost by skipping one sublayer; × skipped by the best plan", pad=10)
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    figure.colorbar(image, ax=axes, extend="max", pad=0.02, label="% of first tokens")
+    layers = best.num_layers
+    figure = Figure(figsize=(max(7.5, 0.34 * layers + 2), 3.6))
+    above, below = figure.subplots(2, 1, sharex=True)
+    most = max(10.0, float(np.quantile(values, 0.9)))
+    lost = above.imshow(values, cmap="Blues", aspect="auto", vmin=0, vmax=most)
+    figure.colorbar(lost, ax=above, extend="max", pad=0.02, label="% lost")
+    above.set_title("First drafted tokens lost when one sublayer is skipped")
+    bits = np.array([best.attention, best.mlp])
+    shown = below.imshow(bits, cmap=SCALE, aspect="auto", norm=BITS)
+    figure.colorbar(shown, ax=below, pad=0.02, label="bits", ticks=[0, 4, 8, FULL])
+    for (row, layer), each in np.ndenumerate(bits):
+        below.text(
+            layer, row, IN_A_CELL.get(each, str(each)), ha="center", va="center", color="white" if each > 4 else INK
+        )
+    below.set_title("Bits of each sublayer in the best plan (×: skipped)")
+    below.set_xlabel("layer")
+    count_along(below.xaxis)
+    for axes in (above, below):
+        axes.set_yticks([0, 1], ["attention", "MLP"])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
     return figure
+
+
+def mean_bits(plan: LayerPlan) -> float:
+    """Bits of a sublayer of this plan, on average; a skipped one has none."""
+    return float(np.mean(plan.attention + plan.mlp))
 
 
 def front(found: Sequence[Candidate], costs: SublayerCosts) -> Figure:
     """Acceptance against draft cost: every plan, those that no other beats in both, and lines of equal speed-up."""
-    figure, axes = plt.subplots(figsize=(7.5, 5.2))
+    figure = Figure(figsize=(7.5, 5.6))
+    axes = figure.subplots()
     cost = np.array([candidate.draft_cost for candidate in found])
     kept = np.array([candidate.prediction.kept_share for candidate in found])
-    grid_cost, grid_kept = np.linspace(0, max(1.05, cost.max()), 80), np.linspace(0, 1, 80)
+    grid_cost, grid_kept = np.linspace(0, max(1.05, 1.03 * cost.max()), 80), np.linspace(0, 1, 80)
     speedups = [[_best_speedup(share, price, costs) for price in grid_cost] for share in grid_kept]
     levels = [0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0]
     widths = [2.0 if level == 1 else 0.8 for level in levels]
-    lines = axes.contour(grid_cost, grid_kept, speedups, levels=levels, colors=LINES, linewidths=widths, alpha=0.6)
-    axes.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=9)
-    axes.scatter(cost, kept, s=22, color=DOTS, edgecolors="white", linewidths=0.4, label="plans tried", zorder=2)
+    lines = axes.contour(grid_cost, grid_kept, speedups, levels=levels, colors=MUTED, linewidths=widths, alpha=0.5)
+    labels = axes.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=INK)
+    for label in labels:  # readable where dots lie below
+        label.set(zorder=5, path_effects=[withStroke(linewidth=3, foreground="white")])
     edge = pareto(list(zip(cost.tolist(), kept.tolist(), strict=True)))
-    axes.step(*zip(*edge, strict=True), where="post", color="#1d3557", linewidth=1.6, label="Pareto front", zorder=3)
-    axes.scatter(cost[:1], kept[:1], s=130, marker="*", color=CHOSEN, label="best predicted", zorder=4)
-    axes.set_xlabel("cost of a draft step (plain steps)")
-    axes.set_ylabel("share of drafted tokens kept, α")
-    axes.set_ylim(0, 1)
-    axes.set_xlim(0, grid_cost[-1])
-    axes.set_title("What there is to choose from; lines: speed-up if drafts were kept independently")
-    axes.legend(loc="lower right", framealpha=0.9)
+    axes.step(*zip(*edge, strict=True), where="post", color=INK, linewidth=1.4, label="no plan beats these", zorder=2)
+    bits = [mean_bits(candidate.plan) for candidate in found]
+    look = {"c": bits, "cmap": SCALE, "norm": BITS, "edgecolors": "white", "linewidths": 0.4}
+    dots = axes.scatter(cost, kept, s=30, label="plan tried", zorder=3, **look)
+    axes.scatter(cost[:1], kept[:1], s=150, marker="*", color=RED, edgecolors="white", label="best predicted", zorder=4)
+    figure.colorbar(dots, ax=axes, label="bits of a sublayer, on average", ticks=[0, 4, 8, 12, FULL], pad=0.02)
+    axes.set(xlabel="cost of a draft step, in plain steps", ylabel="share of drafted tokens kept, α")
+    axes.set(xlim=(0, grid_cost[-1]), ylim=(0, 1.02))
+    axes.set_title("The plans tried; lines join equal speed-ups")
+    legend_below(axes)
     return figure
 
 
@@ -123,33 +126,32 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def progress_of(history: Sequence[float]) -> Figure:
     """The value of every trial, and the best so far."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.2))
+    figure = Figure(figsize=(7.5, 4.2))
+    axes = figure.subplots()
     numbers = np.arange(1, len(history) + 1)
-    axes.scatter(numbers, history, s=16, color=DOTS, label="trial")
-    axes.step(numbers, np.maximum.accumulate(history), where="post", color=CHOSEN, linewidth=2, label="best so far")
-    axes.axhline(1, color=LINES, linewidth=0.9, linestyle="--")
-    axes.text(0.995, 1, "plain decoding ", color=LINES, ha="right", va="bottom", transform=axes.get_yaxis_transform())
-    axes.set_xlabel("trial")
-    axes.set_ylabel("predicted speed-up")
-    axes.set_title("How the search went")
-    axes.legend(loc="lower right")
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--", label="plain decoding")
+    axes.scatter(numbers, history, s=16, color=BLUE, alpha=0.6, linewidths=0, label="trial")
+    axes.step(numbers, np.maximum.accumulate(history), where="post", color=RED, linewidth=2, label="best so far")
+    axes.set(xlabel="trial", ylabel="predicted speed-up", title="How the search went", xlim=(0, len(history) + 1))
+    count_along(axes.xaxis)
+    legend_below(axes)
     return figure
 
 
 def predicted_and_measured(confirmed: Sequence[Confirmation]) -> Figure:
     """Speed-up and acceptance rate of the plans that were run, on held-out prompts; on the line: as predicted."""
-    figure, panels = plt.subplots(1, 2, figsize=(8.6, 4.2))
+    figure = Figure(figsize=(8.6, 4.6))
     pairs = {
         "speed-up": [(one.predicted.speedup, one.speedup) for one in confirmed],
         "acceptance rate": [(one.predicted.acceptance_rate, one.acceptance_rate) for one in confirmed],
     }
-    for axes, (name, points) in zip(panels, pairs.items(), strict=True):
+    for axes, (name, points) in zip(figure.subplots(1, 2), pairs.items(), strict=True):
         values = np.array(points)
         middle, reach = values.mean(), max(0.05, 0.65 * float(np.ptp(values)))
         limits = (middle - reach, middle + reach)
-        axes.plot(limits, limits, color=LINES, linewidth=0.9, linestyle="--")
-        axes.scatter(values[:, 0], values[:, 1], s=70, color=CHOSEN, edgecolors="white")
+        axes.plot(limits, limits, color=MUTED, linewidth=1, linestyle="--", label="as predicted")
+        axes.scatter(values[:, 0], values[:, 1], s=70, color=RED, edgecolors="white", label="plan, on held-out prompts")
         axes.set(xlim=limits, ylim=limits, aspect="equal", xlabel="predicted", ylabel="measured", title=name)
-    figure.suptitle("The best plans on held-out prompts: on the dashed line, as predicted")
-    figure.tight_layout()
+        axes.locator_params(nbins=5)
+    legend_below(axes)
     return figure

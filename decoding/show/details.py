@@ -15,7 +15,7 @@ TOP = 5  # how many of the likeliest tokens are kept
 
 @dataclass(frozen=True)
 class Detail:
-    """What draft and target thought of one token: a drafted one, or the target's own.
+    """What draft and target thought of one token: a drafted one, or the target's.
 
     ``draft_prob``    q(token), with which a drafted token was drawn; None where the draft had nothing to say
     ``target_prob``   p(token)
@@ -34,9 +34,9 @@ class Detail:
 def examine(
     draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor, params: SamplingParams
 ) -> list[Detail]:
-    """A ``Detail`` of each drafted token, then one of the target's own ``token`` (``[]`` int64).
+    """A ``Detail`` of each drafted token, then one of the target's ``token`` (``[]`` int64).
 
-    ``logits`` and ``target_probs`` p are ``[k + 1, vocab]``. The own token stands in row ``accepted``: where
+    ``logits`` and ``target_probs`` p are ``[k + 1, vocab]``. That token stands in row ``accepted``: where
     that is the row of a rejected token, the draft had a probability for it too. Reads the host.
     """
     length = len(draft.tokens)

@@ -68,7 +68,7 @@ class Heading:
 
     prompt: str
     facts: Sequence[tuple[str, str]]
-    plan: LayerPlan | None  # which sublayers the draft runs; None where no plan of the target drafts
+    plan: LayerPlan | None  # which sublayers draft, and in how many bits; None where no plan of the target drafts
     greedy: bool
     race: bool = False  # which of the two rules of verification decided
 
@@ -91,8 +91,8 @@ def fill(data: dict[str, Any], live: str = "") -> str:
 def heading_data(heading: Heading) -> dict[str, Any]:
     """A heading as the page reads it."""
     plan = heading.plan
-    runs = plan and {"attention": [bits > 0 for bits in plan.attention], "mlp": [bits > 0 for bits in plan.mlp]}
-    facts = {"prompt": heading.prompt, "facts": heading.facts, "plan": runs}
+    bits = plan and {"attention": plan.attention, "mlp": plan.mlp}
+    facts = {"prompt": heading.prompt, "facts": heading.facts, "plan": bits}
     return {**facts, "greedy": heading.greedy, "race": heading.race}
 
 

@@ -1,4 +1,4 @@
-"""The run as it happens: drafted tokens appear dim, then accepted or rejected, then the target's own token.
+"""The run as it happens: drafted tokens appear dim, then accepted, rejected or discarded, then the target's token.
 
 On a terminal the last lines are redrawn as each round comes in, with a footer below them. Where the output
 goes into a file or a pipe, or has no colours, signs say the same.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import codecs
 import time
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, Group
@@ -23,10 +25,11 @@ PAUSE = 0.06  # seconds a viewer is given to see a draft before its verdict
 STYLES = {
     "accepted": "green",
     "rejected": "red strike",
+    "discarded": "dim strike",
     "own": "bold blue",
     "taken back": "yellow",
 }
-SIGNS = {"accepted": ("[", "]"), "rejected": ("{-", "-}")}
+SIGNS = {"accepted": ("[", "]"), "rejected": ("{-", "-}"), "discarded": ("{~", "~}")}
 
 
 class TraceConsole(Console):
@@ -80,8 +83,8 @@ class LiveTrace:
 
     def legend(self) -> Text:
         """One line that explains the colours, or the signs."""
-        names = ("accepted", "accepted"), ("rejected", "rejected"), ("own", "the target's own")
-        return Text(" ").join(self._styled(text, verdict) for verdict, text in names)
+        names = {"accepted": "accepted", "rejected": "rejected", "discarded": "discarded", "own": "the target's token"}
+        return Text(" ").join(self._styled(text, verdict) for verdict, text in names.items())
 
     def footer(self) -> Text:
         """Speed and acceptance so far, and what the policy will do next."""
@@ -99,13 +102,16 @@ class LiveTrace:
     def text_of(self, round: Round) -> Text:
         """The round's tokens in order, each run with its verdict's style or signs, and what was taken back.
 
-        Tokens discarded unseen look like rejected ones: neither is part of the text. A character whose bytes
-        are spread over tokens appears with the token that completes it.
+        A character whose bytes are spread over tokens appears with the token that completes it.
         """
-        text = Text()
-        for verdict, run in groupby(round.verdicts(), key=lambda pair: pair[1].replace("discarded", "rejected")):
+        text, failed = Text(), []
+        for verdict, run in groupby(round.verdicts(), key=itemgetter(1)):
             tokens = [token for token, _ in run]
-            shown = self._undecided(tokens) if verdict == "rejected" else self._append(tokens)
+            if verdict in ("rejected", "discarded"):
+                shown = self._undecided(tokens, after=failed)
+                failed += tokens
+            else:
+                shown = self._append(tokens)
             text.append_text(self._styled(shown, verdict))
         if round.retracted:
             text.append_text(self._styled(f'<taken back: "{self._take_back(round.retracted)}">', "taken back"))
@@ -122,10 +128,11 @@ class LiveTrace:
         self.kept += self._bytes(tokens)
         return self._decode(tokens, self.decoder)
 
-    def _undecided(self, tokens: list[int]) -> str:
-        """The text that these tokens would add: drafted ones, of which none is kept yet."""
+    def _undecided(self, tokens: list[int], after: Sequence[int] = ()) -> str:
+        """The text that these drafted tokens would add ``after`` others, of which none is kept either."""
         fork = codecs.getincrementaldecoder("utf-8")(errors="replace")
         fork.setstate(self.decoder.getstate())
+        fork.decode(self._bytes(after))
         text = self._decode(tokens, fork) + fork.decode(b"", final=True)
         return text.replace("\n", "↵")  # a line break that is not kept breaks no line
 
@@ -143,7 +150,7 @@ class LiveTrace:
         self.decoder.decode(bytes(self.kept[-4:]))  # leaves the bytes of an unfinished character
         return visible(taken.decode("utf-8", errors="replace"))
 
-    def _bytes(self, tokens: list[int]) -> bytes:
+    def _bytes(self, tokens: Iterable[int]) -> bytes:
         return b"".join(map(self.labels.token_bytes, tokens))
 
     def _settle(self, text: Text) -> None:

@@ -94,7 +94,7 @@ def attend_in_pieces(
         if soft_cap is None:
             attended = attend_to_parts(part, keys, values, piece, scale=scale)
         else:
-            attended = attend_to_heads(part, keys, values, piece.mask, scale=scale, soft_cap=soft_cap)
+            attended = attend_to(part, keys, values, piece.mask, scale=scale, soft_cap=soft_cap)
         out.append(attended[:, :, :1] if piece.alone else attended)
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 
@@ -107,12 +107,3 @@ def attend_to_parts(q: Tensor, k: Tensor, v: Tensor, piece: Piece, *, scale: flo
     rows = rows.expand(piece.parts, -1, -1, -1)
     k, v = (entries[0].unflatten(1, (piece.parts, -1)).transpose(0, 1) for entries in (k, v))
     return join(*FLASH(rows, k, v, attn_mask=piece.mask, scale=scale)).reshape(q.shape)
-
-
-def attend_to_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, soft_cap: float) -> Tensor:
-    """``attend_to`` for a single text, a key head at a time: of several, torch would copy all keys to multiply them."""
-    out = []
-    for head, rows in enumerate(q.split(q.shape[1] // k.shape[1], 1)):
-        keys, values = (entries[0, head][None, None] for entries in (k, v))
-        out.append(attend_to(rows, keys, values, mask, scale=scale, soft_cap=soft_cap))
-    return out[0] if len(out) == 1 else torch.cat(out, 1)

@@ -20,6 +20,7 @@ from benchmark.contenders import (
     our_contenders,
 )
 from benchmark.libraries import other_contenders
+from benchmark.report import picture
 from benchmark.sections import Result
 from decoding.chooser import Drafting, Setting, planned
 from decoding.costs import CostTable, filled_cache, predicted_speedup
@@ -31,6 +32,7 @@ from model.clock import Timing, take_turns
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from tests.folders import GEMMA2, LLAMA, write_folder
+from tests.pictures import faults
 from weights.load import load_model
 from weights.memory import parameter_count
 from weights.tokenizer import Tokenizer
@@ -98,6 +100,18 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     assert first == [name.format(length) for name in (OURS, THEIRS) for length in (64, 128, 256)]
     assert measured["about"]["versions"]["transformers"]
     assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize("sections", [("speed",), ("costs",), ("speed", "costs", "context")])
+def test_the_picture_of_a_report_is_in_order(sections: tuple[str, ...]) -> None:
+    names = ["plain", "lookup", "lowbit", "auto", "exit 24, adaptive", "transformers, lookup", "transformers, exit 24"]
+    kinds = dict.fromkeys(PROMPTS, 1.2)
+    middle = {"speed_up": {"median": 1.1}, "speed_up_by_kind": kinds}
+    rows = [{"name": name, "predicted": {"median": 1.0} if at else None, **middle} for at, name in enumerate(names)]
+    steps = [{"tokens": 128 << at, "median": 0.02, "fastest": 0.01, "slowest": 0.03} for at in range(6)]
+    verify = [{"tokens": count, "ratio": 1 + count / 10} for count in (1, 2, 3)]
+    report = {"speed": rows, "costs": {"verify": verify}, "context": steps}
+    assert list(faults(lambda: picture({name: report[name] for name in sections}))) == []
 
 
 @pytest.mark.usefixtures("small")

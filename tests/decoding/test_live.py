@@ -78,7 +78,7 @@ def test_the_form_begins_as_the_command_line_says(opened: WebDriver) -> None:
 def test_two_columns_end_with_equal_texts_clocks_and_a_replay(opened: WebDriver) -> None:
     ask(opened, budget="20", beside=True)
     wait(opened, finished)
-    assert re.fullmatch(r"[\d.]+ times plain speed; the texts are equal\.", find(opened, "#notice").text)
+    assert re.fullmatch(r"[\d.]+ times as fast as plain decoding; the texts are equal\.", find(opened, "#notice").text)
     clocks = [clock.text for clock in opened.find_elements("css selector", ".clock")]
     assert re.match(r"\d+\.\d\d s exit at layer 2 of 4 · 20 tokens · [\d.]+ tokens/s · \d+% accepted", clocks[0])
     assert re.match(r"\d+\.\d\d s plain · 20 tokens · [\d.]+ tokens/s$", clocks[1])

@@ -14,7 +14,7 @@ import torch
 
 import generate
 from decoding.drafters import ModelDrafter
-from decoding.policies import AdaptiveExit
+from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
@@ -66,6 +66,17 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
     return recording
 
 
+def long_run(rounds: int) -> Recording:
+    """Rounds of four drafted tokens, of which none to all are accepted in turn."""
+    recording, position = Recording(FixedLength(4), SamplingParams(1.0)), 3
+    for number in range(rounds):
+        accepted, length = number % 5, 4
+        recording.seen = [Detail(6, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)])] * (length + 1)
+        recording.add(Round(position, [6] * length, accepted, [6] * accepted + [8]), number / 4)
+        position += accepted + 1
+    return recording
+
+
 def page_of(*recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN, race: bool = False) -> str:
     labels = Labels(lambda token: PIECES[token].encode(), {})
     return render_page(Heading(PROMPT, [("Model", "<b>tiny</b>")], plan, greedy, race), recordings, labels)
@@ -95,7 +106,7 @@ def test_the_page_is_one_file_with_the_elements_of_its_template_only() -> None:
 def test_the_page_holds_what_the_rounds_hold() -> None:
     recording = recorded(1)
     data = data_of(page_of(recording))
-    assert data["plan"] == {"attention": [True, True, False], "mlp": [True, True, False]}
+    assert data["plan"] == {"attention": [16, 16, 0], "mlp": [16, 16, 0]}
     ((sample),) = data["samples"]
     assert sample["finish"] == "length" and sample["seconds"] == len(recording.rounds) / 4
     assert sample["rounds"][0]["threshold"] == 0.2, "the threshold a round was drafted under, not the one it led to"
@@ -174,6 +185,13 @@ def opened(browser: WebDriver, recordings: list[Recording], tmp_path: Path) -> I
     assert browser.execute_script("return window.ran") is None, "something that the model wrote was run"
 
 
+def open_long_run(browser: WebDriver, rounds: int, folder: Path, width: int = 1200) -> None:
+    page = folder / "long.html"
+    page.write_text(page_of(long_run(rounds)), encoding="utf-8")
+    look(browser, width, "light")
+    browser.get(page.as_uri())
+
+
 def visible_chips(browser: WebDriver) -> list[str]:
     script = "return [...document.querySelectorAll('.round:not([hidden]) .chip')].map(chip => chip.textContent)"
     return browser.execute_script(script)
@@ -181,7 +199,7 @@ def visible_chips(browser: WebDriver) -> list[str]:
 
 def chips_of(recording: Recording, rounds: int) -> list[str]:
     labels = Labels(lambda token: PIECES[token].encode(), {})
-    return [labels(token) for round in recording.rounds[:rounds] for token, _ in round.verdicts()]
+    return [labels(token).strip() for round in recording.rounds[:rounds] for token, _ in round.verdicts()]
 
 
 def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Recording]) -> None:
@@ -267,6 +285,109 @@ def test_another_sample_can_be_chosen_and_shows_what_was_taken_back(
     assert tokens == str(sum(len(round.emitted) - len(round.retracted) for round in recordings[1].rounds))
 
 
+def test_it_opens_on_the_first_rejected_token_and_explains_it(opened: WebDriver, recordings: list[Recording]) -> None:
+    judged = [pair for round in recordings[0].rounds for pair in round.verdicts()]
+    (chip,) = opened.find_elements("css selector", ".chip.shown")
+    assert opened.execute_script("return chips.indexOf(arguments[0])", chip) == [kind for _, kind in judged].index(
+        "rejected"
+    )
+    told = find(opened, "#details").text
+    assert re.search(r"q = [\d.e-]+, the target only p = [\d.e-]+\..*p/q = [\d.e-]+, and it was rejected\.", told)
+    assert "takes its place: the residual token, drawn from max(0, p − q) scaled to sum to 1." in told
+    assert not opened.execute_script("return at('inspector').classList.contains('chosen')"), "it covers nothing unasked"
+
+
+def test_the_bits_of_every_sublayer_are_shown(opened: WebDriver, tmp_path: Path) -> None:
+    page = tmp_path / "bits.html"
+    page.write_text(page_of(recorded(0), plan=LayerPlan((16, 4, 0), (8, 4, 4))), encoding="utf-8")
+    opened.get(page.as_uri())
+    colours = "return [...at(arguments[0]).children].map((field) => getComputedStyle(field).backgroundColor)"
+    attention, mlp = opened.execute_script(colours, "attention"), opened.execute_script(colours, "mlp")
+    assert attention[1] == mlp[1] == mlp[2] and len({*attention, *mlp}) == 4
+    words = "the first at the left. as the target runs it in 8 bits in 4 bits skipped"
+    assert " ".join(find(opened, "#plan-words").text.split()).endswith(words)
+
+
+def test_the_targets_token_is_told_by_its_kind(opened: WebDriver, tmp_path: Path) -> None:
+    open_long_run(opened, 5, tmp_path)
+    chips = opened.find_elements("css selector", "#text .own")
+    for chip, kind, source in (
+        (chips[1], "the residual token", "replaces the rejected “fox”: drawn from the residual, max(0, p − q)"),
+        (chips[4], "the bonus token", "its verification told p for one position more: drawn from this p"),
+    ):
+        chip.click()
+        told = find(opened, "#details").text
+        assert kind in told and source in told
+    assert find(opened, "#story").text == "4 drafted: 4 accepted. Then the bonus token, “javascript:window.ran='link'”."
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_the_buttons_keep_their_place_while_the_text_grows(opened: WebDriver, tmp_path: Path, width: int) -> None:
+    open_long_run(opened, 30, tmp_path, width)
+    opened.execute_script("at('text').scrollIntoView({block: 'end'})")
+    script = """const boxes = () => ["start", "back", "play", "step"].map((id) => {
+      const { x, y, width, height } = at(id).getBoundingClientRect();
+      return [x, y, width, height].join();
+    }).join(" ");
+    const seen = new Set();
+    at("start").click();
+    for (let round = 0; round < 30; round++) at("step").click(), seen.add(boxes());
+    for (let round = 0; round < 5; round++) at("back").click(), seen.add(boxes());
+    at("play").click(), seen.add(boxes()), at("play").click();
+    return [...seen];"""
+    assert len(opened.execute_script(script)) == 1
+
+
+@pytest.mark.parametrize("button", ["#slider", "#back", "#step"])
+def test_a_round_that_is_asked_for_is_scrolled_to(opened: WebDriver, tmp_path: Path, button: str) -> None:
+    open_long_run(opened, 100, tmp_path)
+    slide = "at('slider').value = arguments[0]; at('slider').dispatchEvent(new Event('input'))"
+    in_sight = """const box = at('text').getBoundingClientRect(), it = groups[arguments[0]].getBoundingClientRect();
+      return it.top >= box.top - 1 && it.bottom <= box.bottom + 1;"""
+    for asked in (3, 97, 40):
+        opened.execute_script(slide, asked)
+        if button == "#slider":
+            assert opened.execute_script(in_sight, asked - 1)
+            continue
+        opened.execute_script("at('text').scrollTop = arguments[0] < 50 ? 1e6 : 0", asked)
+        find(opened, button).click()
+        assert opened.execute_script(in_sight, asked if button == "#step" else asked - 2)
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_a_hundred_rounds_are_legible_in_the_picture_of_the_cache(
+    opened: WebDriver, tmp_path: Path, width: int
+) -> None:
+    """Every entry that a round adds can be told from its neighbours, and the round on show is in sight."""
+    open_long_run(opened, 100, tmp_path, width)
+    boxes = """return [...document.querySelectorAll(arguments[0])].map((each) => {
+      const { left, right, width, height } = each.getBoundingClientRect();
+      return { left, right, width, height };
+    });"""
+    kept, rolled = opened.execute_script(boxes, "#cache .kept"), opened.execute_script(boxes, "#cache .rolled")
+    (frame,) = opened.execute_script(boxes, "#cache-box")
+    for number, (stays, goes) in enumerate(zip(kept, rolled, strict=True)):
+        accepted = number % 5
+        assert stays["width"] >= 4
+        assert stays["height"] >= 10 * (accepted + 1) and goes["height"] >= 10 * (4 - accepted)
+    assert frame["left"] - 1 <= kept[-1]["left"] and kept[-1]["right"] <= frame["right"] + 1
+    opened.execute_script("go(1)")
+    first = opened.execute_script(boxes, "#cache .kept")[0]
+    assert frame["left"] - 1 <= first["left"] and first["right"] <= frame["right"] + 1
+
+
+def test_a_leading_space_stands_before_a_chip_and_not_in_it(opened: WebDriver, tmp_path: Path) -> None:
+    open_long_run(opened, 2, tmp_path)
+    script = """const chip = chips[1], range = document.createRange();
+      range.setStart(chip.firstChild, chip.textContent.search(/\\S/));
+      range.setEnd(chip.firstChild, chip.textContent.length);
+      const text = range.getBoundingClientRect(), box = chip.getBoundingClientRect();
+      return [text.left - box.left, box.right - text.right, box.left - chips[0].getBoundingClientRect().right];"""
+    left, right, gap = opened.execute_script(script)
+    assert left == pytest.approx(right, abs=0.5) and gap > 4
+    assert "␣fox" in find(opened, "#details .row").text, "the list tells it from the token without a space"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver, scheme: str) -> None:
     look(opened, 360, scheme)
@@ -279,14 +400,43 @@ def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver, scheme: 
     assert (min(brightness) > 200) if scheme == "light" else (max(brightness) < 60)
 
 
-def test_on_a_phone_the_numbers_of_a_tapped_token_are_in_sight_and_give_way_to_the_replay(opened: WebDriver) -> None:
-    look(opened, 360, "light")
-    chip = find(opened, "#text .chip")
-    chip.click()
-    seen = "const {top, bottom} = arguments[0].getBoundingClientRect(); return top >= 0 && top < innerHeight - 100"
-    assert opened.execute_script(seen, chip) and opened.execute_script(seen, find(opened, "#inspector"))
-    opened.execute_script("arguments[0].click()", find(opened, "#start"))
+def test_on_a_phone_the_details_of_a_tapped_token_cover_neither_it_nor_the_controls(
+    opened: WebDriver, tmp_path: Path
+) -> None:
+    open_long_run(opened, 40, tmp_path, 360)
+    on_top = """const { left, top, width, height } = arguments[0].getBoundingClientRect();
+      const there = document.elementFromPoint(left + width / 2, top + height / 2);
+      return arguments[0].contains(there);"""
+    chips = opened.find_elements("css selector", "#text .accepted")
+    for chip in (chips[0], chips[20], chips[-1]):
+        opened.execute_script("arguments[0].scrollIntoView({block: 'end'}); arguments[0].click()", chip)
+        assert opened.execute_script(on_top, chip) and opened.execute_script(on_top, find(opened, "#details p"))
+        for place in (0, 300, 100_000):
+            opened.execute_script("scrollTo(0, arguments[0])", place)
+            for name in ("start", "back", "play", "step", "slider", "where"):
+                assert opened.execute_script(on_top, find(opened, f"#{name}")), (name, place)
+    find(opened, "#back").click()
+    assert opened.execute_script(on_top, find(opened, ".chip.shown")), "the details follow the replay"
+    opened.execute_script("go(0)")
     assert not opened.execute_script("return at('inspector').classList.contains('chosen')")
+
+
+@pytest.mark.parametrize("way", ["button", "escape"])
+def test_on_a_phone_the_details_can_be_closed_and_opened_again(opened: WebDriver, way: str) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    look(opened, 360, "light")
+    fixed = "return getComputedStyle(at('inspector')).position === 'fixed'"
+    chip = find(opened, "#text .chip")
+    for _ in range(2):
+        assert not opened.execute_script(fixed)
+        opened.execute_script("arguments[0].click()", chip)
+        assert opened.execute_script(fixed)
+        if way == "button":
+            find(opened, "#close").click()
+        else:
+            find(opened, "body").send_keys(Keys.ESCAPE)
+    assert not opened.execute_script(fixed)
 
 
 def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> None:
@@ -294,7 +444,7 @@ def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> N
     page.write_text(page_of(recorded(0), race=True), encoding="utf-8")
     opened.get(page.as_uri())
     for verdict, said in (
-        ("accepted", "drew the same token"),
+        ("accepted", "the target drew it too"),
         ("rejected", "drew another token"),
         ("own", "argmin E/p"),
     ):
@@ -314,6 +464,7 @@ def test_greedy_rounds_without_a_draft_have_a_page_too(opened: WebDriver, tmp_pa
     opened.get(page.as_uri())
     find(opened, "#text .own").click()
     assert "raw probabilities" in find(opened, "#inspector").text
+    assert "Nothing was drafted" in find(opened, "#inspector").text
     assert not find(opened, "#plan-card").is_displayed()
     opened.execute_script("build(data.samples[1])")
     assert find(opened, "#where").text == "Round 0 of 0"

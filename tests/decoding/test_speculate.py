@@ -20,6 +20,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
+from model.clock import Timing
 from tests.laws import Scripted, plans, tiny_model
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
@@ -220,6 +221,17 @@ def test_costs_are_in_units_of_a_plain_step() -> None:
     assert costs.longest_draft == 2
     assert costs.draft > 0
     assert measure_costs(model, None, None, longest=1).draft == 0.0
+
+
+@pytest.mark.parametrize("disturbed", [None, 0, 1, 2])
+def test_costs_are_steady_where_the_repeats_of_every_step_agree(
+    disturbed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, busy = Timing(1.0, 0.9, 2.0, 7), Timing(1.0, 0.6, 2.0, 7)
+    timings = [busy if at == disturbed else calm for at in range(3)]
+    monkeypatch.setattr("decoding.costs.take_turns", lambda *_: timings)
+    model = tiny_model("llama", vocab=VOCAB)
+    assert measure_costs(model, model, None, longest=1).steady == (disturbed is None)
 
 
 def test_measuring_costs_of_a_slow_model_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:

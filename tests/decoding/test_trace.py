@@ -80,7 +80,7 @@ def texts(draw: st.DrawFn) -> list[Round]:
 
 
 def without_signs(text: str) -> str:
-    return re.sub(r"{-.*?-}|[][]", "", text)
+    return re.sub(r"{-.*?-}|{~.*?~}|[][]", "", text)
 
 
 @settings(max_examples=20, derandomize=True, deadline=None)
@@ -89,7 +89,7 @@ def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: l
     shown = show(rounds)
     legend, rest = shown.split("\n", 1)
     body, footer = rest.rstrip("\n").rsplit("\n", 1)
-    assert legend == "[accepted] {-rejected-} the target's own"
+    assert legend == "[accepted] {-rejected-} {~discarded~} the target's token"
     assert "tokens/s" in footer
     assert without_signs(body) == spelled(token for round in rounds for token in round.emitted)
     assert "\x1b" not in shown
@@ -97,15 +97,18 @@ def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: l
 
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(rounds=texts())
-def test_with_colour_green_and_blue_are_the_text_and_red_is_struck_through(rounds: list[Round]) -> None:
+def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_through(rounds: list[Round]) -> None:
+    """Rejected tokens in red; those drafted after them dim, since they were never judged."""
     body = Text.from_ansi(show(rounds, colour=True).split("\n", 1)[1].rsplit("\n", 2)[0])
     runs = [(span.style, body.plain[span.start : span.end]) for span in body.spans]
-    assert all(bool(style.strike) == (style.color.number == RED) for style, _ in runs)
-    assert {style.color.number for style, _ in runs} <= {RED, GREEN, BLUE}
-    kept = "".join(text for style, text in runs if style.color.number != RED)
+    for style, _ in runs:
+        assert bool(style.strike) == (bool(style.dim) or style.color.number == RED)
+        assert style.dim or style.color.number in (RED, GREEN, BLUE)
+    kept = "".join(text for style, text in runs if not style.strike)
     assert kept.replace("\n", "") == spelled(token for round in rounds for token in round.emitted).replace("\n", "")
-    rejected = any(round.accepted < len(round.drafted) for round in rounds)
-    assert any(style.color.number == RED for style, _ in runs) == rejected
+    failed = [len(round.drafted) - round.accepted for round in rounds]
+    assert any(style.color and style.color.number == RED for style, _ in runs) == any(failed)
+    assert any(style.dim for style, _ in runs) == (max(failed) > 1)
 
 
 @pytest.mark.parametrize("colour", [True, False], ids=["colour", "no colour"])
@@ -124,14 +127,14 @@ def test_a_terminal_shows_every_word_once_in_whole_lines(width: int, colour: boo
 
 def test_a_draft_is_seen_dim_before_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     file, seen = Terminal(), []
-    console = TraceConsole(file=file, width=40, force_terminal=True, color_system="standard", _environ={})
+    console = TraceConsole(file=file, width=60, force_terminal=True, color_system="standard", _environ={})
     monkeypatch.setattr(trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue())))
     with LiveTrace(console, LABELS, FixedLength(2)) as view:
         view.add(Round(5, [], 0, [0]), 1.0)
         view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
     ((seconds, before),) = seen
     assert seconds == trace.PAUSE
-    assert "\x1b[2m quick fox" in before and screen(before, 40)[1] == " the quick fox"
+    assert "\x1b[2m quick fox" in before and screen(before, 60)[1] == " the quick fox"
     assert "\x1b[32m quick" in file.getvalue() and "\x1b[9;31m fox" in file.getvalue()
 
 
@@ -141,10 +144,10 @@ def test_ctrl_c_while_a_draft_is_shown_still_shows_its_verdict(monkeypatch: pyte
 
     monkeypatch.setattr(trace.time, "sleep", interrupted)
     file = Terminal()
-    console = TraceConsole(file=file, width=40, force_terminal=True, color_system="standard", _environ={})
+    console = TraceConsole(file=file, width=60, force_terminal=True, color_system="standard", _environ={})
     with pytest.raises(KeyboardInterrupt), LiveTrace(console, LABELS, FixedLength(2)) as view:
         view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
-    assert screen(file.getvalue(), 40)[1] == " quick fox the"
+    assert screen(file.getvalue(), 60)[1] == " quick fox the"
     assert file.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor stays hidden"
 
 
@@ -162,8 +165,14 @@ def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
     assert show([Round(5, [], 0, [4], retracted=[4]), Round(5, [], 0, [5])]).split("\n")[1] == '<taken back: "�">�'
 
 
-def test_a_rejected_half_of_a_character_is_shown_with_the_half_before_it() -> None:
+def test_a_half_of_a_character_that_failed_is_shown_with_the_half_before_it() -> None:
     assert show([Round(5, [4, 5], 1, [4, 5])]).split("\n")[1] == "{-✔-}✔"
+    assert show([Round(5, [4, 5, 0], 0, [1])]).split("\n")[1] == "{-�-}{~✔ the~} quick"
+
+
+def test_only_the_first_token_that_fails_is_rejected_and_a_token_after_the_end_of_the_text_is_not() -> None:
+    assert show([Round(5, [0, 1, 2, 0], 1, [0, 2])]).split("\n")[1] == "[ the]{- quick-}{~ fox the~} fox"
+    assert show([Round(5, [0, END, 1], 3, [0, END], finish="eos")]).split("\n")[1] == "[ the<end>]{~ quick~}"
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -241,7 +250,7 @@ def test_every_draft_can_be_watched_without_changing_the_text(
     assert generate.main([*command, "--trace", "--html", str(page)]) == 0
     captured = capsys.readouterr()
     assert [json.loads(line)["tokens"] for line in captured.out.splitlines()] == plain
-    assert captured.err.count("{-rejected-} the target's own") == len(plain)
+    assert captured.err.count("{~discarded~} the target's token") == len(plain)
     assert captured.err.count(str(page)) == 1 and page.stat().st_size > 1000
 
 

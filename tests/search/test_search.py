@@ -25,9 +25,9 @@ from search import study as study_module
 from search import workers
 from search.acceptance import Calibration, Text
 from search.compare import compare, greedy, remembering
-from search.confirm import confirm
+from search.confirm import Confirmation, confirm
 from search.costs import counts_of, measure_sublayers, measured_plans
-from search.plots import pareto
+from search.plots import front, importance_map, mean_bits, pareto, predicted_and_measured, progress_of
 from search.prediction import Prediction, predict
 from search.study import (
     Candidate,
@@ -47,6 +47,7 @@ from search.texts import MOST_PROMPTS, read_prompts, split
 from search.workers import Job, quiet_optuna, run_workers
 from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
+from tests.pictures import faults
 from tests.search.loop import run
 from weights.files import write_json
 from weights.fingerprint import model_fingerprint
@@ -290,6 +291,42 @@ def test_greedy_and_samplers_are_compared_at_equal_trials() -> None:
     results = compare(toy, COSTS, first, 8, range(2))
     assert set(results) == {"greedy", "tpe", "nsga2", "random"}
     assert all(len(values) == 2 and max(values) <= 2.0 for values in results.values())
+
+
+PLANS = [
+    LayerPlan.full(6),
+    LayerPlan.full(6).in_bits(4),
+    LayerPlan.early_exit(6, 3),
+    LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8),
+]
+TRIED = [
+    Candidate(plan, Prediction(1.3 - at / 5, 4, 0.0, 0.5, 0.9 - at / 5, 2.0), COSTS.draft(plan))
+    for at, plan in enumerate(PLANS)
+]
+
+
+@pytest.mark.parametrize("trials", [1, 4])
+def test_the_pictures_of_a_search_are_in_order(trials: int) -> None:
+    """However few plans were tried."""
+    losses = {"attn": [0.9, 0.0, 0.1, 0.2, 0.1, 0.8], "mlp": [0.1] * 6}
+    found = TRIED[:trials]
+    confirmed = [Confirmation(one, one.prediction, 1.1, 0.48, 2.0) for one in found[:3]]
+    for draw in (
+        lambda: importance_map(losses, PLANS[-1]),
+        lambda: front(found, COSTS),
+        lambda: progress_of([1.1, 0.7, 1.2, 0.9][:trials]),
+        lambda: predicted_and_measured(confirmed),
+    ):
+        assert list(faults(draw)) == []
+
+
+def test_the_pictures_show_the_bits_of_a_plan() -> None:
+    """Each sublayer's in the map of the best plan; their mean as the colour of a plan's dot."""
+    assert [mean_bits(plan) for plan in PLANS] == [16, 4, 8, 6]
+    (dots, _) = front(TRIED, COSTS).axes[0].collections[-2:]
+    assert dots.get_array().tolist() == [mean_bits(plan) for plan in PLANS]
+    cells = importance_map({"attn": [0.1] * 6, "mlp": [0.1] * 6}, PLANS[-1]).axes[1]
+    assert [text.get_text() for text in cells.texts] == ["×", "4", "8", "", "4", "4", "4", "×", "8", "", "8", "×"]
 
 
 def test_the_pareto_front_keeps_what_no_other_beats() -> None:

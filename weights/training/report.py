@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from model import Decoder
 from weights.device import matmul_rate
 from weights.files import atomic_path
+from weights.picture import MUTED, SCALE, count_along, legend_below, write_picture
 from weights.training.processes import Group
 
 LOG, PICTURE = "training/log.jsonl", "training/losses.svg"
@@ -82,28 +81,34 @@ def trim_log(path: Path, step: int) -> None:
 
 
 def plot_losses(log: Path, picture: Path) -> None:
-    """Draw every exit's held-out loss and agreement over the steps, beside the training loss of the last layer."""
+    """Write the picture of a log that has steps in it, atomically."""
     records = read_log(log)
+    if any("exit_losses" in record for record in records):
+        write_picture(lambda: losses_of(records), picture)
+
+
+def losses_of(records: list[dict[str, Any]]) -> Figure:
+    """Every exit's held-out loss and agreement over the steps, beside the training loss of the last layer."""
     steps = [record for record in records if "exit_losses" in record]
     judged = [record for record in records if "agreement" in record]
-    if not steps:
-        return
     layers = max(int(layer) for layer in steps[0]["exit_losses"])  # the last layer's loss is always on
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.6))
     left, right = figure.subplots(1, 2)
     at, losses = [row["step"] for row in steps], [row["exit_losses"][str(layers)] for row in steps]
-    left.plot(at, losses, ".-", color="0.7", lw=0.8, markevery=-(-len(at) // 100), label="training, last layer")
-    left.legend()
-    for axis, key, label in ((left, "held_out_loss", "loss, nats a token"), (right, "agreement", "greedy agreement")):
+    left.plot(
+        at, losses, ".-", color=MUTED, alpha=0.5, lw=0.8, markevery=-(-len(at) // 100), label="training, last layer"
+    )
+    for axes, key, title in (
+        (left, "held_out_loss", "Held-out loss, nats a token"),
+        (right, "agreement", "Held-out greedy agreement"),
+    ):
         for layer in range(layers):
-            colour = colormaps["viridis"](layer / max(1, layers - 1))
-            axis.plot([row["step"] for row in judged], [row[key][layer] for row in judged], ".-", color=colour, lw=1.2)
-        axis.set_xlim(0, 1.02 * records[-1]["step"])
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_xlabel("step")
-        axis.set_title(f"held-out {label}")
-        axis.grid(alpha=0.3)
-    scale = ScalarMappable(Normalize(1, layers), "viridis")
-    figure.colorbar(scale, ax=[left, right], label="exit after layer", ticks=MaxNLocator(integer=True))
-    with atomic_path(picture) as temporary:
-        figure.savefig(temporary, format=picture.suffix[1:])
+            colour = SCALE(layer / max(1, layers - 1))
+            axes.plot([row["step"] for row in judged], [row[key][layer] for row in judged], ".-", color=colour, lw=1.2)
+        axes.set(xlim=(0, 1.02 * records[-1]["step"]), xlabel="step", title=title)
+        count_along(axes.xaxis)
+        axes.grid()
+    legend_below(left)
+    scale = figure.colorbar(ScalarMappable(Normalize(1, layers), SCALE), ax=[left, right], label="exit after layer")
+    count_along(scale.ax.yaxis)
+    return figure

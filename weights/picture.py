@@ -1,0 +1,60 @@
+"""The one look of every picture: dark ink on white paper of its own, so that light and dark pages both can show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib import cycler, rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from weights.files import atomic_path
+
+INK, MUTED, RULE = "#22242a", "#5d636e", "#e2e3e6"
+BLUE, AMBER, GREEN, RED, VIOLET, TEAL = "#3b6fd4", "#e0912f", "#3c9d63", "#c8453a", "#8a63c9", "#3fa7b8"
+SCALE = LinearSegmentedColormap.from_list("amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"])  # few to many
+STYLE = {
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": "#b9bdc6",
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": cycler(color=[BLUE, AMBER, GREEN, RED, VIOLET, TEAL]),
+    "grid.color": RULE,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.15,  # inches of paper around
+    "figure.constrained_layout.h_pad": 0.12,
+    "svg.hashsalt": "pictures",  # the same picture is the same file
+}
+
+
+def write_picture(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw in this look and write the file, atomically, as what its name ends in. Raises OSError when it cannot."""
+    form = path.suffix[1:]
+    with rc_context(STYLE), atomic_path(path) as temporary:
+        draw().savefig(temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+
+
+def legend_below(axes: Axes, columns: int = 4) -> None:
+    """Name what these axes show below them, where it covers nothing."""
+    axes.get_figure(root=False).legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
+
+
+def count_along(axis: Axis) -> None:
+    """This axis counts: its ticks are whole numbers."""
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
