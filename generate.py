@@ -175,7 +175,7 @@ def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
     drafting = choose(request.draft, setting)
     writer = Writer(model, request.capacity, request.tokenizer.token_bytes)
     writer.begin(request.ids)
-    if options.compare:
+    if options.compare or request.device.type == "cuda":
         writer.warm_up(drafting, request.params)
     output, chance = Output(request, drafting), partial(request.coupling.chance, request.device)
     try:

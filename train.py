@@ -80,10 +80,11 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
     x = model.embed(tokens)
     positions = place(model.config, 0, tokens.shape[1], x)
     for layer, block in enumerate(model.layers):
-        rows = None if kept is None or kept[layer].all() else kept[layer].nonzero()[:, 0].to(x.device)
+        rows = None if kept is None or kept[layer].all() else kept[layer].nonzero()[:, 0]
         if rows is None:
             x = block(x, positions, None, attention=True, mlp=True)
         elif len(rows):
+            rows = rows.to(x.device, non_blocking=True)
             passed = block(x[rows], positions, None, attention=True, mlp=True)
             x = x.index_copy(0, rows, passed.to(x.dtype))
         yield x
@@ -91,8 +92,8 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
 
 def recipe_loss(
     model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
-) -> tuple[Tensor, list[float]]:
-    """J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss (NaN where its weight is 0).
+) -> tuple[Tensor, Tensor]:
+    """J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss ``[layers]`` (NaN: weight 0).
 
     The target of an early exit is the token that follows, and to the share ``taught`` what the last layer makes of
     it, its probabilities: drafts are judged by the model, not by the text. 0 is the paper's (for self-distillation
@@ -101,11 +102,11 @@ def recipe_loss(
     hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
     following, last = tokens[:, 1:].flatten(), len(weights) - 1
     total = torch.zeros((), device=tokens.device)
-    losses, teacher = [math.nan] * len(weights), None
+    losses, teacher = torch.full((len(weights),), math.nan, device=tokens.device), None
     for layer in sorted(hidden, reverse=True):  # the last layer first: it teaches the others
         log_probs = torch.log_softmax(model.logits(hidden[layer]).float(), -1).flatten(0, 1)
         loss = F.nll_loss(log_probs, following)
-        losses[layer] = loss.item()
+        losses[layer] = loss.detach()
         if taught and layer == last:
             teacher = log_probs.detach().exp()
         elif taught:
@@ -147,15 +148,16 @@ class Trainer:
         rates = dropout_rates(layers, self.step, options.steps, options.layer_dropout, options.start_from is None)
         shape = {"scale": options.exit_scale, "power": options.exit_power, "rotation": options.rotation}
         weights = exit_weights(layers, self.step, options.steps, curriculum=options.curriculum, **shape)
-        sums = np.zeros(layers + 1)  # of every exit's loss, and of the whole
+        # Of every exit's loss, and of the whole: read off the device once a step.
+        sums = torch.zeros(layers + 1, dtype=torch.float64, device=self.device)
         for micro in range(self.group.rank, options.accumulate * self.group.size, self.group.size):
             generator = generator_of(options.seed, self.step, micro)
-            rows = self.train.pick(options.batch, generator).to(self.device)
+            rows = self.train.pick(options.batch, generator).to(self.device, non_blocking=True)
             kept = torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
             with torch.autocast(self.device.type, torch.bfloat16, enabled=options.autocast):
                 loss, losses = recipe_loss(self.model, rows, kept, weights, options.exit_teaching)
             (loss / options.accumulate).backward()
-            sums += np.array([*losses, loss.item()]) / options.accumulate
+            sums += torch.cat((losses, loss.detach()[None])).double() / options.accumulate
         for parameter in self.model.parameters():  # a layer that every row skipped has no gradient yet
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = [parameter.grad for parameter in self.model.parameters()]
@@ -183,10 +185,11 @@ class Trainer:
                 means, guesses = [], []
                 for hidden in layer_outputs(self.model, rows[:, :-1]):  # one exit's logits at a time
                     logits = self.model.logits(hidden).float().flatten(0, 1)
-                    means.append(F.cross_entropy(logits, rows[:, 1:].flatten()).item())
+                    means.append(F.cross_entropy(logits, rows[:, 1:].flatten()))
                     guesses.append(logits.argmax(-1))
-            losses += np.array(means)
-            agreement += np.array([(guess == guesses[-1]).float().mean().item() for guess in guesses])
+            shares = [(guess == guesses[-1]).float().mean() for guess in guesses]
+            read = torch.stack((torch.stack(means), torch.stack(shares))).tolist()
+            losses, agreement = losses + np.array(read[0]), agreement + np.array(read[1])
         return {
             "step": self.step,
             "held_out_loss": np.round(losses / parts, 4).tolist(),

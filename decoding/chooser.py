@@ -140,6 +140,18 @@ def plain(model: Decoder) -> Drafting:
     return Drafting("plain", lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0))
 
 
+def record_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
+    """Let a model that records its steps do so now, while no text is timed."""
+    if record := getattr(model, "record", None):
+        record(cache, plan)
+
+
+def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> ModelDrafter:
+    """A drafter that is ready to draft."""
+    record_steps(model, cache, plan)
+    return ModelDrafter(model, cache, plan)
+
+
 def planned(model: Decoder, chosen: DraftPlan, name: str | None = None) -> Drafting:
     """The target under a layer plan, sharing its cache, with the policy that was chosen with the plan.
 
@@ -149,7 +161,7 @@ def planned(model: Decoder, chosen: DraftPlan, name: str | None = None) -> Draft
     model.twins.prepare(plan)
     if plan.has_low_bits and model.twins.trouble:
         say(model.twins.trouble)
-    drafting = Drafting(plan_in_words(plan) if name is None else name, lambda cache: ModelDrafter(model, cache, plan))
+    drafting = Drafting(plan_in_words(plan) if name is None else name, lambda cache: model_drafter(model, cache, plan))
     return replace(drafting, new_policy=lambda: chosen.new_policy(GAMMA), model=model, chosen=chosen)
 
 
@@ -197,7 +209,7 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     folder = model_folder(options.draft_model or "")
     model = load_draft_model(folder, setting.model, setting.tokenizer.vocabulary, setting.positions)
     name = f"draft model {folder.name}"
-    return Drafting(name, lambda cache: ModelDrafter(model, model.new_cache(cache.capacity)), model=model)
+    return Drafting(name, lambda cache: model_drafter(model, model.new_cache(cache.capacity)), model=model)
 
 
 def auto(options: DraftOptions, setting: Setting) -> Drafting:

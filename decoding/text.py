@@ -89,6 +89,7 @@ class Text:
         self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # where in ``data`` a finished text ends
+        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0  # the first so many tokens, on a device
         for token in prompt:
             self._append(token)
         self.prompt_length, self.prompt_bytes = len(self.tokens), len(self.data)
@@ -131,17 +132,29 @@ class Text:
         return Place(len(self) + drafted, self.retractions)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The tokens, ``[n]`` int64."""
-        return torch.tensor(self.tokens, dtype=torch.int64, device=device)
+        """The tokens, ``[n]`` int64. Only those that are new since the last call are copied to the device.
+
+        A view of a buffer: it holds until the text is extended.
+        """
+        if len(self) > len(self.buffer) or self.buffer.device != device:
+            self.buffer, self.copied = torch.empty(len(self) + self.room, dtype=torch.int64, device=device), 0
+        if self.copied < len(self):
+            new = torch.tensor(self.tokens[self.copied :], dtype=torch.int64)
+            self.buffer[self.copied : len(self)].copy_(new, non_blocking=True)
+            self.copied = len(self)
+        return self.buffer[: len(self)]
 
     def allowed(self, drafted: Tensor, first: int = 0) -> Tensor | None:
         """Which tokens may follow the text and the ``first`` drafted ones, and so on to all ``[k]`` of them.
 
         bool ``[k + 1 - first, vocab]`` on the draft's device; None, without reading it, where nothing is forbidden.
         """
-        if not self.rules.constraints and len(self) not in self.forbidden:
+        if self.rules.constraints:
+            ids = drafted.tolist()
+        elif len(self) in self.forbidden and not first:
+            ids = [None] * len(drafted)  # unread: what is forbidden is forbidden at the text's end alone
+        else:
             return None
-        ids = drafted.tolist()
         rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
         if all(row is None for row in rows):
             return None
@@ -202,6 +215,7 @@ class Text:
         self.retractions += 1
         self.forbidden = {at: tokens for at, tokens in self.forbidden.items() if at <= position}
         self.forbidden.setdefault(position, []).append(removed[0])
+        self.copied = min(self.copied, position)
         del self.tokens[position:], self.ends[position:]
         del self.data[self._begin(position) :]
         return removed

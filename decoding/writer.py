@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decoding.chooser import Drafting, plain
+from decoding.chooser import Drafting, plain, record_steps
 from decoding.drafters import Drafter
 from decoding.policies import Policy
 from decoding.rounds import Round, Statistics
@@ -67,6 +67,7 @@ class Writer:
         """``capacity``: positions of the cache, for the longest prompt with its output."""
         self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
         self.cache: KVCache = model.new_cache(capacity)
+        record_steps(model, self.cache)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
         self.prompt: list[int] = []
         self.plain = plain(model)

@@ -28,7 +28,7 @@ def draft_model(model: TableModel, cache: KVCache) -> Drafter:
 
 
 def prompt_lookup(model: TableModel, cache: KVCache) -> Drafter:
-    return PromptLookup(model.vocab_size)
+    return PromptLookup(model.vocab_size, model.device)
 
 
 def best_of(model: TableModel, cache: KVCache) -> Drafter:
@@ -37,7 +37,7 @@ def best_of(model: TableModel, cache: KVCache) -> Drafter:
 
 
 def no_draft(model: TableModel, cache: KVCache) -> Drafter:
-    return NoDraft(model.vocab_size)
+    return NoDraft(model.vocab_size, model.device)
 
 
 @dataclass
@@ -94,7 +94,7 @@ def text_of(
 
 def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
     """Another real module, with a cache of its own."""
-    draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99)
+    draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99).to(model.device)
     return ModelDrafter(draft, draft.new_cache(model.max_positions))
 
 
@@ -119,7 +119,7 @@ REAL_DRAFTERS = {
     "lowbit": low_bits,
     "model": small_draft_model,
     "lookup": prompt_lookup,
-    "best of": lambda model, cache: BestOf({"model": low_bits(model, cache), "lookup": PromptLookup(model.vocab_size)}),
+    "best of": lambda model, cache: BestOf({"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}),
     "none": no_draft,
 }
 

@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
+from model.fast.graphs import ROWS, whole_parts
 from model.fast.parts import FastPart, can_pack
+from model.fast.shared_keys import PART
 from model.layers import QUERIES, wide_dtype
 from model.parallel import Share
 from model.plan import LayerPlan
@@ -25,21 +27,26 @@ from model.quantise import GROUP
 
 LONGEST_DRAFT = 8  # tokens drafted a round at most, where nothing else is said
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container of its limits
+LIBRARIES = 160 << 20  # bytes: workspaces of cuBLAS, on two streams, of the size that it takes on the largest GPUs
 LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: ``weights``, the KV ``cache`` for ``positions`` tokens, the ``workspace`` of the hungriest step."""
+    """Bytes: ``weights``, the KV ``cache`` for ``positions`` tokens, the ``workspace`` of the hungriest step.
+
+    ``recorded``: what a GPU holds besides for recorded steps and its libraries.
+    """
 
     weights: int
     cache: int
     workspace: int
     positions: int
+    recorded: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.workspace
+        return self.weights + self.cache + self.workspace + self.recorded
 
     def describe(self, free: int) -> str:
         """One line: what is needed, part by part, and what is free."""
@@ -47,9 +54,10 @@ class Memory:
             "weights": self.weights,
             f"KV cache at {self.positions} tokens": self.cache,
             "workspace": self.workspace,
+            "recorded steps": self.recorded,
             "free": free,
         }
-        return ", ".join(f"{name}: {in_words(size)}" for name, size in parts.items())
+        return ", ".join(f"{name}: {in_words(size)}" for name, size in parts.items() if size or name == "free")
 
 
 def in_words(size: int) -> str:
@@ -81,14 +89,17 @@ def estimate(
     models = [own] if draft is None else [own, draft]
     logits = config.vocab_size if share is None or share.leads else own.vocab_size
     verified = min(longest_draft + 1, max(1, positions - prompt))  # the draft and the token before it
+    records = fast_on is not None and fast_on.type != "cpu"
+    entries = whole_parts(positions) + ROWS if records else positions
     return Memory(
         weights=sum(weight_bytes(each, dtype, fast_on) for each in models) + twin_bytes(config, dtype, plan),
-        cache=sum(cache_bytes(each, dtype, positions) for each in models),
+        cache=sum(cache_bytes(each, dtype, entries) for each in models),
         workspace=max(
             workspace_bytes(each, dtype, positions, prompt, verified)
             for each in (replace(own, vocab_size=logits), *models[1:])
         ),
         positions=positions,
+        recorded=sum(recorded_bytes(each, dtype, entries) for each in models) + LIBRARIES if records else 0,
     )
 
 
@@ -137,6 +148,17 @@ def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, pro
         layer_bytes(config, dtype, verified, positions),
         verified * config.vocab_size * LOGIT_COPIES * wide_dtype(dtype).itemsize,
     )
+
+
+def recorded_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
+    """What static steps hold on a GPU: their logits, the pool that they share; and the products that packing stacks.
+
+    While a layer is packed nothing is recorded yet, so the larger of the two counts.
+    """
+    logits = 4 * ROWS * config.vocab_size  # on the desk, in the pool and soft-capped there
+    joined = 3 * positions // PART * ROWS * config.num_heads * config.head_dim * wide_dtype(dtype).itemsize
+    steps = logits * dtype.itemsize + layer_bytes(config, dtype, ROWS, positions) + joined
+    return max(steps, 2 * config.hidden_size * config.intermediate_size * dtype.itemsize)
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions: int) -> int:

@@ -1,32 +1,50 @@
-"""CUDA graphs: a decoding step as one launch, where launching its kernels one by one would take longer than they run.
+"""Static steps: a decoding step whose every kernel and address stays as it is, so that a GPU can replay it as one.
 
-A graph replays the same kernels on the same addresses, so a step is made static: tokens and their position
-come out of buffers, keys and values are written where an index tensor says, and attention reads a fixed span
-of the cache under a mask. There is one such step for each plan, number of tokens (1 to draft or decode
-plainly, γ + 1 to verify) and span, made when it is first needed. The readable files do not know of this: the
-blocks get other ``Positions`` and another cache, no more.
+All short steps have the same number of rows, ``ROWS``: drafting, verification and plain decoding take the same kernels,
+and a row gets the same bits whatever else is computed. Reading the weights is what a step costs, so padded rows are
+free. Tokens, their position and their number come out of buffers; keys and values are written where an index tensor
+says, those of padded rows behind the last position; and attention reads a fixed span of the cache. There is one such
+step for each plan and span, for all texts of a process. The readable files do not know of this: the blocks get other
+``Positions`` and another cache, no more.
 
-Without a GPU the same static step runs uncaptured; the tests compare it with the ordinary one.
+Without a GPU the same steps run unrecorded; the tests compare them with the ordinary ones.
 """
 
 from __future__ import annotations
 
-import math
+import copy
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, proxy
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.fast.pieces import LONGEST_STEP
-from model.layers import Positions, Sight, hiding, rotary_table, visible
+from model.fast.recorder import Recorder, first_cause
+from model.fast.shared_keys import PART, SharedKeys
+from model.layers import Positions, rotary_table
 from model.plan import LayerPlan
 
-SHORTEST_SPAN = 256  # positions
-TOLERANCE = 0.05  # of the largest logit: far above rounding in bf16, far below what a wrong address gives
+ROWS = 16  # of every step: what a GPU multiplies at once anyway
+TOLERANCE = (
+    0.2  # of the largest logit: above what rounding in bf16 makes of deep models, below what a wrong address gives
+)
+
+
+def whole_parts(positions: int) -> int:
+    """So many positions, rounded up to whole parts of keys."""
+    return -(-positions // PART) * PART
+
+
+def spans_of(positions: int) -> list[int]:
+    """The spans that steps read where a text has so many positions: one part of keys, twice as many, and so on."""
+    spans = [PART]
+    while spans[-1] < positions:
+        spans.append(min(2 * spans[-1], whole_parts(positions)))
+    return spans
 
 
 class StaticCache:
@@ -37,126 +55,187 @@ class StaticCache:
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Like ``KVCache.write``, but ``start`` is ignored, and what comes back goes beyond the valid entries."""
-        kept = self.cache.keys[layer], self.cache.values[layer]
-        for entries, new in zip(kept, (keys, values), strict=True):
+        room = self.cache.rooms[layer]
+        for entries, new in zip(room, (keys, values), strict=True):
             entries.index_copy_(2, self.index, new)
-        return kept[0][:, :, : self.span], kept[1][:, :, : self.span]
+        return room[0][:, :, : self.span], room[1][:, :, : self.span]
 
 
-class Recorder:
-    """The stream that all graphs of a model are recorded on, and the memory they share: they never run side by side."""
+class Desk:
+    """Where all static steps of a model find their input and leave their logits."""
 
-    def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    def __init__(self, model: Decoder) -> None:
+        device = model.device
+        self.tokens = torch.zeros(1, ROWS, dtype=torch.int64, device=device)
+        self.start, self.count = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self.offsets = torch.arange(ROWS, device=device)
+        self.logits = torch.empty(1, ROWS, model.vocab_size, dtype=model.dtype, device=device)
 
 
 class StaticStep:
-    """``model(tokens, cache, start, plan)`` for ``[1, count]`` tokens, as long as they stand within ``span``."""
+    """``model(tokens, cache, start, plan)`` for up to ``ROWS`` tokens, as long as they stand within ``span``."""
 
-    def __init__(self, model: Decoder, cache: KVCache, plan: LayerPlan, count: int, span: int) -> None:
-        device = model.device
-        self.model, self.plan, self.span = model, plan, span
-        self.cache = proxy(cache)  # a step must not keep the cache it belongs to alive
-        self.tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
-        self.start = torch.zeros((), dtype=torch.int64, device=device)
-        self.offsets, self.keys = torch.arange(count, device=device), torch.arange(span, device=device)
-        config = model.config
-        self.angles = rotary_table(config.rope, config.head_dim, span, model.dtype, device)
-        self.replay: Callable[[], None] | None = None
-        self.logits: Tensor | None = None
+    def __init__(self, model: Decoder, desk: Desk, cache: KVCache, plan: LayerPlan, span: int) -> None:
+        self.model, self.desk, self.cache, self.plan, self.span = model, desk, cache, plan, span
+        self.scratch = cache.capacity - ROWS
+        self.angles = rotary_table(model.config.rope, model.config.head_dim, cache.capacity, model.dtype, model.device)
+        self.replay: Callable[[], None] | None = None  # what was recorded
 
-    def compute(self) -> Tensor:
-        """The step on what the buffers hold: ``[1, count, vocab]`` logits."""
-        config = self.model.config
-        index = self.start + self.offsets
+    def compute(self) -> None:
+        """The step on what lies on the desk."""
+        config, desk = self.model.config, self.desk
+        places = desk.start + desk.offsets
+        index = torch.where(desk.offsets < desk.count, places, self.scratch + desk.offsets)
         groups = config.num_heads // config.num_kv_heads
-        sights = {}
-        for window in set(config.windows):
-            mask = hiding(visible(index, self.keys, window, groups), self.model.dtype)
-            sights[window] = Sight(len(index), self.span - len(index), mask)
+        sights = {
+            window: SharedKeys.of(places, self.span, window, groups, self.model.dtype) for window in set(config.windows)
+        }
         positions = Positions(0, *(table.index_select(0, index) for table in self.angles), sights)
         cache = StaticCache(self.cache, index, self.span)
-        x = self.model.run_blocks(self.model.embed(self.tokens), positions, cache, self.plan)
-        return self.model.logits(x, self.model.twins.head(self.plan.head))
-
-    def capture(self, recorder: Recorder) -> None:
-        """Record the step as a CUDA graph, after one run on the recording stream in which libraries settle."""
-        with torch.cuda.device(self.tokens.device):
-            recorder.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(recorder.stream):
-                self.compute()
-            torch.cuda.current_stream().wait_stream(recorder.stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=recorder.pool, stream=recorder.stream):
-                self.logits = self.compute()
-            self.logits.fill_(math.nan)  # only a replay that really computes can pass the comparison
-        self.replay = graph.replay
+        x = self.model.run_blocks(self.model.embed(desk.tokens), positions, cache, self.plan)
+        desk.logits.copy_(self.model.logits(x, self.model.twins.head(self.plan.head)))
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
-        self.tokens.copy_(tokens)
-        self.start.fill_(start)
-        if self.replay is None:
-            return self.compute()
-        self.replay()
-        return self.logits.clone()
+        count = tokens.shape[1]
+        self.desk.tokens[:, :count].copy_(tokens)
+        self.desk.start.fill_(start)
+        self.desk.count.fill_(count)
+        (self.replay or self.compute)()
+        return self.desk.logits[:, :count].clone()
+
+
+class Arena:
+    """Memory for the cache of one text at a time, and the steps that were recorded on it: of each plan one a span."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.positions = cache.capacity - ROWS  # that a text may have; those of padded rows come after them
+        self.spans = spans_of(self.positions)
+        self.steps: dict[LayerPlan, list[StaticStep]] = {}
+
+    def lend(self, capacity: int) -> KVCache:
+        """An empty cache that lies here."""
+        self.cache.clear(0)
+        lent = copy.copy(self.cache)
+        lent.capacity, lent.lengths = capacity, [0] * len(lent.lengths)
+        return lent
 
 
 class GraphedDecoder:
-    """A ``Decoder`` whose short steps are static and, on a GPU, captured. Everything else is the decoder's own.
+    """A ``Decoder`` whose steps on a single text are static and, on a GPU, recorded. Its prefill is the decoder's own.
 
-    A captured step is trusted only after it has given the ordinary step's logits; where capturing fails, or the
-    logits differ, the decoder goes on without graphs and ``trouble`` says why. A cache whose tensors were replaced
-    (``KVCache.keep_rows``) must not be used here again: graphs hold addresses.
+    Where ``row_invariant`` holds, a position's logits have the same bits whether its step took one token or many,
+    whatever the cache's capacity. A step is trusted only after it has given the ordinary step's logits, else all go on
+    with ordinary ones; where recording fails, with static ones unrecorded; ``trouble`` says so.
     """
 
-    row_invariant = False
-    why_rows_vary = "on a GPU kernels are chosen by the number of rows"
-
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
-        self.steps: WeakKeyDictionary[KVCache, dict[Any, StaticStep]] = WeakKeyDictionary()
+    def __init__(self, model: Decoder, recorder: Recorder | None = None) -> None:
+        """``recorder`` is the GPU's own by default, and none elsewhere."""
+        self.model, self.desk = model, Desk(model)
+        self.recorder = Recorder(model.device) if recorder is None and model.device.type == "cuda" else recorder
+        self.arenas: list[Arena] = []
+        self.lent: WeakKeyDictionary[KVCache, Arena] = WeakKeyDictionary()
         self.trouble: str | None = None
-        self.recorder = Recorder(model.device) if model.device.type == "cuda" else None
+        self.why_rows_vary: str | None = None
+        self.static = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
+    @property
+    def row_invariant(self) -> bool:
+        return self.why_rows_vary is None
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """``Decoder.new_cache``; for a single text in memory that an earlier one has left, with what was recorded."""
+        if batch > 1:
+            return self.model.new_cache(capacity, batch)
+        used = {id(arena) for arena in self.lent.values()}
+        free = [arena for arena in self.arenas if id(arena) not in used]
+        arena = next((arena for arena in free if arena.positions >= capacity), None)
+        if arena is None:
+            self.arenas = [arena for arena in self.arenas if id(arena) in used]
+            del free
+            arena = Arena(self.model.new_cache(whole_parts(capacity) + ROWS))
+            self.arenas.append(arena)
+        cache = arena.lend(capacity)
+        self.lent[cache] = arena
+        return cache
+
     def __call__(
         self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
-        """``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``."""
-        batch, count = tokens.shape
-        if self.trouble or cache is None or batch != 1 or count > LONGEST_STEP:
-            return self.model(tokens, cache, start, plan)
+        """``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in steps of at most ``ROWS``."""
         plan = plan or LayerPlan.full(self.model.num_layers)
-        span = min(cache.capacity, max(SHORTEST_SPAN, 1 << (start + count - 1).bit_length()))
-        steps = self.steps.setdefault(cache, {})
-        if (plan, count, span) not in steps:
-            return self._first(steps, (plan, count, span), tokens, cache, start)
+        if cache not in self.lent or not self.record(cache, plan):
+            return self.model(tokens, cache, start, plan)
+        steps = enumerate(tokens.split(ROWS, 1))
+        logits = [self._step(step, cache, start + ROWS * number, plan) for number, step in steps]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+    def _step(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan) -> Tensor:
         for layer, runs in enumerate(plan.attention):
             if runs:
-                cache.claim(layer, start, count)
-        return steps[plan, count, span](tokens, start)
+                cache.claim(layer, start, tokens.shape[1])
+        arena = self.lent[cache]
+        return arena.steps[plan][bisect_left(arena.spans, start + tokens.shape[1])](tokens, start)
 
-    def _first(self, steps: dict[Any, StaticStep], key: Any, tokens: Tensor, cache: KVCache, start: int) -> Tensor:
-        """Run the ordinary step, and make the static one beside it for the next time."""
-        logits = self.model(tokens, cache, start, key[0])
-        entries, kept = (*cache.keys, *cache.values), []
+    def record(self, cache: KVCache, plan: LayerPlan | None = None) -> bool:
+        """Make the steps of this plan on this cache now, if they are not made yet: never while a text is timed.
+
+        Returns whether steps are static.
+        """
+        plan, arena = plan or LayerPlan.full(self.model.num_layers), self.lent.get(cache)
+        if arena is None or not self.static or plan in arena.steps:
+            return self.static
+        steps = [StaticStep(self.model, self.desk, arena.cache, plan, span) for span in arena.spans]
         try:
-            kept += [tensor[:, :, : key[2]].clone() for tensor in entries]
-            step = StaticStep(self.model, cache, *key)
-            if self.recorder:
-                step(tokens, start)  # fills the buffers: recording must see valid positions
-                step.capture(self.recorder)
-            difference = (step(tokens, start) - logits).abs().max()
-            if difference <= TOLERANCE * logits.abs().max():  # false for NaN too
-                steps[key] = step
-                return logits
-            self.trouble = f"a captured step's logits are {difference.item():.3g} away from the ordinary step's"
+            self._prepare(steps)
         except RuntimeError as error:
-            self.trouble = f"capturing failed: {(str(error).splitlines() or ['for no reason given'])[0]}"
-        self.steps.clear()
-        for tensor, before in zip(entries, kept, strict=False):  # a wrong step may have written anywhere
-            tensor[:, :, : key[2]] = before
-        return logits
+            self.trouble = f"steps are ordinary ones: {first_cause(error)}"
+            self.static = False
+        arena.steps[plan] = steps
+        return self.static
+
+    @torch.inference_mode()
+    def _prepare(self, steps: list[StaticStep]) -> None:
+        """Check the steps of a plan, record them, and check them again. Raises RuntimeError for one that is wrong."""
+        self._check(steps)
+        if self.recorder is None or self.trouble:
+            return
+        self.recorder.make_room()
+        self.desk.count.zero_()  # so that recording writes to no position of a text
+        try:
+            for step in steps:
+                step.replay = self.recorder.record(step.compute)
+        except RuntimeError as error:
+            self.trouble = f"steps are not recorded as CUDA graphs: {first_cause(error)}"
+            for step in steps:
+                step.replay = None
+            return
+        self._check(steps)
+
+    def _check(self, steps: list[StaticStep]) -> None:
+        """Compare steps with ordinary ones at the end of their span, and leave the cache as it was.
+
+        Raises RuntimeError where their logits differ by more than rounding.
+        """
+        tokens = torch.arange(ROWS, device=self.model.device)[None] % self.model.vocab_size
+        for step in steps:
+            first = step.span - 4 * ROWS
+            cache, last = copy.copy(step.cache), step.span - 2 * ROWS
+            entries = [tensor[:, :, first : step.span] for room in cache.rooms for tensor in room]
+            kept = [tensor.clone() for tensor in entries]
+            try:
+                for start in (last - ROWS, last):
+                    cache.lengths = [start] * len(cache.lengths)
+                    expected, found = self.model(tokens, cache, start, step.plan), step(tokens, start)
+                alone = step(tokens[:, -1:], last + ROWS - 1)
+            finally:
+                for tensor, before in zip(entries, kept, strict=True):
+                    tensor.copy_(before)
+            difference = (found - expected).abs().max()
+            if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
+                raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the ordinary step's")
+            if not step.plan.has_low_bits and not torch.equal(alone, found[:, -1:]):  # drafts need not be exact
+                self.why_rows_vary = "this GPU's kernels give a row other bits alone than among others"

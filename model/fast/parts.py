@@ -10,6 +10,8 @@ product before it, and a norm takes six operators instead of eight. Results diff
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.fast.flash import attend_causally
 from model.fast.pieces import LONGEST_STEP, Piece, attend_in_pieces
+from model.fast.shared_keys import SharedKeys
 from model.layers import Attention, GatedMLP, Positions, RMSNorm, Sight, attend, rotate, wide_dtype
 from model.llama import LlamaBlock
 from model.twins import Product
@@ -80,15 +83,22 @@ class PackedLinear(FastPart, Product):
 
 
 class FastNorm(FastPart):
-    """Either family's RMSNorm, scaled in the wide dtype and rounded once."""
+    """Either family's RMSNorm, scaled in the wide dtype and rounded once: on a GPU by torch's fused kernel."""
 
     def __init__(self, norm: RMSNorm) -> None:
         wide = wide_dtype(norm.weight.dtype)
         self.scale = norm.weight.detach().to(wide) + (1.0 - norm.neutral)
         self.eps = torch.tensor(norm.eps, dtype=wide, device=norm.weight.device)
+        self.fused, self.like = None, wide  # on a GPU torch's own kernel, and the dtype of what it takes
+        if norm.weight.device.type != "cpu":
+            weight = norm.weight.detach() if norm.neutral == 1 else self.scale
+            self.fused = partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=norm.eps)
+            self.like = weight.dtype
         self.share = 1 / norm.weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.fused is not None:
+            return self.fused(x.to(self.like)).to(x.dtype)
         return (x * self.inverse(x) * self.scale).to(x.dtype)
 
     def inverse(self, x: Tensor) -> Tensor:
@@ -120,8 +130,10 @@ class FusedAttention(FastPart):
         out = self.attend(q, k, v, positions.sights[self.window])
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1), residual)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sees: Sight | tuple[Piece, ...]) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sees: Sight | SharedKeys | tuple[Piece, ...]) -> Tensor:
         """``model.layers.attend``: a step in pieces, a prompt without a mask where the CPU's kernel can."""
+        if isinstance(sees, SharedKeys):
+            return sees.attend(q, k, v, scale=self.scale, soft_cap=self.soft_cap)
         if isinstance(sees, tuple):
             return attend_in_pieces(q, k, v, sees, scale=self.scale, soft_cap=self.soft_cap)
         if sees.whole and q.shape[2] > LONGEST_STEP and self.soft_cap is None and q.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from model.decoder import Decoder
@@ -21,8 +22,9 @@ def accelerate(model: Decoder) -> SteadyDecoder | GraphedDecoder:
 
     The weights are moved, not copied: memory peaks at one layer more. Only a tied embedding is held twice,
     once to be looked up and once packed as the head. The prepared model decodes but can no longer be trained
-    or saved. On a GPU its short steps are replayed as CUDA graphs; on a CPU, in bf16, they give a position the same
-    bits however many tokens they take (``SteadyDecoder``).
+    or saved. Its short steps give a position the same bits however many tokens they take: on a GPU, where they are
+    replayed as CUDA graphs (``GraphedDecoder``), and in bf16 on a CPU (``SteadyDecoder``). On a GPU torch no longer
+    uses cuDNN's attention in this process.
     """
     for number, block in enumerate(model.layers):
         if isinstance(block, LlamaBlock):
@@ -34,7 +36,13 @@ def accelerate(model: Decoder) -> SteadyDecoder | GraphedDecoder:
         model.lm_head = PackedLinear([head.weight])
     exchange_parts(model)
     model.twins = Twins(model, LowBits())
-    return GraphedDecoder(model) if model.device.type == "cuda" else SteadyDecoder(model)
+    if model.device.type == "cpu":
+        return SteadyDecoder(model)
+    # Its attention is planned anew, for tens of milliseconds, at every length that it has not met.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # the weights that were packed leave room of sizes that nothing else will ask for
+    return GraphedDecoder(model)
 
 
 def exchange_parts(module: nn.Module) -> None:

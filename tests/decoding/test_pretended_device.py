@@ -1,0 +1,138 @@
+"""Whole texts on a device whose tensors refuse to mix with the CPU's: they are the CPU's, and the host reads once a
+round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.chooser import record_steps
+from decoding.costs import CostTable
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.randomness import KeyedRandomness, SeededRandomness
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
+from decoding.verify import verify_by_race, verify_by_ratio
+from model import Decoder
+from model.fast import accelerate
+from model.fast.graphs import GraphedDecoder
+from tests import pretended
+from tests.laws import REAL_DRAFTERS, tiny_model
+
+VOCAB, PROMPT = 19, [1, 2, 3, 4]
+RULES = Rules(24)
+BANNED = Rules(24, banned=["ab", "ca"])
+COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1))
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed": lambda: FixedLength(3),
+    "adaptive": lambda: AdaptiveExit(0.3, 4),
+    "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
+    "break-even": lambda: BreakEven({"model": COSTS, "lookup": COSTS}, 3),
+}
+
+
+def write(
+    device: str,
+    family: str,
+    drafter: str,
+    policy: str = "fixed",
+    coupling: str = "ratio",
+    params: SamplingParams = SamplingParams(0.9, top_k=15, top_p=0.95),
+    rules: Rules = RULES,
+    prepare: Callable[[Decoder], Any] = accelerate,
+) -> tuple[list[int], list[Round], Counter[str]]:
+    """A text with its rounds, and what the device counted meanwhile."""
+    model = prepare(tiny_model(family, vocab=VOCAB).to(device))
+    make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else pretended.PretendedRandomness}
+    verify = {"race": verify_by_race, "ratio": verify_by_ratio}
+    cache = model.new_cache(64)
+    drafts = REAL_DRAFTERS[drafter](model, cache)
+    with torch.inference_mode():
+        record_steps(model, cache)
+        for each in (drafts, *getattr(drafts, "drafters", {}).values()):
+            if own := getattr(each, "model", None):
+                record_steps(own, each.cache, each.plan)
+        model.prefill(torch.tensor([PROMPT[:-1]], device=device), cache)
+    text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
+    randomness = make[coupling](3, device if coupling == "race" else "cpu")
+    pretended.counts.clear()
+    rounds = list(speculate(model, cache, text, drafts, POLICIES[policy](), params, randomness, verify[coupling]))
+    if isinstance(model, GraphedDecoder):
+        assert model.trouble is None and model.row_invariant
+    return text.tokens, rounds, pretended.counts.copy()
+
+
+def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[str]]:
+    """The text on the pretended device is the CPU's."""
+    expected, *_ = write("cpu", family, drafter, **how)
+    found, rounds, counts = write(pretended.NAME, family, drafter, **how)
+    assert found == expected
+    return rounds, counts
+
+
+@pytest.mark.parametrize("coupling", ["ratio", "race"])
+@pytest.mark.parametrize("drafter", REAL_DRAFTERS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_text_is_the_cpus_and_the_host_reads_once_a_round(family: str, drafter: str, coupling: str) -> None:
+    """To the device go the new tokens of the text, and what lookup found in it."""
+    policy = "break-even" if drafter == "best of" else "fixed"
+    rounds, counts = check(family, drafter, policy=policy, coupling=coupling)
+    assert counts["read"] == len(rounds)
+    looked_up = sum(bool(round.drafted) for round in rounds) if drafter in ("lookup", "best of") else 0
+    assert counts["upload"] <= len(rounds) + looked_up
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "gated"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(family: str, policy: str) -> None:
+    """The target's confidence comes with what is read anyway."""
+    rounds, counts = check(family, "lowbit", policy=policy)
+    looked_at = sum(len(round.drafted) for round in rounds) if policy == "adaptive" else 0
+    assert counts["read"] == len(rounds) + looked_at
+    assert counts["upload"] == len(rounds)
+
+
+@pytest.mark.parametrize("drafter", ["exit", "none"])
+def test_a_ban_is_read_for_only_where_a_word_was_taken_back(drafter: str) -> None:
+    """Once more, by a draft, in the round after: it must not go on where nothing is allowed."""
+    rounds, counts = check("llama", drafter, rules=BANNED)
+    retracted = sum(bool(round.retracted) for round in rounds)
+    assert retracted
+    assert counts["read"] <= len(rounds) + (retracted if drafter == "exit" else 0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(0.8, repetition_penalty=1.3), SamplingParams(1.0, min_p=0.05)],
+    ids=["greedy", "penalty", "min-p"],
+)
+def test_no_kind_of_sampling_reads_more(params: SamplingParams) -> None:
+    rounds, counts = check("llama", "exit", params=params)
+    assert counts["read"] == len(rounds) == counts["upload"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
+    rounds, counts = check(family, "exit", prepare=lambda model: model)
+    assert counts["read"] == len(rounds) == counts["upload"]
+
+
+def test_the_device_refuses_what_a_gpu_would_and_counts_what_crosses_over() -> None:
+    here, there = torch.ones(3), torch.ones(3, device=pretended.NAME)
+    pretended.counts.clear()
+    with pytest.raises(RuntimeError, match="same device"):
+        _ = there + here
+    with pytest.raises(RuntimeError, match="same device"):
+        _ = there[torch.tensor([1])]
+    assert pretended.counts["upload"] == pretended.counts["read"] == 0
+    assert torch.equal((there + here.to(pretended.NAME)).cpu(), 2 * here)
+    there[:2].copy_(here[:2])
+    assert (pretended.counts["upload"], pretended.counts["read"]) == (2, 1)
+    assert there.sum().item() == 3 and there.tolist() == [1, 1, 1] and bool(there[0] > 0)
+    assert pretended.counts["read"] == 4
