@@ -29,9 +29,8 @@ from model.layers import Positions, rotary_table
 from model.plan import LayerPlan
 
 ROWS = 16  # of every step: what a GPU multiplies at once anyway
-TOLERANCE = (
-    0.2  # of the largest logit: above what rounding in bf16 makes of deep models, below what a wrong address gives
-)
+# Of the largest logit: above what rounding in bf16 makes of deep models, below what a wrong address gives.
+TOLERANCE = 0.2
 
 
 def whole_parts(positions: int) -> int:
