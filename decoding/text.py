@@ -137,7 +137,7 @@ class Text:
         A view of a buffer: it holds until the text is extended.
         """
         if len(self) > len(self.buffer) or self.buffer.device != device:
-            self.buffer, self.copied = torch.empty(len(self) + self.room, dtype=torch.int64, device=device), 0
+            self.buffer, self.copied = torch.empty(len(self) + max(0, self.room), dtype=torch.int64, device=device), 0
         if self.copied < len(self):
             new = torch.tensor(self.tokens[self.copied :], dtype=torch.int64)
             self.buffer[self.copied : len(self)].copy_(new, non_blocking=True)
