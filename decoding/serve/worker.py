@@ -1,4 +1,4 @@
-"""One model and one writer in a thread of their own, and the jobs that wait for them in order."""
+"""One model and one writer, and the jobs that wait for them in order."""
 
 from __future__ import annotations
 
@@ -128,11 +128,6 @@ class Worker:
         self.waiting: deque[Job] = deque()
         self.current: Job | None = None
         self.changed, self.open = threading.Condition(), True
-        self.thread = threading.Thread(target=self._work, name="writer")
-
-    def start(self) -> None:
-        """Begin to write what is submitted."""
-        self.thread.start()
 
     def submit(self, job: Job) -> int:
         """Let a job wait; returns how many are before it. Raises Refusal when too many wait."""
@@ -162,12 +157,8 @@ class Worker:
             job.gone.set()
             job.end_with(Ended(Refusal("the server is stopping", status=503)))
 
-    def join(self) -> None:
-        """Stop, and wait until nothing is being written."""
-        self.stop()
-        self.thread.join()
-
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Write what is submitted, until told to stop."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting or not self.open)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,14 @@ def test_the_probabilities_of_both_columns_are_under_the_pointer(opened: WebDriv
         assert len(opened.find_elements("css selector", ".chip.shown")) == 1
 
 
-def test_stop_ends_the_text_here_and_there(opened: WebDriver, served: Served) -> None:
+def test_stop_ends_the_text_here_and_there(opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    observe = Watch.observe
+
+    def dawdle(watch: Watch, *seen: Any) -> None:
+        time.sleep(0.02)  # a round: else a fast machine has written the whole text before the click
+        observe(watch, *seen)
+
+    monkeypatch.setattr(Watch, "observe", dawdle)
     ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
     wait(opened, lambda browser: browser.find_elements("css selector", "#text button.chip"))
     find(opened, "#stop").click()

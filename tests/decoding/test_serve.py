@@ -730,7 +730,7 @@ def test_after_the_server_has_stopped_nothing_is_taken_on(folder: Path) -> None:
             rest += part
         connection.close()
         assert b"the server is stopping" in rest
-        until(lambda: not running.worker.thread.is_alive())
+        until(lambda: not running.worker.open and running.worker.current is None)
 
         async def late() -> None:
             with pytest.raises(Refusal, match="stopping"):
