@@ -109,8 +109,7 @@ def our_contenders(
         found[name] = contender(drafting, name)
         adaptive = policy_maker(DraftOptions("exit", adaptive=True), setting.params, drafting)
         found[f"{name}, adaptive"] = contender(replace(drafting, new_policy=adaptive), name)
-    auto = choose(DraftOptions("auto"), setting)
-    return found | {"auto": contender(auto, "plan.json" if auto.plan else "lookup")}
+    return found | {"auto": contender(choose(DraftOptions("auto"), setting))}  # of several costs: not predicted
 
 
 def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:

@@ -14,7 +14,7 @@ from model.layers import Positions, RMSNorm, place
 from model.plan import LayerPlan
 from model.twins import Twins
 
-PREFILL_CHUNK = 1024  # tokens per forward of a prompt: bounds the memory of activations
+PREFILL_CHUNK = 2048  # tokens per forward of a prompt: bounds the memory of activations
 
 
 class Decoder(nn.Module):

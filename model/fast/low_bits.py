@@ -40,7 +40,7 @@ class LowBitLinear(FastPart, Product):
             return
         self.scale = torch.stack((rounded.scale.T, rounded.zero.T), -1).contiguous()
         if self.on_cpu:
-            self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int() + 8, 1)
+            self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int().add_(8), 1)
         else:
             tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
             pairs = (codes[:, ::2] + 8 << 4 | codes[:, 1::2] + 8).to(torch.uint8)
