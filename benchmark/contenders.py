@@ -109,7 +109,8 @@ def our_contenders(
         found[name] = contender(drafting, name)
         adaptive = policy_maker(DraftOptions("exit", adaptive=True), setting.params, drafting)
         found[f"{name}, adaptive"] = contender(replace(drafting, new_policy=adaptive), name)
-    return found | {"auto": contender(choose(DraftOptions("auto"), setting))}  # of several costs: not predicted
+    auto = choose(DraftOptions("auto"), setting)
+    return found | {"auto": contender(auto, None if auto.plan else "lookup")}  # where it has several costs: none
 
 
 def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:

@@ -357,7 +357,7 @@ def test_auto_drafts_with_the_folders_own_plan_and_else_by_lookup(tmp_path: Path
     assert our_contenders(setting(folder), {})["auto"].costs == "lookup"
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
     assert drafts_of(folder)["plan.json"].plan == LayerPlan.skipping(4, [1], [])
-    assert our_contenders(setting(folder), {})["auto"].costs == "plan.json"
+    assert our_contenders(setting(folder), {})["auto"].costs is None, "no table has the costs of both"
 
 
 def test_a_plan_that_says_not_to_draft_leaves_auto_to_lookup_as_in_generate(tmp_path: Path) -> None:
