@@ -37,7 +37,7 @@ SAMPLE = "weights/training/sample/stories.jsonl"
 SHORT = {
     "python -m search --model tiny-llama --compare": "--compare 1",
     "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
-    "python -m benchmark --repeats": "--only speed",
+    "python -m benchmark --exit-layer": "--exit-layer 6 --only speed",
     "python -m benchmark": "--model tiny-llama --quick --max-new-tokens 8",
     "python -m decoding.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
