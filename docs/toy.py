@@ -1,6 +1,7 @@
 """Speculative sampling, complete, on the letters a, b, c; it prints that its law is plain sampling's.
 
-Names and order are those of decoding/speculate.py, decoding/verify.py and decoding/proof/enumeration.py.
+Names and order follow decoding/speculate.py, decoding/verify.py (`verify` is `verify_by_ratio`) and
+decoding/proof/enumeration.py. There is no cache, so there is nothing to roll back.
 """
 
 from itertools import product
