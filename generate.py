@@ -46,9 +46,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     draft.add_argument("--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)")
     draft.add_argument("--bits", type=int, metavar="B", help="lowbit, exit, skip: draft with weights in 4 or 8 bits")
     draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
-    draft.add_argument(
-        "--gamma", type=int, metavar="N", help="tokens drafted a round (default: 4; lowbit: 5; or the plan's)"
-    )
+    draft.add_argument("--gamma", type=int, metavar="N", help="tokens drafted a round (4; lowbit: 5; or the plan's)")
     draft.add_argument("--adaptive", action=argparse.BooleanOptionalAction, help="Draft & Verify's adaptive exit")
     draft.add_argument("--min-target-confidence", type=float, metavar="X", help="draft only while the target is sure")
     sampling = parser.add_argument_group("sampling")

@@ -39,7 +39,7 @@ def test_every_linked_file_and_section_exists(document: Path, link: str) -> None
     assert target.exists()
     if anchor:
         headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-        assert anchor in [re.sub(r"[^a-z -]", "", each.lower()).strip().replace(" ", "-") for each in headings]
+        assert anchor in [re.sub(r"[^a-z0-9 -]", "", each.lower()).strip().replace(" ", "-") for each in headings]
 
 
 @pytest.mark.parametrize(
