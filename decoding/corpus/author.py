@@ -9,13 +9,14 @@ from itertools import takewhile
 
 from decoding.batch import sample_texts
 from decoding.corpus.quality import worth_learning
-from decoding.corpus.templates import story_prompt
+from decoding.corpus.templates import story_request
 from decoding.corpus.text_file import WrittenText
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
+NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
 MESSAGE_TOKENS = 64  # of a user's message that the model writes itself, at most
 
 
@@ -49,6 +50,15 @@ def common_beginning(one: list[int], other: list[int]) -> list[int]:
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 
+def narrator(tokenizer: Tokenizer) -> str | None:
+    """``NARRATOR``, or None where there is no chat template, or one that refuses a system message."""
+    try:
+        encode_prompt(tokenizer, "A fox.", system=NARRATOR)
+    except InputError:
+        return None
+    return NARRATOR
+
+
 class Author:
     """A model that writes both sides of a conversation, a batch of them at a time."""
 
@@ -67,26 +77,38 @@ class Author:
 
     def write(self, kind: str, rows: int, rng: random.Random) -> list[WrittenText]:
         """Up to ``rows`` texts, "story" or "chat": rows that are not worth learning or hold a control token are out."""
-        prompts = self.stories(rows, rng) if kind == "story" else self.chats(rows, rng)
+        begun = self.stories(rows, rng) if kind == "story" else self.chats(rows, rng)
         eos_ids = self.tokenizer.eos_ids
-        responses = self.sample([ids for _, ids in prompts], self.max_new_tokens, eos_ids, rng, self.on_tokens)
+        prompts = [[*ids, *opening] for _, ids, opening in begun]
+        responses = self.sample(prompts, self.max_new_tokens, eos_ids, rng, self.on_tokens)
         texts = []
-        for (prompt, _), response in zip(prompts, responses, strict=True):
+        for (prompt, _, opening), response in zip(begun, responses, strict=True):
             finished = response[-1] in eos_ids
-            said = self.text(response[:-1] if finished else response)
+            said = self.text([*opening, *(response[:-1] if finished else response)])
             if said is not None:
                 texts.append(WrittenText(kind, prompt, said, finished, self.params.temperature))
         return [kept for text in texts if (kept := worth_learning(text))]
 
-    def stories(self, rows: int, rng: random.Random) -> list[tuple[str, list[int]]]:
-        """Requests for a story, with their ids: a chat turn, or plain text where there is no template."""
-        prompts = [story_prompt(rng) for _ in range(rows)]
-        return [(prompt, encode_prompt(self.tokenizer, prompt)) for prompt in prompts]
+    def stories(self, rows: int, rng: random.Random) -> list[tuple[str, list[int], list[int]]]:
+        """Requests for a story, with their ids and those of the story's opening.
 
-    def chats(self, rows: int, rng: random.Random) -> list[tuple[str, list[int]]]:
+        Each is a turn of a chat, or plain text where the model has no template for one.
+        """
+        system = narrator(self.tokenizer)
+        requests = [story_request(rng) for _ in range(rows)]
+        return [
+            (
+                prompt,
+                encode_prompt(self.tokenizer, prompt, system=system),
+                self.tokenizer.vocabulary.encode(opening, parse_special=False),
+            )
+            for prompt, opening in requests
+        ]
+
+    def chats(self, rows: int, rng: random.Random) -> list[tuple[str, list[int], list[int]]]:
         """Messages that the model writes in the user's place, with the ids of the conversations they begin.
 
-        Those without an end are left out.
+        Those without an end are left out. No response has an opening.
         """
         turn = UserTurn.of(self.tokenizer)
         ends = self.tokenizer.eos_ids.union(turn.closing[:1])
@@ -94,7 +116,7 @@ class Author:
         for *message, end in self.sample([turn.opening] * rows, MESSAGE_TOKENS, ends, rng):
             said = self.text(message)
             if end == turn.closing[0] and said is not None:
-                chats.append((said, [*turn.opening, *message, *turn.closing]))
+                chats.append((said, [*turn.opening, *message, *turn.closing], []))
         return chats
 
     def sample(

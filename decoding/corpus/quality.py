@@ -10,6 +10,7 @@ from decoding.corpus.text_file import WrittenText
 SEQUENCE = 4  # words: so many in a row that were said before count as a repetition
 MOST_REPEATED = 0.05  # of a text's sequences
 LEAST_WORDS = 30
+LONGEST_SENTENCES = 20  # words, on average, of a story for children
 LEAST_MENTIONED = 0.5  # of what a story's prompt asks for
 SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
 # What a request is made of besides its subject.
@@ -59,10 +60,20 @@ def before_repetition(text: str) -> str:
     return next((text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), "")
 
 
+def sentence_length(text: str) -> float:
+    """The mean number of words of a text's sentences; the whole text counts as one where none ends."""
+    return len(words_of(text)) / max(1, len(SENTENCE_END.findall(text)))
+
+
 def worth_learning(text: WrittenText) -> WrittenText | None:
-    """The text up to where it begins to repeat itself; None if little is left, or not what the prompt asked for."""
+    """The text up to where it begins to repeat itself.
+
+    None if little is left, or not what the prompt asked for, or sentences too long for a children's story.
+    """
     response = before_repetition(text.response)
-    strays = text.kind == "story" and mentioned(text.prompt, response) < LEAST_MENTIONED
-    if strays or len(words_of(response)) < LEAST_WORDS:
+    if len(words_of(response)) < LEAST_WORDS:
+        return None
+    strays = mentioned(text.prompt, response) < LEAST_MENTIONED
+    if text.kind == "story" and (strays or sentence_length(response) > LONGEST_SENTENCES):
         return None
     return replace(text, response=response, finished=text.finished and response == text.response)

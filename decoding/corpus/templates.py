@@ -48,14 +48,25 @@ LESSON = (
     *("to be brave", "that small friends can help", "to wait for spring", "to try again", "to be kind"),
     *("not to be afraid of the dark", "to look after a plant", "that everyone makes mistakes", "to keep a promise"),
 )
+# How a story may begin: its writer goes on from here, so that it is about what was asked from its first words.
+OPENINGS = (
+    *("Once upon a time, {who}", "One day, {who}", "One morning, {who}", "Long ago, {who}"),
+    *("This is the story of {who}", "It was a fine day, and {who}"),
+)
 FEELING = (
     *("afraid of thunder", "too tired to play", "very proud", "looking for a friend", "a little sad", "very hungry"),
     *("late for dinner", "full of questions", "not able to sleep", "all alone", "much too curious", "very excited"),
 )
 
 
-def story_prompt(rng: random.Random) -> str:
-    """One of the prompts, each form equally likely, its blanks filled at random."""
+def story_request(rng: random.Random) -> tuple[str, str]:
+    """A prompt and the opening of its story: each form equally likely, their blanks filled at random."""
     words = {"who": WHO, "where": WHERE, "thing": THING, "lesson": LESSON, "feeling": FEELING}
     form = rng.choice(FORMS)
-    return form.format(**{name: rng.choice(choices) for name, choices in words.items()})
+    blanks = {name: rng.choice(choices) for name, choices in words.items()}
+    return form.format(**blanks), rng.choice(OPENINGS).format(**blanks)
+
+
+def story_prompt(rng: random.Random) -> str:
+    """The prompt of ``story_request``."""
+    return story_request(rng)[0]

@@ -320,7 +320,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_the_command_writes_both_kinds_until_there_are_tokens_enough(write: Command, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    status, said = write("--tokens", 300, "--out", out)
+    status, said = write("--tokens", 900, "--out", out)
     assert status == 0
     assert "tokens/s" in said
     rows = rows_of(out)
@@ -330,7 +330,7 @@ def test_the_command_writes_both_kinds_until_there_are_tokens_enough(write: Comm
     assert all(row["response"].strip() and row["prompt"] and row["temperature"] == 2 for row in rows)
     assert len({row["response"][:DISTINCT_CHARACTERS] for row in rows}) == len(rows)
     before = out.read_bytes()
-    assert write("--tokens", 300, "--out", out)[0] == 0
+    assert write("--tokens", 900, "--out", out)[0] == 0
     assert out.read_bytes() == before, "there were tokens enough already"
 
 
@@ -338,7 +338,7 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
     write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    assert write("--tokens", 300, "--out", whole)[0] == 0
+    assert write("--tokens", 900, "--out", whole)[0] == 0
     production, sizes = authors.Author.write, []
 
     def interrupted(self: authors.Author, *arguments: Any) -> list[WrittenText]:
@@ -348,7 +348,7 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
         return production(self, *arguments)
 
     monkeypatch.setattr(authors.Author, "write", interrupted)
-    while (status := write("--tokens", 300, "--out", parts)[0]) == 130:
+    while (status := write("--tokens", 900, "--out", parts)[0]) == 130:
         pass
     assert status == 0
     assert len(sizes) > 6
@@ -366,11 +366,11 @@ def test_a_run_killed_while_it_writes_goes_on_with_other_random_numbers(
         return production(*arguments, seed=seed, **more)
 
     monkeypatch.setattr(authors, "sample_texts", noted)
-    assert write("--tokens", 300, "--out", out, "--kind", "story")[0] == 0
+    assert write("--tokens", 900, "--out", out, "--kind", "story")[0] == 0
     data = out.read_bytes()
     kept = data[: len(data) * 2 // 5]
     out.write_bytes(kept)
-    assert write("--tokens", 300, "--out", out, "--kind", "story")[0] == 0
+    assert write("--tokens", 900, "--out", out, "--kind", "story")[0] == 0
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
     beginnings = [row["response"][:DISTINCT_CHARACTERS] for row in rows_of(out)]
     assert len(set(beginnings)) == len(beginnings)
@@ -462,3 +462,23 @@ def test_there_are_thousands_of_stories_and_no_blank_is_left() -> None:
     assert len(prompts) > 5_000
     assert not any("{" in prompt for prompt in prompts)
     assert all(prompt[0].isupper() and prompt[-1] == "." for prompt in prompts)
+
+
+def test_a_story_begins_with_whom_its_prompt_is_about(write: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert write("--tokens", 300, "--out", out, "--kind", "story")[0] == 0
+    for row in rows_of(out):
+        subjects = [who for who in templates.WHO if who in row["prompt"]]
+        beginnings = [opening.format(who=who) for opening in templates.OPENINGS for who in subjects]
+        assert row["response"].startswith(tuple(beginnings))
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_narrator_speaks_where_the_template_lets_one(refuses: bool, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(guard * refuses + TEMPLATE)
+    tokenizer = Tokenizer(folder)
+    author = authors.Author(tiny_model("llama"), tokenizer, SamplingParams(), 9)
+    for _, prompt, _ in author.stories(3, random.Random(0)):
+        assert (authors.NARRATOR in tokenizer.decode(prompt)) == (not refuses)

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.corpus.quality import MOST_REPEATED, before_repetition, mentioned, repetition, words_of, worth_learning
+from decoding.corpus.quality import (
+    LONGEST_SENTENCES,
+    MOST_REPEATED,
+    before_repetition,
+    mentioned,
+    repetition,
+    sentence_length,
+    words_of,
+    worth_learning,
+)
 from decoding.corpus.text_file import TextFile, WrittenText
 
 FRESH = "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too fast for her."
@@ -58,6 +67,9 @@ def test_what_is_kept_is_about_the_prompt_and_finished_only_if_it_is_whole(long_
     assert cut is not None and not cut.finished and long_enough in cut.response
     assert worth_learning(text_about("Write a story about a king.", long_enough)) is None
     assert worth_learning(text_about(about.prompt, " ".join(words_of(long_enough)[:29]))) is None
+    unpunctuated = " ".join(words_of(long_enough)) + "."
+    assert sentence_length(unpunctuated) > LONGEST_SENTENCES > sentence_length(long_enough)
+    assert worth_learning(text_about(about.prompt, unpunctuated)) is None
 
 
 def test_the_texts_of_an_earlier_file_are_judged_and_written_once(tmp_path: Path) -> None:
