@@ -102,15 +102,16 @@ def recipe_loss(
     hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
     following, last = tokens[:, 1:].flatten(), len(weights) - 1
     total = torch.zeros((), device=tokens.device)
-    losses, teacher = torch.full((len(weights),), math.nan, device=tokens.device), None
+    losses = torch.full((len(weights),), math.nan, device=tokens.device)
     for layer in sorted(hidden, reverse=True):  # the last layer first: it teaches the others
         log_probs = torch.log_softmax(model.logits(hidden[layer]).float(), -1).flatten(0, 1)
         loss = F.nll_loss(log_probs, following)
         losses[layer] = loss.detach()
         if taught and layer == last:
-            teacher = log_probs.detach().exp()
+            share = torch.full_like(following, 1 - taught, dtype=log_probs.dtype)[:, None]
+            lesson = (taught * log_probs.detach().exp()).scatter_add_(1, following[:, None], share)
         elif taught:
-            loss = (1 - taught) * loss - taught * (teacher * log_probs).sum(-1).mean()
+            loss = -torch.dot(lesson.flatten(), log_probs.flatten()) / len(following)
         total = total + weights[layer] * loss
     return total, losses
 
