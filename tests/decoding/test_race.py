@@ -195,9 +195,7 @@ def test_no_impossible_token_wins() -> None:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(rows=st.integers(1, 6), vocab=st.integers(1, 40), seed=st.integers(0, 99), kept=st.floats(0.05, 1))
-def test_racing_all_ids_of_all_rows_at_once_draws_the_same_tokens(
-    rows: int, vocab: int, seed: int, kept: float
-) -> None:
+def test_racing_all_ids_of_all_rows_at_once_draws_the_same(rows: int, vocab: int, seed: int, kept: float) -> None:
     """As on a GPU; and each row's token is that of a draw at its own place."""
     generator = torch.Generator().manual_seed(seed)
     probs = torch.rand(rows, vocab, generator=generator) * (torch.rand(rows, vocab, generator=generator) < kept)

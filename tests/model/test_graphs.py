@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from decoding.costs import LONGEST_DRAFT
 from decoding.drafters import ModelDrafter
