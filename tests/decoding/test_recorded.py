@@ -111,7 +111,7 @@ def check(drafter: str, coupling: str, **how: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
 def test_a_text_is_the_eager_one_with_far_fewer_launches(drafter: str, coupling: str) -> None:
     recorded, eager = check(drafter, coupling, policy="break-even" if drafter == "best of" else "fixed")
-    assert recorded < 0.5 * eager
+    assert recorded < 0.6 * eager
 
 
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
