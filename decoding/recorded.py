@@ -31,7 +31,7 @@ MOST = 256  # recordings kept; those that were not asked for longest go first
 
 
 class Uniforms(SeededRandomness):
-    """The verbs over uniform numbers that are given: as many as there are tosses, and one for the draw after them."""
+    """The verbs over given uniform numbers: one for each toss, and one for the draw after them."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.left = numbers
@@ -49,13 +49,13 @@ class Uniforms(SeededRandomness):
 
 
 class Keys(KeyedRandomness):
-    """The race under keys that are given, one for each row."""
+    """The race under given keys, one for each row."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers
 
     def keys(self, place: Place, rows: int) -> Tensor:
-        return self.numbers
+        return self.numbers[:rows]
 
     @staticmethod
     def fill(numbers: Tensor, randomness: KeyedRandomness, place: Place) -> None:
@@ -80,39 +80,39 @@ class RecordedParams(SamplingParams):
         return recording(logits) if recording and recording.takes(logits) else None
 
 
+@dataclass(frozen=True)
 class RecordedRandomness:
-    """A text's randomness ``own`` with recordings of its draw and of the rule of verification that goes with it."""
+    """A text's randomness ``own`` with recordings of its draw, and of its rule of verification by the number of rows.
 
-    def __init__(
-        self,
-        own: Any,
-        rule: Verify,
-        recordings: Mapping[int, Recording],
-        fill: Callable[[int, Place], None],
-    ) -> None:
-        """``fill``: puts the chance of so many rows at a place where the recordings find it."""
-        self.own, self.rule, self.recordings, self.fill = own, rule, recordings, fill
+    They find the chance that they take among ``numbers`` ``[ROWS]``, where ``given`` puts it.
+    """
+
+    own: Any
+    rule: Verify
+    given: Any
+    numbers: Tensor
+    drawing: Recording
+    verifying: Mapping[int, Recording]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """``Randomness.draw``."""
-        recording = self.recordings[DRAW]
-        if not recording.takes(probs[None]):
+        if not self.drawing.takes(probs[None]):
             return self.own.draw(probs, place)
-        self.fill(1, place)
-        return recording(probs[None])[0]
+        self.given.fill(self.numbers[:1], self.own, place)
+        return self.drawing(probs[None])[0]
 
     def verify(
         self, target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Any, place: Place
     ) -> tuple[Tensor, Tensor]:
         """The rule, as ``Verify``; ``randomness`` is this one."""
-        given, recording = (target_probs, draft_probs, drafted), self.recordings.get(len(target_probs))
-        if recording is None or not recording.takes(*given):
-            return self.rule(*given, self.own, place)
-        self.fill(len(target_probs), place)
-        accepted, token = recording(*given)
+        rows, recording = (target_probs, draft_probs, drafted), self.verifying.get(len(target_probs))
+        if recording is None or not recording.takes(*rows):
+            return self.rule(*rows, self.own, place)
+        self.given.fill(self.numbers[: len(target_probs)], self.own, place)
+        accepted, token = recording(*rows)
         return accepted, token
 
 
@@ -123,11 +123,8 @@ class Desk:
         size, device, wide = (ROWS, model.vocab_size), model.device, wide_dtype(model.dtype)
         self.logits = torch.zeros(size, dtype=model.dtype, device=device)
         self.target_probs, self.draft_probs = (torch.zeros(size, dtype=wide, device=device) for _ in range(2))
-        self.drafted = torch.zeros(ROWS, dtype=torch.int64, device=device)
-        self.numbers = {
-            Uniforms: torch.zeros(ROWS, dtype=torch.float64, device=device),
-            Keys: torch.zeros(ROWS, dtype=torch.int64, device=device),
-        }
+        self.drafted, self.keys = (torch.zeros(ROWS, dtype=torch.int64, device=device) for _ in range(2))
+        self.uniforms = torch.zeros(ROWS, dtype=torch.float64, device=device)
         self.outcome = torch.zeros(2, dtype=torch.int64, device=device)
 
     def lay_out(self, first: int) -> None:
@@ -136,16 +133,6 @@ class Desk:
         self.drafted.copy_(tokens % self.logits.shape[1])
         for place, sure in ((self.logits, 1e4), (self.target_probs, 1.0), (self.draft_probs, 1.0)):
             place.zero_().scatter_(1, self.drafted[:, None], sure)
-
-
-def drawn(given: Any, numbers: Tensor, probs: Tensor) -> Tensor:
-    """A draw from a row: ``[1]``."""
-    return given(numbers).draw_each(probs, ANYWHERE)
-
-
-def verified(rule: Verify, given: Any, numbers: Tensor, *rows: Tensor) -> Tensor:
-    """How many drafted tokens are accepted, and the token after them: ``[2]``."""
-    return torch.stack(rule(*rows, given(numbers), ANYWHERE))
 
 
 class Recordings:
@@ -163,55 +150,54 @@ class Recordings:
     @torch.inference_mode()
     def of(self, params: SamplingParams, chance: Chance, rows: int) -> tuple[SamplingParams, Chance]:
         """The same parameters and chance, with recordings for up to so many rows: made now, while no text is timed."""
-        own, rule = chance
+        (own, rule), desk = chance, self.desk
         source, given = COUPLED.get(rule, (type(None), None))
-        if self.recorder is None or self.trouble or not isinstance(own, source):
+        if desk is None or self.trouble or not isinstance(own, source):
             return params, chance
+        numbers, p, q = desk.keys if given is Keys else desk.uniforms, desk.target_probs, desk.draft_probs
+
+        def verified(*rows: Tensor) -> Tensor:
+            return torch.stack(rule(*rows, given(numbers), ANYWHERE))
+
+        def drawn(probs: Tensor) -> Tensor:
+            return given(numbers).draw_each(probs, ANYWHERE)
+
+        counts = range(1, min(rows, ROWS) + 1)
+        probable = partial(distribution, context=desk.drafted, params=params)
+        unpenalised = counts if params.repetition_penalty == 1 else ()  # else the text matters too
         try:
-            found = self.record(self.wanted(params, rule, given, min(rows, ROWS)))
+            draw = self._recorded((rule, DRAW), drawn, desk.outcome[:1], p[:1])
+            verifications = {
+                n: self._recorded((rule, n), verified, desk.outcome, p[:n], q[: n - 1], desk.drafted[: n - 1])
+                for n in counts
+            }
+            probs = {n: self._recorded((params, n), probable, p[:n], desk.logits[:n]) for n in unpenalised}
         except RuntimeError as error:
             self.trouble = f"sampling is not recorded as CUDA graphs: {first_cause(error)}"
             return params, chance
-        of_params, of_rule = ({n: made for (key, n), made in found.items() if key == each} for each in (params, rule))
-        params = RecordedParams(**asdict(params), recordings=of_params)
-        numbers = self.desk.numbers[given]
-        randomness = RecordedRandomness(own, rule, of_rule, lambda rows, place: given.fill(numbers[:rows], own, place))
-        return params, Chance(randomness, randomness.verify)
+        randomness = RecordedRandomness(own, rule, given, numbers, draw, verifications)
+        return RecordedParams(**asdict(params), recordings=probs), Chance(randomness, randomness.verify)
 
-    def wanted(
-        self, params: SamplingParams, rule: Verify, given: Any, rows: int
-    ) -> dict[tuple[Any, int], tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]]:
-        """The functions to record, each with the tensors that it takes and the one for its result."""
-        desk, numbers = self.desk, self.desk.numbers[given]
-        p, q = desk.target_probs, desk.draft_probs
-        wanted = {(rule, DRAW): (partial(drawn, given, numbers[:1]), (p[:1],), desk.outcome[:1])}
-        for n in range(1, rows + 1):
-            verify = partial(verified, rule, given, numbers[:n])
-            wanted[rule, n] = verify, (p[:n], q[: n - 1], desk.drafted[: n - 1]), desk.outcome
-            if params.repetition_penalty == 1:  # else the text matters too
-                compute = partial(distribution, context=desk.drafted, params=params)
-                wanted[params, n] = compute, (desk.logits[:n],), p[:n]
-        return wanted
+    def _recorded(
+        self, key: tuple[Any, int], function: Callable[..., Tensor], result: Tensor, *inputs: Tensor
+    ) -> Recording:
+        """What is kept under this key, or was recorded now. Raises RuntimeError where that fails.
 
-    def record(self, wanted: dict[tuple[Any, int], Any]) -> dict[tuple[Any, int], Recording]:
-        """What is wanted, of which the new ones are recorded. Raises RuntimeError where that fails."""
-        if not wanted.keys() <= self.kept.keys():
+        A recording is kept only if it has given what the function gives, of other rows than it was recorded with.
+        """
+        made = self.kept.pop(key, None)
+        if made is None:
             self.recorder.make_room()
-        found = {key: self.kept.pop(key, None) or self._trusted(*how) for key, how in wanted.items()}
-        self.kept |= found
-        for key in list(self.kept)[:-MOST]:
-            del self.kept[key]
-        return found
-
-    def _trusted(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> Recording:
-        """A recording that has given what the function gives, of other rows than it was recorded with."""
-        self.desk.lay_out(0)
-        recording = Recording(self.recorder, function, inputs, result)
-        self.desk.lay_out(1)
-        expected = function(*inputs)
-        if not torch.equal(recording(*inputs), expected):
-            raise RuntimeError("what was recorded computes something else")
-        return recording
+            self.desk.lay_out(0)
+            made = Recording(self.recorder, function, inputs, result)
+            self.desk.lay_out(1)
+            expected = function(*inputs)
+            if not torch.equal(made(*inputs), expected):
+                raise RuntimeError("what was recorded computes something else")
+        self.kept[key] = made
+        if len(self.kept) > MOST:
+            del self.kept[next(iter(self.kept))]
+        return made
 
 
 RECORDINGS: WeakKeyDictionary[Model, Recordings] = WeakKeyDictionary()

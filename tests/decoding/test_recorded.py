@@ -172,7 +172,7 @@ def test_recordings_read_and_write_nothing_but_their_desk(coupling: str) -> None
     recordings = Recordings(model)
     recordings.of(FILTERED, chance_on(pretended.NAME, coupling), 5)
     desk = recordings.desk
-    places = [desk.logits, desk.target_probs, desk.draft_probs, desk.drafted, desk.outcome, *desk.numbers.values()]
+    places = list(vars(desk).values())
     assert len(model.recorder.tapes) == 11  # of a draw, and for each number of rows of two functions
     for tape in model.recorder.tapes:
         assert tape.outside() <= {memory(place) for place in places}
@@ -259,6 +259,8 @@ def test_given_uniforms_serve_tosses_first_and_then_the_draw() -> None:
     numbers = torch.zeros(3, dtype=torch.float64)
     recorded.Uniforms.fill(numbers, Scripted(0.25, 0.75, 0.5), Place(0))
     assert numbers.tolist() == [0.25, 0.75, 0.5]
+    again = SeededRandomness(5).uniform(3, out=numbers.clone())
+    assert torch.equal(again, SeededRandomness(5).uniform(3))
     given = recorded.Uniforms(numbers)
     assert given.accept(torch.tensor([0.5, 0.5])).tolist() == [True, False]
     assert given.draw(torch.tensor([0.4, 0.2, 0.4]), Place(0)).item() == 1
