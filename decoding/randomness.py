@@ -1,4 +1,4 @@
-"""The port through which the loop draws: two verbs, so that chance can be replaced.
+"""The port through which the loop draws: two verbs, one of them also for several rows, so that chance can be replaced.
 
 In production a ``torch.Generator`` serves them, or keyed exponentials, under which a seed means one text whatever
 drafts; in a proof, ``decoding.proof.enumeration`` walks every outcome.
@@ -25,13 +25,17 @@ class Place(NamedTuple):
 
 
 class Randomness(Protocol):
-    """Where all chance comes from. Both verbs take and return tensors."""
+    """Where all chance comes from. Its verbs take and return tensors."""
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """One token: ``[vocab]`` probabilities, or weights that need not sum to 1 -> ``[]`` int64."""
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Independent coin tosses: ``[k]`` probabilities (1 and above: surely) -> ``[k]`` bool."""
+
+    def draw_each(self, probs: Tensor, place: Place) -> Tensor:
+        """A token from each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]`` int64."""
+        return torch.stack([self.draw(row, place.after(number)) for number, row in enumerate(probs)])
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
@@ -54,7 +58,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(probs.gather(-1, found) > 0, found, probs.max(-1, keepdim=True).indices)[:, 0]
 
 
-class SeededRandomness:
+class SeededRandomness(Randomness):
     """Draws from a seeded ``torch.Generator``, one after another: equal seeds and draft lengths, equal tokens.
 
     Uniform numbers are float64 in [0, 1): u < p is strict, so that u = 0 accepts nothing that is
@@ -65,9 +69,9 @@ class SeededRandomness:
         # Mixed, since a generator on the CPU looks at 32 bits of its seed only.
         self.generator = torch.Generator(device).manual_seed(mix(seed, sample))
 
-    def uniform(self, count: int) -> Tensor:
-        """``[count]`` float64 in [0, 1)."""
-        return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
+    def uniform(self, count: int, out: Tensor | None = None) -> Tensor:
+        """``[count]`` float64 in [0, 1), into ``out`` if it is given."""
+        return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device, out=out)
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """One token by ``inverse_cdf``: never one of probability 0."""
@@ -77,7 +81,7 @@ class SeededRandomness:
         return self.uniform(len(probabilities)) < probabilities
 
 
-class KeyedRandomness:
+class KeyedRandomness(Randomness):
     """The exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): a seed means a text.
 
     At every place each token id has an exponential E of its own, and the draw from p is argmin E/p, whose law is p.
@@ -91,30 +95,45 @@ class KeyedRandomness:
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """The token whose exponential over its probability is least: never one of probability 0."""
-        ids = self.candidates(probs)
-        if not len(ids):
-            return torch.zeros((), dtype=torch.int64, device=probs.device)  # of a row of zeros: no caller may use it
-        p = probs.index_select(0, ids).double()
-        arrivals = torch.where(p > 0, self.exponentials(ids, place) / p, math.inf)
-        return ids.index_select(0, arrivals.argmin()[None])[0]
+        return self.draw_each(probs[None], place)[0]
 
-    def candidates(self, probs: Tensor) -> Tensor:
-        """The ids that may win, ``[n]``: on a GPU all, since counting the possible ones synchronises."""
-        return probs.nonzero()[:, 0] if probs.device.type == "cpu" else torch.arange(len(probs), device=probs.device)
+    def draw_each(self, probs: Tensor, place: Place) -> Tensor:
+        """As above, each row at its own place: on a GPU all at once, among all ids.
+
+        On a CPU only possible tokens race, few where a filter is; counting them would synchronise a GPU.
+        """
+        keys = self.keys(place, len(probs)).to(probs.device, non_blocking=True)
+        if probs.device.type != "cpu":
+            return self.race(probs, torch.arange(probs.shape[-1], device=probs.device), keys)
+        drawn = []
+        for row, key in zip(probs, keys.split(1), strict=True):
+            ids = row.nonzero()[:, 0]
+            # Of a row of zeros none can win, and what comes back no caller may use.
+            drawn.append(ids[self.race(row[ids][None], ids, key)] if len(ids) else torch.zeros_like(key))
+        return torch.cat(drawn)
+
+    def race(self, probs: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+        """Where among the ``[n]`` ids the winner of each row stands: ``[rows, n]`` probabilities -> ``[rows]``."""
+        arrivals = torch.where(probs > 0, self.exponentials(ids, keys) / probs.double(), math.inf)
+        return arrivals.argmin(-1)
+
+    def keys(self, place: Place, rows: int) -> Tensor:
+        """What the exponentials at so many places follow from: ``[rows]`` int64, made by the host."""
+        places = range(place.position, place.position + rows)
+        return torch.tensor([signed(mix(self.key, position, place.retractions)) for position in places])
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Not in the race: its verification draws the target's tokens and keeps the drafts that equal them."""
         raise TypeError("the exponential race tosses no coins")
 
-    def exponentials(self, ids: Tensor, place: Place) -> Tensor:
-        """E = -log u of each id at this place, u of 53 bits in (0, 1]: ``[n]`` int64 -> ``[n]`` float64."""
-        key = mix(self.key, place.position, place.retractions)
-        bits = hashed(ids * signed(GOLDEN) + signed(key))
+    def exponentials(self, ids: Tensor, keys: Tensor) -> Tensor:
+        """E = -log u of ``[n]`` ids under each of ``[rows]`` keys, u of 53 bits in (0, 1]: ``[rows, n]`` float64."""
+        bits = hashed(ids * signed(GOLDEN) + keys[:, None])
         return ((shifted(bits, 11) + 1).double() * 2.0**-53).log_().neg_()
 
 
 def hashed(counters: Tensor) -> Tensor:
-    """SplitMix64's finaliser over ``[n]`` int64, which wraps as the hash's unsigned numbers do."""
+    """SplitMix64's finaliser over int64 of any shape, which wraps as the hash's unsigned numbers do."""
     for shift, factor in MIXERS:
         counters = (counters ^ shifted(counters, shift)) * signed(factor)
     return counters ^ shifted(counters, 31)

@@ -94,18 +94,18 @@ def read_verdict(
     A token of probability 0 is only drawn from a row of zeros: where nothing is allowed, or where the logits are not
     numbers. Judged is the row that the token came from: those after it belong to no text, those before it are accepted.
     """
-    row, p = (rows.index_select(0, accepted[None])[0] for rows in (logits, probs))
-    facts = [accepted, token, p.index_select(0, token[None])[0]]
+    p = probs.index_select(0, accepted[None]).index_select(1, token[None])[0]
+    facts = [draft.tokens, accepted[None], token[None], p]  # together float32 at least, which holds ids below 2²⁴
     if policy.reads_target_confidence:
-        facts.append(torch.softmax(row.float(), dim=-1).index_select(0, token[None])[0])
-    facts = torch.stack([fact.double() for fact in facts])
-    read = torch.cat((draft.tokens.double(), facts)).tolist()
+        row = logits.index_select(0, accepted[None])[0]
+        facts.append(torch.softmax(row.float(), dim=-1).index_select(0, token[None]))
+    read = torch.cat(facts).tolist()
     *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
     chance, *confidence = read[len(draft.tokens) + 2 :]
     return Verdict(
         drafted,
         count,
         number if chance else None,
-        broken=not chance and not row.amax().isfinite(),
+        broken=not chance and not logits[count].amax().isfinite(),
         confidence=confidence[0] if confidence else None,
     )

@@ -52,7 +52,7 @@ def verify_by_race(
     drafter that misstates it changes nothing. A draft that raced with the same exponentials is kept with probability
     Σ_x 1 / Σ_y max(p_y / p_x, q_y / q_x), less than the ratio rule's Σ min(p, q); one that was sure of x, with p(x).
     """
-    drawn = torch.stack([randomness.draw(row, place.after(number)) for number, row in enumerate(target_probs)])
+    drawn = randomness.draw_each(target_probs, place)
     accepted = (drawn[:-1] == drafted).long().cumprod(0).sum()
     return accepted, drawn.index_select(0, accepted[None])[0]
 

@@ -14,6 +14,7 @@ import torch
 from decoding.chooser import Drafting, plain, record_steps
 from decoding.drafters import Drafter
 from decoding.policies import Policy
+from decoding.recorded import recordings_of
 from decoding.rounds import Round, Statistics
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
@@ -68,6 +69,7 @@ class Writer:
         self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
         self.cache: KVCache = model.new_cache(capacity)
         record_steps(model, self.cache)
+        self.recordings = recordings_of(model)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
         self.prompt: list[int] = []
         self.plain = plain(model)
@@ -114,6 +116,7 @@ class Writer:
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
         drafter = self.drafter(drafting)
+        params, chance = self.recordings.of(params, chance, policy.gamma + 1)
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer=observer)
         try:
             with closing(rounds):
@@ -129,7 +132,7 @@ class Writer:
             sample.interrupted = True
             raise Interrupted(sample) from None
         finally:
-            sample.trouble = getattr(self.model, "trouble", None)
+            sample.trouble = getattr(self.model, "trouble", None) or self.recordings.trouble
         return sample
 
     def write_plainly(self, rules: Rules, params: SamplingParams, chance: Chance) -> Sample:

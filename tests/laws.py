@@ -131,9 +131,10 @@ class Scripted(SeededRandomness):
         super().__init__(0)
         self.script = list(uniforms)
 
-    def uniform(self, count: int) -> Tensor:
+    def uniform(self, count: int, out: Tensor | None = None) -> Tensor:
         taken, self.script = self.script[:count], self.script[count:]
-        return torch.tensor(taken, dtype=torch.float64)
+        numbers = torch.tensor(taken, dtype=torch.float64)
+        return numbers if out is None else out.copy_(numbers)
 
 
 def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:

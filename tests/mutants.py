@@ -384,8 +384,8 @@ MUTANTS = [
         "the race's exponentials depend on how much was drafted",
         R,
         "verify_by_race",
-        "place.after(number)",
-        "place.after(number + len(drafted))",
+        "draw_each(target_probs, place)",
+        "draw_each(target_probs, place.after(len(drafted)))",
         test_race.test_every_drafter_writes_the_same_text_of_a_table_model,
     ),
     Mutant(

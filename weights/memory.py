@@ -29,6 +29,7 @@ LONGEST_DRAFT = 8  # tokens drafted a round at most, where nothing else is said
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container of its limits
 LIBRARIES = 160 << 20  # bytes: workspaces of cuBLAS, on two streams, of the size that it takes on the largest GPUs
 LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
+SORTED_OR_RACED = 48  # bytes for each logit where a GPU has recorded that, or its race
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,11 @@ def estimate(
             for each in (replace(own, vocab_size=logits), *models[1:])
         ),
         positions=positions,
-        recorded=sum(recorded_bytes(each, dtype, entries) for each in models) + LIBRARIES if records else 0,
+        recorded=LIBRARIES
+        + sum(recorded_bytes(each, dtype, entries) for each in models)
+        + sampling_bytes(own, dtype, verified)
+        if records
+        else 0,
     )
 
 
@@ -159,6 +164,12 @@ def recorded_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> i
     joined = 3 * positions // PART * ROWS * config.num_heads * config.head_dim * wide_dtype(dtype).itemsize
     steps = logits * dtype.itemsize + layer_bytes(config, dtype, ROWS, positions) + joined
     return max(steps, 2 * config.hidden_size * config.intermediate_size * dtype.itemsize)
+
+
+def sampling_bytes(config: ModelConfig, dtype: torch.dtype, verified: int) -> int:
+    """What recorded sampling holds on a GPU: logits and probabilities on its desk, and its part of the pool."""
+    desk = ROWS * (dtype.itemsize + 2 * wide_dtype(dtype).itemsize)
+    return config.vocab_size * (desk + min(ROWS, verified) * SORTED_OR_RACED)
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.randomness import Place, Randomness
 
 
-class Enumerator:
+class Enumerator(Randomness):
     """A randomness that replays a path of choices, then takes the first choice at every new fork."""
 
     def __init__(self) -> None:

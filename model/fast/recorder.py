@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 
 class Recorder:
@@ -56,6 +57,35 @@ class Recorder:
     def make_room(self) -> None:
         """Give back what the allocator keeps: while it records, it could not."""
         torch.cuda.empty_cache()
+
+
+class Recording:
+    """A function of tensors of fixed shapes, replayed on copies of what it is given; its result is copied, too."""
+
+    def __init__(
+        self, recorder: Recorder, function: Callable[..., Tensor], inputs: Sequence[Tensor], result: Tensor
+    ) -> None:
+        """``inputs`` and ``result`` stay where they are. Raises RuntimeError where recording fails."""
+        self.inputs, self.result = inputs, result
+
+        def compute() -> None:
+            result.copy_(function(*inputs))
+
+        self.replay = recorder.record(compute)
+
+    def takes(self, *given: Tensor) -> bool:
+        """Whether the tensors have the shapes that were recorded, and copying rounds none of their numbers."""
+        return all(
+            (tensor.shape, tensor.device) == (place.shape, place.device)
+            and torch.promote_types(tensor.dtype, place.dtype) == place.dtype
+            for tensor, place in zip(given, self.inputs, strict=True)
+        )
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        for tensor, place in zip(given, self.inputs, strict=True):
+            place.copy_(tensor)
+        self.replay()
+        return self.result.clone()
 
 
 def first_cause(error: BaseException) -> str:

@@ -80,12 +80,13 @@ def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[s
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_text_is_the_cpus_and_the_host_reads_once_a_round(family: str, drafter: str, coupling: str) -> None:
-    """To the device go the new tokens of the text, and what lookup found in it."""
+    """To the device go the new tokens of the text, what lookup found in it, and the keys of a race."""
     policy = "break-even" if drafter == "best of" else "fixed"
     rounds, counts = check(family, drafter, policy=policy, coupling=coupling)
     assert counts["read"] == len(rounds)
     looked_up = sum(bool(round.drafted) for round in rounds) if drafter in ("lookup", "best of") else 0
-    assert counts["upload"] <= len(rounds) + looked_up
+    raced = len(rounds) + sum(len(round.drafted) for round in rounds) if coupling == "race" else 0
+    assert counts["upload"] <= len(rounds) + looked_up + raced
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "gated"])

@@ -110,8 +110,11 @@ def test_draws_of_three_tokens_integrate_to_their_probabilities() -> None:
     probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 
     class OnGrid(KeyedRandomness):
-        def exponentials(self, ids: Tensor, place: Place) -> Tensor:
-            return -uniforms[place.position, ids].log()
+        def keys(self, place: Place, rows: int) -> Tensor:
+            return torch.arange(place.position, place.position + rows)
+
+        def exponentials(self, ids: Tensor, keys: Tensor) -> Tensor:
+            return -uniforms[keys][:, ids].log()
 
     randomness, counts = OnGrid(0), torch.zeros(3, dtype=torch.float64)
     for number in range(len(uniforms)):
@@ -143,7 +146,7 @@ def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
 def test_exponentials_are_those_of_uniform_numbers_independent_between_places_seeds_and_samples() -> None:
     ids = torch.arange(20000)
     columns = [
-        torch.exp(-randomness.exponentials(ids, place))
+        torch.exp(-randomness.exponentials(ids, randomness.keys(place, 1))[0])
         for randomness in (KeyedRandomness(0), KeyedRandomness(1), KeyedRandomness(0, sample=1))
         for place in (Place(5), Place(6), Place(5, 1))
     ]
@@ -161,7 +164,8 @@ def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() ->
     Among 30 million exponentials some 30 lie below 1e-6: all different, and spread as uniform numbers are.
     """
     randomness, ids = KeyedRandomness(3), torch.arange(1_000_000)
-    small = [column[column < 1e-6] for place in range(30) for column in [randomness.exponentials(ids, Place(place))]]
+    columns = (randomness.exponentials(ids, key[None]) for key in randomness.keys(Place(0), 30))
+    small = [column[column < 1e-6] for column in columns]
     tiny = torch.cat(small)
     assert 8 < len(tiny) < 65, "30 are expected: five standard deviations"
     assert len(tiny.unique()) == len(tiny)
@@ -178,18 +182,28 @@ def test_the_hash_is_splitmix64() -> None:
 
 def test_no_impossible_token_wins() -> None:
     class AllZero(KeyedRandomness):
-        def exponentials(self, ids: Tensor, place: Place) -> Tensor:
-            return torch.zeros(len(ids), dtype=torch.float64)  # u = 1 throughout
+        def exponentials(self, ids: Tensor, keys: Tensor) -> Tensor:
+            return torch.zeros(len(keys), len(ids), dtype=torch.float64)  # u = 1 throughout
 
-    class OnAGpu(AllZero):
-        def candidates(self, probs: Tensor) -> Tensor:
-            return torch.arange(len(probs))
-
-    probs = torch.tensor([0.0, 0.5, 0.5])
-    assert AllZero(0).draw(probs, Place(0)).item() == OnAGpu(0).draw(probs, Place(0)).item() == 1
-    assert OnAGpu(0).draw(torch.zeros(3), Place(0)).item() in range(3)
+    probs = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
+    assert AllZero(0).draw(probs[0], Place(0)).item() == 1
+    first, of_zeros = AllZero(0).race(probs, torch.arange(3), torch.arange(2)).tolist()
+    assert first == 1 and of_zeros in range(3)
     assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
     assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(rows=st.integers(1, 6), vocab=st.integers(1, 40), seed=st.integers(0, 99), kept=st.floats(0.05, 1))
+def test_racing_all_ids_of_all_rows_at_once_draws_the_same(rows: int, vocab: int, seed: int, kept: float) -> None:
+    """As on a GPU; and each row's token is that of a draw at its own place."""
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.rand(rows, vocab, generator=generator) * (torch.rand(rows, vocab, generator=generator) < kept)
+    randomness, place = KeyedRandomness(seed), Place(5, seed % 3)
+    found = randomness.draw_each(probs, place)
+    assert found.tolist() == [randomness.draw(row, place.after(number)).item() for number, row in enumerate(probs)]
+    at_once = randomness.race(probs, torch.arange(vocab), randomness.keys(place, rows))
+    assert torch.equal(found[probs.any(1)], at_once[probs.any(1)])
 
 
 VOCAB = 7

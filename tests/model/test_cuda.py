@@ -14,6 +14,8 @@ import torch
 import generate
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import FixedLength
+from decoding.randomness import KeyedRandomness, Place
+from decoding.recorded import recordings_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
@@ -60,14 +62,23 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 
 def text_by(
-    model: Decoder, drafter: str, params: SamplingParams, coupling: str = "race", prompt: int = 40, seed: int = 7
+    model: Decoder,
+    drafter: str,
+    params: SamplingParams,
+    coupling: str = "race",
+    prompt: int = 40,
+    seed: int = 7,
+    *,
+    record: bool = True,
 ) -> list[int]:
-    """60 tokens after a prompt."""
+    """60 tokens after a prompt, with recorded sampling or without."""
     start, cache = ids(prompt), model.new_cache(prompt + 60)
     with torch.inference_mode():
         model.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
     text = Text(start, Rules(60), model)
     chance = chance_of(coupling, seed, model.device)
+    if record:
+        params, chance = recordings_of(model).of(params, chance, 5)
     drafts = DRAFTERS[drafter](model, cache)
     assert list(speculate(model, cache, text, drafts, FixedLength(4 if drafter != "none" else 0), params, *chance))
     return text.generated
@@ -141,6 +152,25 @@ def test_the_same_seed_gives_the_same_text_twice_and_another_another(coupling: s
     assert first == again != other
 
 
+@pytest.mark.parametrize("coupling", ["ratio", "race"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_recorded_sampling_writes_the_eager_text(drafter: str, coupling: str) -> None:
+    """Also with a repetition penalty, where the distribution is not recorded."""
+    static, filtered = accelerate(model_of()), SamplingParams(0.8, top_k=50, top_p=0.9, min_p=0.01)
+    for params in (SamplingParams(), SamplingParams(0.7), filtered, SamplingParams(0.8, repetition_penalty=1.2)):
+        recorded, eager = (text_by(static, drafter, params, coupling, record=record) for record in (True, False))
+        assert recorded == eager
+    assert static.trouble is None and recordings_of(static).trouble is None and recordings_of(static).kept
+
+
+@torch.inference_mode()
+def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
+    probs = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    probs[probs < 1e-3] = 0
+    randomness, place = KeyedRandomness(3), Place(40, 1)
+    assert randomness.draw_each(probs.cuda(), place).tolist() == randomness.draw_each(probs, place).tolist()
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_round_waits_for_the_device_once(drafter: str) -> None:
     """Reading the verdict waits, and torch counts the copy of a text's new tokens: nothing else does."""
@@ -150,7 +180,8 @@ def test_a_round_waits_for_the_device_once(drafter: str) -> None:
     with torch.inference_mode():
         static.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
     text = Text(start, Rules(40), static)
-    chance, waits, rounds = chance_of("race", 7, static.device), [], 0
+    params, chance = recordings_of(static).of(params, chance_of("race", 7, static.device), 5)
+    waits, rounds = [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.showwarning", lambda *told, **more: waits.append(str(told[0])))
         import warnings
@@ -182,6 +213,7 @@ def test_a_failure_while_recording_leaves_stream_allocator_and_text_right() -> N
     stream = torch.cuda.current_stream()
     assert text_by(broken, "exit", SamplingParams()) == text_by(sound, "exit", SamplingParams())
     assert broken.trouble and "not recorded" in broken.trouble and broken.static
+    assert "not recorded" in recordings_of(broken).trouble
     assert torch.cuda.current_stream() == stream
     held = torch.cuda.memory_allocated()
     block = torch.ones(1 << 20, device="cuda")

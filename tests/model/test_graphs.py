@@ -13,9 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from decoding.costs import LONGEST_DRAFT
 from decoding.drafters import ModelDrafter
@@ -31,48 +28,10 @@ from model.fast.recorder import Recorder, first_cause
 from model.fast.shared_keys import PART, SharedKeys, joined
 from model.layers import attend, sight
 from tests.laws import plans, tiny_model
+from tests.pretended import PretendedRecorder
 
 FAMILIES = ["llama", "gemma2"]
 VOCAB = 19
-
-
-class Tape(TorchDispatchMode):
-    """Keeps every operator with the very tensors that it was given and gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        made = function(*given, **(named or {}))
-        self.calls.append((function, given, named or {}, made))
-        return made
-
-
-class PretendedRecorder:
-    """Records as a GPU does: the same operators on the same tensors, whatever Python would do by now."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        self.recorded += 1
-        function()
-        with Tape() as tape:
-            function()
-        return lambda: self.replay(tape)
-
-    def replay(self, tape: Tape) -> None:
-        for function, passed, named, before in tape.calls:
-            made = function(*passed, **named)
-            for old, new in zip(tree_leaves(before), tree_leaves(made), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-    def make_room(self) -> None:
-        """There is no end of it."""
 
 
 def graphed(family: str = "llama", recorder: Any = None, layers: int = 3) -> tuple[Decoder, GraphedDecoder]:
