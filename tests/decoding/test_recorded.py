@@ -192,7 +192,7 @@ def test_what_was_recorded_serves_every_text_and_the_oldest_goes_first(monkeypat
     recordings.of(SamplingParams(0.5), chance, 3)
     assert model.recorder.recorded == len(recordings.kept) == 12
     recordings.of(SamplingParams(0.6), chance, 1)
-    assert len(recordings.kept) == 12 and (FILTERED, 1) not in recordings.kept
+    assert len(recordings.kept) == 12 and (verify_by_ratio, 4) not in recordings.kept
 
 
 def test_a_model_that_records_nothing_and_chance_that_is_not_known_are_left_as_they_are() -> None:
