@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decoding.chooser import record_steps
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
@@ -122,6 +124,19 @@ REAL_DRAFTERS = {
     "best of": lambda model, cache: BestOf({"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}),
     "none": no_draft,
 }
+
+
+def begun(model: Any, drafter: str, prompt: list[int], capacity: int = 64) -> tuple[KVCache, Drafter]:
+    """A cache that holds a prompt but its last token, and a drafter of this name; the steps of both are recorded."""
+    cache = model.new_cache(capacity)
+    drafts = REAL_DRAFTERS[drafter](model, cache)
+    with torch.inference_mode():
+        record_steps(model, cache)
+        for each in (drafts, *getattr(drafts, "drafters", {}).values()):
+            if own := getattr(each, "model", None):
+                record_steps(own, each.cache, each.plan)
+        model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
+    return cache, drafts
 
 
 class Scripted(SeededRandomness):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.chooser import record_steps
 from decoding.costs import CostTable
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.randomness import KeyedRandomness, SeededRandomness
@@ -23,7 +22,7 @@ from model import Decoder
 from model.fast import accelerate
 from model.fast.graphs import GraphedDecoder
 from tests import pretended
-from tests.laws import REAL_DRAFTERS, tiny_model
+from tests.laws import REAL_DRAFTERS, begun, tiny_model
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
 RULES = Rules(24)
@@ -51,14 +50,7 @@ def write(
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
     make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else pretended.PretendedRandomness}
     verify = {"race": verify_by_race, "ratio": verify_by_ratio}
-    cache = model.new_cache(64)
-    drafts = REAL_DRAFTERS[drafter](model, cache)
-    with torch.inference_mode():
-        record_steps(model, cache)
-        for each in (drafts, *getattr(drafts, "drafters", {}).values()):
-            if own := getattr(each, "model", None):
-                record_steps(own, each.cache, each.plan)
-        model.prefill(torch.tensor([PROMPT[:-1]], device=device), cache)
+    cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
     pretended.counts.clear()

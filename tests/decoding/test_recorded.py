@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decoding import recorded, sampling
-from decoding.chooser import Drafting, record_steps
+from decoding.chooser import Drafting
 from decoding.costs import CostTable, measure_costs
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
@@ -29,7 +29,7 @@ from model import LayerPlan
 from model.fast import accelerate
 from model.fast.graphs import ROWS, GraphedDecoder
 from tests import pretended
-from tests.laws import REAL_DRAFTERS, Scripted, tiny_model
+from tests.laws import REAL_DRAFTERS, Scripted, begun, tiny_model
 from tests.pretended import PretendedRandomness, PretendedRecorder, memory
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
@@ -76,14 +76,7 @@ def write(
 ) -> tuple[list[int], list[Round], Counter[str]]:
     """A text with its rounds, and what the device counted meanwhile."""
     model = tiny_model("llama", vocab=VOCAB) if device == "cpu" else graphed()
-    cache = model.new_cache(64)
-    drafts = REAL_DRAFTERS[drafter](model, cache)
-    with torch.inference_mode():
-        record_steps(model, cache)
-        for each in (drafts, *getattr(drafts, "drafters", {}).values()):
-            if own := getattr(each, "model", None):
-                record_steps(own, each.cache, each.plan)
-        model.prefill(torch.tensor([PROMPT[:-1]], device=device), cache)
+    cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     chance, decides = chance_on(device, coupling), POLICIES[policy]()
     recordings = Recordings(model)
