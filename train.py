@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ from weights.training.corpus import Rows
 from weights.training.optimiser import Optimiser
 from weights.training.options import check_options, parser, settings_of
 from weights.training.prepare import prepare, take_back, tokenizer_source
-from weights.training.processes import Group
+from weights.training.processes import Group, end
 from weights.training.report import LOG, PICTURE, Bar, append_log, plot_losses, trim_log
 from weights.training.state import restore_run, save_run
 
@@ -231,8 +230,6 @@ def train(options: argparse.Namespace) -> None:
         run(options, group)
     except torch.OutOfMemoryError:
         raise InputError("out of memory: lower --batch and raise --accumulate") from None
-    finally:
-        group.leave()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -241,4 +238,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

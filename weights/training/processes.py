@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,7 +78,14 @@ class Group:
         if self.size > 1 and self.leads:
             dist.barrier()
 
-    def leave(self) -> None:
-        """Part, if they met at all."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+def end(status: int) -> NoReturn:
+    """End this process, and at once where it is one of several.
+
+    An interpreter that ends by itself takes the threads of their connection down while they run, and may abort.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+    sys.exit(status)
