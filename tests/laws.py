@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding.chooser import record_steps
+from decoding.costs import CostTable
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
@@ -123,6 +125,14 @@ REAL_DRAFTERS = {
     "lookup": prompt_lookup,
     "best of": lambda model, cache: BestOf({"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}),
     "none": no_draft,
+}
+
+COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1))
+REAL_POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed": lambda: FixedLength(3),
+    "adaptive": lambda: AdaptiveExit(0.3, 4),
+    "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
+    "break-even": lambda: BreakEven({"model": COSTS, "lookup": COSTS}, 3),
 }
 
 

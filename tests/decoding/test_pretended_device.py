@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.costs import CostTable
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
@@ -22,18 +20,11 @@ from model import Decoder
 from model.fast import accelerate
 from model.fast.graphs import GraphedDecoder
 from tests import pretended
-from tests.laws import REAL_DRAFTERS, begun, tiny_model
+from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
 RULES = Rules(24)
 BANNED = Rules(24, banned=["ab", "ca"])
-COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1))
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "fixed": lambda: FixedLength(3),
-    "adaptive": lambda: AdaptiveExit(0.3, 4),
-    "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
-    "break-even": lambda: BreakEven({"model": COSTS, "lookup": COSTS}, 3),
-}
 
 
 def write(
@@ -54,7 +45,7 @@ def write(
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
     pretended.counts.clear()
-    rounds = list(speculate(model, cache, text, drafts, POLICIES[policy](), params, randomness, verify[coupling]))
+    rounds = list(speculate(model, cache, text, drafts, REAL_POLICIES[policy](), params, randomness, verify[coupling]))
     if isinstance(model, GraphedDecoder):
         assert model.trouble is None and model.row_invariant
     return text.tokens, rounds, pretended.counts.copy()

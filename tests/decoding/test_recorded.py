@@ -14,9 +14,9 @@ from torch import Tensor
 
 from decoding import recorded, sampling
 from decoding.chooser import Drafting
-from decoding.costs import CostTable, measure_costs
+from decoding.costs import measure_costs
 from decoding.drafters import ModelDrafter
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.policies import FixedLength, Policy
 from decoding.randomness import KeyedRandomness, Place, SeededRandomness
 from decoding.recorded import Recordings, recordings_of
 from decoding.rounds import Round
@@ -29,7 +29,7 @@ from model import LayerPlan
 from model.fast import accelerate
 from model.fast.graphs import ROWS, GraphedDecoder
 from tests import pretended
-from tests.laws import REAL_DRAFTERS, Scripted, begun, tiny_model
+from tests.laws import REAL_DRAFTERS, REAL_POLICIES, Scripted, begun, tiny_model
 from tests.pretended import PretendedRandomness, PretendedRecorder, memory
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
@@ -43,12 +43,8 @@ PARAMS = {
     "min-p": SamplingParams(1.0, min_p=0.05),
     "penalty": SamplingParams(0.8, repetition_penalty=1.3),
 }
-COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1))
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "fixed": lambda: FixedLength(3),
-    "adaptive": lambda: AdaptiveExit(0.3, 4),
-    "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
-    "break-even": lambda: BreakEven({"model": COSTS, "lookup": COSTS}, 3),
+    **REAL_POLICIES,
     "longer than a step": lambda: FixedLength(ROWS + 2),
 }
 
