@@ -14,7 +14,6 @@ from decoding.text import Rules
 from decoding.verify import chance_of
 from decoding.writer import Writer
 from model import Decoder, InputError
-from model.fast.low_bits import can_save
 from weights.files import is_there
 
 WARM_UP_TOKENS = 8
@@ -125,7 +124,7 @@ def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Draf
     middle, late = layers // 2, exit_layer(layers)
     tried = options.exit_layer or ([middle, late] if options.quick else [middle, layers * 2 // 3, late])
     drafts = {f"exit {at}": choose(DraftOptions("exit", exit_layer=at, gamma=GAMMA), setting) for at in tried if at}
-    if can_save(setting.model):
+    if setting.model.fast_bits:
         drafts["low bits"] = choose(DraftOptions("lowbit"), setting)
     if is_there(setting.folder / "plan.json"):
         own = choose(DraftOptions("skip"), setting)

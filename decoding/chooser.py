@@ -20,7 +20,6 @@ from decoding.plan_file import DraftPlan, read_plan
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
-from model.fast.low_bits import can_save
 from model.leader import ParallelDecoder, no_low_bits
 from model.plan import FULL, LOW_BITS
 from weights.command_line import say
@@ -158,11 +157,18 @@ def planned(model: Decoder, chosen: DraftPlan, name: str | None = None) -> Draft
     Its low-bit twins are made now. A line says so where they are not what the plan asks for.
     """
     plan = chosen.plan
-    model.twins.prepare(plan)
-    if plan.has_low_bits and model.twins.trouble:
-        say(model.twins.trouble)
+    model.prepare(plan)
+    if plan.has_low_bits and (trouble := low_bits_trouble(model)):
+        say(trouble)
     drafting = Drafting(plan_in_words(plan) if name is None else name, lambda cache: model_drafter(model, cache, plan))
     return replace(drafting, new_policy=lambda: chosen.new_policy(GAMMA), model=model, chosen=chosen)
+
+
+def low_bits_trouble(model: Decoder) -> str | None:
+    """Why drafts in low bits save no time here; None where they do."""
+    if not model.fast_bits:
+        return f"drafts in low bits are no faster here: there are no kernels for {model.dtype} on {model.device.type}"
+    return model.twins.trouble
 
 
 def plan_in_words(plan: LayerPlan) -> str:
@@ -248,7 +254,7 @@ def has_room_for(plan: LayerPlan, setting: Setting) -> bool:
 
 def saves_in_low_bits(model: Decoder) -> bool:
     """Whether drafts in low bits can be faster here; a model that is split over processes has no twins."""
-    return not isinstance(model, ParallelDecoder) and can_save(model)
+    return not isinstance(model, ParallelDecoder) and bool(model.fast_bits)
 
 
 def costs_of(way: Drafting, setting: Setting) -> CostTable | GrowingCosts:

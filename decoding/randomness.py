@@ -53,9 +53,12 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     # u · total can round up to total, beyond every token; the number just below total cannot.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, point, right=True).clamp(max=probs.shape[-1] - 1)
+    possible = probs.gather(-1, found) > 0
+    if probs.device.type == "cpu" and possible.all():  # elsewhere asking would synchronise
+        return found[:, 0]
     # A sum made in parallel, as on a GPU, need not be monotone: in the last digit it may rise at a token of probability
     # 0, and u may fall between. Such a u, one in 10¹³ or fewer, goes to the likeliest token.
-    return torch.where(probs.gather(-1, found) > 0, found, probs.max(-1, keepdim=True).indices)[:, 0]
+    return torch.where(possible, found, probs.max(-1, keepdim=True).indices)[:, 0]
 
 
 class SeededRandomness(Randomness):

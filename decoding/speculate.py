@@ -94,7 +94,7 @@ def read_verdict(
     A token of probability 0 is only drawn from a row of zeros: where nothing is allowed, or where the logits are not
     numbers. Judged is the row that the token came from: those after it belong to no text, those before it are accepted.
     """
-    p = probs.index_select(0, accepted[None]).index_select(1, token[None])[0]
+    p = probs.take(accepted[None] * probs.shape[1] + token)
     facts = [draft.tokens, accepted[None], token[None], p]  # together float32 at least, which holds ids below 2²⁴
     if policy.reads_target_confidence:
         row = logits.index_select(0, accepted[None])[0]

@@ -37,7 +37,10 @@ def verify_by_ratio(
     accepted = randomness.accept(kept).long().cumprod(0).sum()
     # By index_select: an index in brackets is read by the host, which on a GPU synchronises.
     p = target_probs.index_select(0, accepted[None])[0]
-    q = torch.cat((draft_probs, torch.zeros_like(target_probs[-1:]))).index_select(0, accepted[None])[0]
+    if not len(drafted):
+        return accepted, randomness.draw(p, place)
+    last = len(drafted) - 1
+    q = draft_probs.index_select(0, accepted.clamp(max=last)[None])[0] * (accepted <= last)
     residual = (p - q).clamp(min=0)
     # p = q up to rounding leaves nothing over; such a rejection has probability ~0, and p is its limit.
     return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p), place)

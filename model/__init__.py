@@ -2,9 +2,9 @@
 
 import os
 
-# Read when torch is loaded. By default its threads spin for long while they wait for each other: on a busy machine
-# they so take the core from the one they wait for, and decoding was four times slower.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Read when OpenMP is loaded: how often a thread looks for work before it sleeps. To wake it takes longer than most
+# products of a step. By default it would keep its core from the other processes of a busy machine for too long.
+os.environ.setdefault("GOMP_SPINCOUNT", "200000")
 
 from model.cache import KVCache
 from model.config import ModelConfig, parse_config

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 64  # positions: memory is taken in blocks, so that attention may read to the end of one
-
 
 class KVCache:
     """Keys and values of every layer, written at explicit positions.
@@ -15,9 +13,6 @@ class KVCache:
     says how many positions of that layer hold a valid entry; what lies beyond counts for nothing. So rolling
     back is setting a number, and a draft that skips the attention of some layers and shares this cache
     with its target leaves those layers at the length the target gave them.
-
-    ``rooms[layer]`` are the same keys and values up to the end of the last block, for attention that reads whole
-    blocks and masks what is not valid. They begin as zeros, since 0 times the NaN of fresh memory would be NaN.
 
     Sliding-window layers keep every position too: attention masks what is out of the window, which makes
     a rollback across the window's edge exact.
@@ -34,12 +29,12 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (batch, num_kv_heads, -(-capacity // BLOCK) * BLOCK, head_dim)
+        shape = (batch, num_kv_heads, capacity, head_dim)
         self.capacity = capacity
         self.lengths = [0] * num_layers
-        rooms = [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(num_layers)]
-        self.rooms = rooms
-        self.keys, self.values = ([room[side][:, :, :capacity] for room in rooms] for side in range(2))
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
+        )
 
     @property
     def length(self) -> int:
@@ -53,15 +48,10 @@ class KVCache:
         ``[batch, kv_heads, start + T, head_dim]``. Raises ValueError if the write would leave a hole or
         not fit: both are mistakes of the caller that would otherwise show only as wrong text.
         """
-        end = self.store(layer, start, keys, values)
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
-
-    def store(self, layer: int, start: int, keys: Tensor, values: Tensor) -> int:
-        """``write`` for readers that look into ``rooms`` themselves: returns the end of the valid entries."""
         end = self.claim(layer, start, keys.shape[2])
         self.keys[layer][:, :, start:end] = keys
         self.values[layer][:, :, start:end] = values
-        return end
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def claim(self, layer: int, start: int, count: int) -> int:
         """Count ``[start, start + count)`` as the last valid entries of a layer and return their end; see ``write``."""
@@ -77,18 +67,16 @@ class KVCache:
         """Forget every position from ``length`` on, in every layer. Touches no tensor."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
-    def clear(self, start: int) -> None:
-        """Zero every position from ``start`` on, for readers of ``rooms``."""
-        for keys, values in self.rooms:
-            keys[:, :, start:] = 0
-            values[:, :, start:] = 0
+    def clear(self) -> None:
+        """Zero every position, for steps that read beyond the valid entries and mask them: 0 times NaN is NaN."""
+        for entries in (*self.keys, *self.values):
+            entries.zero_()
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, ``[n]`` int64, in this order, and forget the others.
 
         Layer by layer, so that memory peaks at one layer more.
         """
-        for layer, room in enumerate(self.rooms):
-            kept = tuple(entries.index_select(0, rows) for entries in room)
-            self.rooms[layer] = kept
-            self.keys[layer], self.values[layer] = (entries[:, :, : self.capacity] for entries in kept)
+        for layer in range(len(self.lengths)):
+            self.keys[layer] = self.keys[layer].index_select(0, rows)
+            self.values[layer] = self.values[layer].index_select(0, rows)

@@ -27,6 +27,9 @@ class Decoder(nn.Module):
 
     layers: nn.ModuleList
     norm: nn.Module
+    embedding_scale = 1.0
+    fast_bits: tuple[int, ...] = ()  # in which a draft takes less time; here low bits are only a reference
+    why_rows_vary: str | None = "the readable blocks round a row differently among others than alone"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -37,6 +40,15 @@ class Decoder(nn.Module):
         )
         self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether a position's logits have the same bits whatever other rows its step has; else ``why_rows_vary``."""
+        return self.why_rows_vary is None
+
+    def prepare(self, plan: LayerPlan) -> None:
+        """Make the low-bit copies that a plan asks for now, not while a text is timed."""
+        self.twins.prepare(plan)
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Fresh weights to train from: matrices and embedding normal with ``std``, biases 0, norms neutral."""
@@ -117,6 +129,12 @@ class Decoder(nn.Module):
         return self.logits(self.hidden(tokens, cache, start, plan), self.twins.head(plan.head) if plan else None)
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        """Write the cache entries of ``[batch, T]`` prompt tokens, a chunk at a time; the head never runs."""
-        for offset in range(0, tokens.shape[1], PREFILL_CHUNK):
-            self.hidden(tokens[:, offset : offset + PREFILL_CHUNK], cache, start + offset)
+        """Write the cache entries of ``[batch, T]`` prompt tokens; the head never runs.
+
+        Chunks end at multiples of ``PREFILL_CHUNK``, so that their entries do not depend on how a prompt arrives.
+        """
+        first, end = start, start + tokens.shape[1]
+        while first < end:
+            last = min(end, (first // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
+            self.hidden(tokens[:, first - start : last - start], cache, first)
+            first = last

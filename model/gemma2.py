@@ -61,10 +61,13 @@ class Gemma2(Decoder):
         self.layers = nn.ModuleList(Gemma2Block(config, layer) for layer in range(config.num_layers))
         self.norm = UnitOffsetRMSNorm(config.hidden_size, config.norm_eps)
 
+    @property
+    def embedding_scale(self) -> float:
+        """√hidden, rounded to the model's dtype as in training: √3584 is 59.75 in bf16."""
+        return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
+
     def embed(self, tokens: Tensor) -> Tensor:
-        # The factor is rounded to the model's dtype, as in training: √3584 is 59.75 in bf16.
-        scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
-        return self.embed_tokens(tokens) * scale
+        return self.embed_tokens(tokens) * self.embedding_scale
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         logits = super().logits(hidden, head)

@@ -145,14 +145,13 @@ def sight(start: int, count: int, window: int | None, groups: int, like: Tensor,
 class Positions:
     """Where the T new tokens of one forward pass stand, and what every layer needs to know of it.
 
-    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use
-    (pieces in its place where ``model.fast`` divides a step).
+    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
     """
 
     start: int
     cos: Tensor
     sin: Tensor
-    sights: dict[int | None, Sight | tuple]
+    sights: dict[int | None, Sight]
 
 
 def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
@@ -202,6 +201,8 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
 class Attention(nn.Module):
     """Projections, rotary embedding, cache and attention of one layer. Parameter names are Hugging Face's."""
 
+    attend = staticmethod(attend)  # ``model.fast`` puts a faster one here
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
@@ -218,7 +219,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
         sees = positions.sights[self.config.windows[self.layer]]
-        out = attend(q, k, v, sees, scale=self.config.attention_scale, soft_cap=self.config.attention_soft_cap)
+        out = self.attend(q, k, v, sees, scale=self.config.attention_scale, soft_cap=self.config.attention_soft_cap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
 
     def project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:

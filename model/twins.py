@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.plan import FULL, LayerPlan
-from model.quantise import quantise
+from model.quantise import quantise, round_inputs
 
 if TYPE_CHECKING:
     from model.decoder import Decoder
@@ -27,7 +28,7 @@ class Twins:
     """
 
     def __init__(self, model: Decoder, exchange: Callable[[Any, int], Any] | None = None) -> None:
-        self.model, self.exchange = model, exchange or rounded
+        self.model, self.exchange = model, exchange or RoundedLinear
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.sublayers: dict[tuple[int, str, int], Any] = {}
         self.heads: dict[int, Any] = {}
@@ -93,10 +94,15 @@ def shallow(part: Any) -> Any:
     return twin
 
 
-@torch.no_grad()
-def rounded(product: nn.Linear | nn.Embedding, bits: int) -> nn.Linear:
-    """The reference twin of a linear layer, or of an embedding as a head: the rounded weights in their own dtype."""
-    twin = nn.Linear(1, 1, bias=False, device="meta")
-    twin.weight = nn.Parameter(quantise(product.weight, bits).dequantised(), requires_grad=False)
-    twin.bias = getattr(product, "bias", None)
-    return twin
+class RoundedLinear(nn.Linear):
+    """The reference of a low-bit product: weights and inputs rounded, computed in their own dtype."""
+
+    @torch.no_grad()
+    def __init__(self, product: nn.Linear | nn.Embedding, bits: int) -> None:
+        nn.Module.__init__(self)
+        dtype = product.weight.dtype
+        self.weight = nn.Parameter(quantise(product.weight, bits).dequantised(dtype), requires_grad=False)
+        self.bias = getattr(product, "bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(round_inputs(x), self.weight, self.bias)

@@ -181,7 +181,7 @@ class Calibration:
         self.longest = max(len(text.written) for text in texts)
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number].prompt))
         self.groups = [by_length[first : first + GROUP] for first in range(0, len(texts), GROUP)]
-        # The kernels of low bits are slow for many rows: here the rounded weights are written out.
+        # A GPU's kernels of low bits are slow for many rows: there the rounded weights are written out.
         self.twins = Twins(model, written_out) if isinstance(model.norm, FastPart) else model.twins
         batches = ([texts[number] for number in group] for group in self.groups)
         self.batches = [TextBatch(model, self.twins, batch, depths) for batch in batches]

@@ -38,7 +38,7 @@ def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
     """
     cache, plans = filled_cache(model, LONGEST_DRAFT), list(measured_plans(model.num_layers))
     for plan in plans:
-        model.twins.prepare(plan)
+        model.prepare(plan)
     steps: list[Callable[[], None]] = [
         verification(model, count, cache, params) for count in range(1, LONGEST_DRAFT + 2)
     ]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Threads of torch spin while they wait for each other. On a busy machine they so take the core from the one they
-# wait for, and a product takes fifty times as long. Read when torch is loaded, so nothing here imports it before.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads spin while they wait for each other. On a busy machine they so take the core from the one they wait for, and a
+# product takes fifty times as long. Read when torch is loaded, so nothing here imports it before.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 settings.register_profile("reproducible", derandomize=True, deadline=None)
 settings.load_profile("reproducible")

@@ -31,9 +31,9 @@ from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model import KVCache
-from model.fast.steady import SteadyDecoder
+from model.fast.cpu.decoder import FastDecoder
 from tests.decoding import test_drafters, test_race, test_randomness, test_speculate, test_text
-from tests.model import test_steady
+from tests.model import test_step
 from tests.scripts import test_compare
 
 EXACT = 1e-9
@@ -85,12 +85,12 @@ def law(request: Request, setup: Setup | None = None, *, ties: bool = False) -> 
     return the_enumerated_law_equals_plain_samplings
 
 
-def of(test: Callable[[str], None], value: str) -> Callable[[], None]:
-    """A killer: a test that takes a value, such as a model family."""
+def of(test: Callable[..., None], *values: Any) -> Callable[[], None]:
+    """A killer: a test that takes values, such as a model family."""
 
     @functools.wraps(test)
     def run() -> None:
-        test(value)
+        test(*values)
 
     return run
 
@@ -391,11 +391,11 @@ MUTANTS = [
     Mutant(
         29,
         "one-token and many-token steps take different kernels",
-        SteadyDecoder,
+        FastDecoder,
         "__call__",
         "if cache is None",
         "if tokens.shape[1] > 1 or cache is None",
-        of(test_steady.test_rows_of_random_models_do_not_depend_on_how_many_there_are, "llama"),
+        of(test_step.test_the_bits_of_a_row_do_not_depend_on_the_others, "llama", torch.bfloat16),
     ),
     Mutant(
         30,

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
 from model.fast.graphs import ROWS, whole_parts
-from model.fast.parts import FastPart, can_pack
+from model.fast.parts import FastPart
 from model.fast.shared_keys import PART
 from model.layers import QUERIES, wide_dtype
 from model.parallel import Share
@@ -81,9 +81,8 @@ def estimate(
     """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
 
     ``draft`` is the config of a draft model beside the target. A draft that is part of the target is free but for the
-    low-bit twins of its ``plan``.
-    ``fast_on`` is the device of a model that ``model.fast`` prepares: packing holds a tied embedding twice. A round
-    drafts ``longest_draft`` tokens at most, as far as the positions leave room for them.
+    low-bit copies of its ``plan``. ``fast_on`` is the device of a model that ``model.fast`` prepares. A round drafts
+    ``longest_draft`` tokens at most, as far as the positions leave room for them.
     Of a model split over several processes it is what this one takes, by its ``share``.
     """
     own = share.local if share else config
@@ -93,7 +92,7 @@ def estimate(
     records = fast_on is not None and fast_on.type != "cpu"
     entries = whole_parts(positions) + ROWS if records else positions
     return Memory(
-        weights=sum(weight_bytes(each, dtype, fast_on) for each in models) + twin_bytes(config, dtype, plan),
+        weights=sum(weight_bytes(each, dtype) for each in models) + twin_bytes(config, dtype, plan),
         cache=sum(cache_bytes(each, dtype, entries) for each in models),
         workspace=max(
             workspace_bytes(each, dtype, positions, prompt, verified)
@@ -108,12 +107,9 @@ def estimate(
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, fast_on: torch.device | None) -> int:
-    """Every parameter, and the packed copy of a tied embedding where ``model.fast`` makes one."""
-    size = parameter_count(config) * dtype.itemsize
-    if config.tie_embeddings and fast_on is not None and can_pack(fast_on, dtype):
-        size += config.vocab_size * config.hidden_size * dtype.itemsize
-    return size
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Every parameter."""
+    return parameter_count(config) * dtype.itemsize
 
 
 def twin_bytes(config: ModelConfig, dtype: torch.dtype, plan: LayerPlan | None) -> int:
@@ -127,8 +123,8 @@ def twin_bytes(config: ModelConfig, dtype: torch.dtype, plan: LayerPlan | None) 
         "head": config.hidden_size * config.vocab_size,
     }
     bits = [*(("attention", each) for each in plan.attention), *(("mlp", each) for each in plan.mlp)]
-    cost = {4: 0.5 + 2 * dtype.itemsize / GROUP, 8: 1 + dtype.itemsize / config.hidden_size}
-    if dtype != torch.bfloat16:
+    cost = {4: 0.5 + 4 / GROUP, 8: 1 + 4 / config.hidden_size}
+    if dtype == torch.float64:
         cost = dict.fromkeys(cost, float(dtype.itemsize))
     return sum(int(sizes[part] * cost[each]) for part, each in [*bits, ("head", plan.head)] if each in cost)
 

@@ -84,7 +84,7 @@ def check_fits(folder: Path, options: argparse.Namespace, device: torch.device) 
     prefill = layer_bytes(config, dtype, min(PROMPT_TOKENS, positions), 0)
     logits = config.vocab_size * LOGIT_COPIES * wide_dtype(dtype).itemsize
     memory = Memory(
-        weights=weight_bytes(config, dtype, device),
+        weights=weight_bytes(config, dtype),
         cache=options.batch * cache_bytes(config, dtype, positions),
         workspace=options.batch * max(prefill, logits),
         positions=positions,

@@ -1,47 +1,29 @@
-"""torch's fused attention on the CPU, called by its own name: so it tells how much each sum of exponentials weighs.
+"""torch's fused attention on a CPU, called by its own name: it also returns the logarithm of each softmax's divisor.
 
-Attentions of the same queries to different keys are joined by it. So the keys before a prompt's chunk need no mask, of
-the chunk's own square the kernel leaves out what nobody sees, and the keys of a long text are shared out among threads.
+With it, attentions of the same queries to different keys can be joined. So the keys before a prompt's chunk need no
+mask, and of the chunk's own square the kernel leaves out the half that nobody sees.
 """
 
 from __future__ import annotations
 
-from functools import reduce
-
 import torch
 from torch import Tensor
+
+from model.layers import Sight, attend
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def join(out: Tensor, log_sums: Tensor) -> Tensor:
-    """Of attentions ``[N, ..., D]`` to N sets of keys the one to all of them: ``[..., D]``.
-
-    ``log_sums`` ``[N, ...]``, wide, are the logarithms of what the softmax of each was divided by.
-    """
-    parts = out * shares(log_sums).unsqueeze(-1)
-    return reduce(torch.add, parts).to(out.dtype)  # one after another: a sum's order would go by the number of rows
-
-
-def shares(log_sums: Tensor) -> Tensor:
-    """``log_sums.softmax(0)``, with the same bits wherever in memory a number stands.
-
-    Vector instructions and scalar ones, which finish a row, differ in the last bits of an exponential: here in those
-    of float64, which rounding hides.
-    """
-    return log_sums.double().softmax(0).to(log_sums.dtype)
-
-
-def attend_causally(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """``model.layers.attend`` of the last T of S positions to all that come before them, and themselves.
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_cap: float | None) -> Tensor:
+    """``model.layers.attend``, without a mask where the last T of S positions see all that come before them.
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
     """
     before = k.shape[2] - q.shape[2]
+    if not (sees.whole and before and q.shape[2] > 1 and soft_cap is None):
+        return attend(q, k, v, sees, scale=scale, soft_cap=soft_cap)
     own = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
-    if not before:
-        return own[0]
     earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)
-    # As the kernel leaves them in memory: tokens, then heads.
-    out, log_sums = (torch.stack([part.transpose(1, 2) for part in pair]) for pair in zip(own, earlier, strict=True))
-    return join(out, log_sums).transpose(1, 2)
+    out, log_sums = (torch.stack(pair) for pair in zip(own, earlier, strict=True))
+    shares = log_sums.softmax(0).reshape(out.shape[:-1])
+    return (out * shares[..., None]).sum(0).to(q.dtype)

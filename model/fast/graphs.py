@@ -54,10 +54,10 @@ class StaticCache:
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Like ``KVCache.write``, but ``start`` is ignored, and what comes back goes beyond the valid entries."""
-        room = self.cache.rooms[layer]
-        for entries, new in zip(room, (keys, values), strict=True):
-            entries.index_copy_(2, self.index, new)
-        return room[0][:, :, : self.span], room[1][:, :, : self.span]
+        entries = self.cache.keys[layer], self.cache.values[layer]
+        for old, new in zip(entries, (keys, values), strict=True):
+            old.index_copy_(2, self.index, new)
+        return entries[0][:, :, : self.span], entries[1][:, :, : self.span]
 
 
 class Desk:
@@ -114,7 +114,7 @@ class Arena:
 
     def lend(self, capacity: int) -> KVCache:
         """An empty cache that lies here."""
-        self.cache.clear(0)
+        self.cache.clear()
         lent = copy.copy(self.cache)
         lent.capacity, lent.lengths = capacity, [0] * len(lent.lengths)
         return lent
@@ -144,6 +144,10 @@ class GraphedDecoder:
     @property
     def row_invariant(self) -> bool:
         return self.why_rows_vary is None
+
+    def prepare(self, plan: LayerPlan) -> None:
+        """``Decoder.prepare``."""
+        self.model.prepare(plan)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text in memory that an earlier one has left, with what was recorded."""
@@ -223,7 +227,7 @@ class GraphedDecoder:
         for step in steps:
             first = step.span - 4 * ROWS
             cache, last = copy.copy(step.cache), step.span - 2 * ROWS
-            entries = [tensor[:, :, first : step.span] for room in cache.rooms for tensor in room]
+            entries = [tensor[:, :, first : step.span] for tensor in (*cache.keys, *cache.values)]
             kept = [tensor.clone() for tensor in entries]
             try:
                 for start in (last - ROWS, last):

@@ -1,4 +1,4 @@
-"""A loaded model, prepared in place: its readable parts exchanged for fast ones."""
+"""A model prepared for a GPU in place: its readable parts exchanged for larger ones, its steps recorded."""
 
 from __future__ import annotations
 
@@ -7,42 +7,43 @@ from torch import nn
 
 from model.decoder import Decoder
 from model.fast.graphs import GraphedDecoder
-from model.fast.low_bits import LowBits
-from model.fast.parts import FastNorm, FusedAttention, FusedLlamaBlock, FusedMLP, PackedLinear, can_pack
-from model.fast.steady import SteadyDecoder
+from model.fast.low_bits import LowBits, can_save
+from model.fast.parts import FastNorm, FusedAttention, FusedLlamaBlock, FusedMLP, StackedLinear
 from model.layers import Attention, GatedMLP, RMSNorm
 from model.llama import LlamaBlock
+from model.plan import LOW_BITS
 from model.twins import Twins
 
 FAST = {RMSNorm: FastNorm, Attention: FusedAttention, GatedMLP: FusedMLP}
 
 
-def accelerate(model: Decoder) -> SteadyDecoder | GraphedDecoder:
-    """Replace the model's norms, attentions, MLPs and head by fast ones, layer by layer, and return it.
+def graphed(model: Decoder) -> GraphedDecoder:
+    """The model with its steps recorded as CUDA graphs. On a GPU torch no longer uses cuDNN's attention afterwards."""
+    fuse(model)
+    # Its attention is planned anew, for tens of milliseconds, at every length that it has not met.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # memory of sizes that nothing else will ask for
+    return GraphedDecoder(model)
 
-    The weights are moved, not copied: memory peaks at one layer more. Only a tied embedding is held twice,
-    once to be looked up and once packed as the head. The prepared model decodes but can no longer be trained
-    or saved. Its short steps give a position the same bits however many tokens they take: on a GPU, where they are
-    replayed as CUDA graphs (``GraphedDecoder``), and in bf16 on a CPU (``SteadyDecoder``). On a GPU torch no longer
-    uses cuDNN's attention in this process.
+
+def fuse(model: Decoder) -> Decoder:
+    """Replace the model's norms, attentions, MLPs and head, layer by layer: weights are moved, not copied.
+
+    It decodes but can no longer be trained or saved.
     """
     for number, block in enumerate(model.layers):
         if isinstance(block, LlamaBlock):
             model.layers[number] = block = FusedLlamaBlock(block)
         exchange_parts(block)
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
-    if model.lm_head is not None or can_pack(head.weight.device, head.weight.dtype):
+    if model.lm_head is not None:
+        head = model.lm_head
         del model.lm_head
-        model.lm_head = PackedLinear([head.weight])
+        model.lm_head = StackedLinear([head.weight])
     exchange_parts(model)
     model.twins = Twins(model, LowBits())
-    if model.device.type == "cpu":
-        return SteadyDecoder(model)
-    # Its attention is planned anew, for tens of milliseconds, at every length that it has not met.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # the weights that were packed leave room of sizes that nothing else will ask for
-    return GraphedDecoder(model)
+    model.fast_bits = LOW_BITS if can_save(model) else ()
+    return model
 
 
 def exchange_parts(module: nn.Module) -> None:

@@ -74,14 +74,13 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     files = ["--json", str(report), "--plot", str(picture)]
     assert command.main([*options, *files, "--device", "cpu", "--against", "transformers"]) == 0
     shown, measured = capsys.readouterr().out, json.loads(report.read_text())
-    drafts = ["exit 2", "exit 3", "plan.json", "model"]
+    drafts = ["exit 2", "exit 3", "low bits", "plan.json", "model"]
     names = ["plain", "lookup", *(name + how for name in drafts for how in ("", ", adaptive")), "auto", "transformers"]
     names += ["transformers, lookup", "transformers, exit 3", "transformers, model"]
     rows = {row["name"]: row for row in measured["speed"]}
     assert list(rows) == names
     assert all(name in shown for name in names)
-    (note,) = measured["notes"]
-    assert note.startswith("texts of drafts may differ from plain's by rounding") and "float32" in note
+    assert measured["notes"] == []
     for row in rows.values():
         assert (row["texts"], row["equal"], row["equal_start"]) == (2, 2, 2)
         assert {prompt: len(times) for prompt, times in row["seconds"].items()} == {
@@ -135,7 +134,7 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
     options = ["--model", str(folder), "--only", "stories", "--repeats", "1", "--max-new-tokens", "12"]
     assert command.main([*options, "--json", str(report), "--device", "cpu"]) == 0
     rows = json.loads(report.read_text())["stories"]
-    assert {row["temperature"] for row in rows} == {0, 0.7, 1} and len({row["name"] for row in rows}) == 5
+    assert {row["temperature"] for row in rows} == {0, 0.7, 1} and len({row["name"] for row in rows}) == 6
     for row in rows:
         assert row["equal"] == row["texts"] == 3 and row["mentions"] == 0
         plain = next(other for other in rows if other["temperature"] == row["temperature"])

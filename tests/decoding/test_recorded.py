@@ -26,8 +26,8 @@ from decoding.text import Rules, Text
 from decoding.verify import Chance, verify_by_race, verify_by_ratio
 from decoding.writer import Sample, Writer
 from model import LayerPlan
-from model.fast import accelerate
 from model.fast.graphs import ROWS, GraphedDecoder
+from model.fast.prepare import fuse
 from tests import pretended
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, Scripted, begun, tiny_model
 from tests.pretended import PretendedRandomness, PretendedRecorder, memory
@@ -50,8 +50,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def graphed(device: str = pretended.NAME, recorder: Any = None) -> GraphedDecoder:
-    prepared = accelerate(tiny_model("llama", vocab=VOCAB).to(device))
-    return GraphedDecoder(prepared.model, recorder or PretendedRecorder())
+    prepared = fuse(tiny_model("llama", vocab=VOCAB).to(device))
+    return GraphedDecoder(prepared, recorder or PretendedRecorder())
 
 
 def chance_on(device: str, coupling: str) -> Chance:

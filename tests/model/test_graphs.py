@@ -22,8 +22,9 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
-from model.fast import accelerate, graphs
+from model.fast import graphs
 from model.fast.graphs import ROWS, GraphedDecoder, StaticStep, spans_of
+from model.fast.prepare import fuse
 from model.fast.recorder import Recorder, first_cause
 from model.fast.shared_keys import PART, SharedKeys, joined
 from model.layers import attend, sight
@@ -37,7 +38,7 @@ VOCAB = 19
 def graphed(family: str = "llama", recorder: Any = None, layers: int = 3) -> tuple[Decoder, GraphedDecoder]:
     """The same model, as it is and with static steps."""
     ordinary, prepared = (tiny_model(family, vocab=VOCAB, layers=layers) for _ in range(2))
-    return ordinary, GraphedDecoder(accelerate(prepared).model, recorder)
+    return ordinary, GraphedDecoder(fuse(prepared), recorder)
 
 
 @pytest.mark.parametrize("recorder", [None, PretendedRecorder], ids=["unrecorded", "recorded"])
@@ -156,7 +157,7 @@ def test_texts_of_one_process_share_what_was_recorded() -> None:
     assert recorder.recorded == 2 and len(static.arenas) == 2
     del cache
     again = static.new_cache(PART)
-    assert again.lengths == [0] * static.num_layers and not any(room.any() for pair in again.rooms for room in pair)
+    assert again.lengths == [0] * static.num_layers and not any(each.any() for each in (*again.keys, *again.values))
     assert torch.equal(static(token, again, 0), first) and recorder.recorded == 2
     del again, other
     static(token, static.new_cache(PART + 1), 0)

@@ -22,10 +22,10 @@ import {module}
 
 
 @pytest.mark.parametrize("module", ["generate", "search.__main__", "benchmark.__main__", "decoding.corpus.__main__"])
-def test_threads_wait_politely_in_every_command(module: str) -> None:
+def test_threads_wait_awake_in_every_command(module: str) -> None:
     """Read when torch is loaded, so it must be there by then."""
     environment = {"PATH": ""}
     run = subprocess.run(
         [sys.executable, "-c", WATCH.format(module=module)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert run.stdout.strip() == "10000", run.stderr
+    assert run.stdout.strip() == "200000", run.stderr

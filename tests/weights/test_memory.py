@@ -243,8 +243,7 @@ def test_free_memory_of_the_processor_is_less_than_what_is_installed():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_packed_copy_of_a_tied_embedding_is_counted(tied: bool) -> None:
-    """What a prepared model really holds: its parameters and its packed weights."""
+def test_a_prepared_model_holds_its_parameters_once(tied: bool) -> None:
     config = llama(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=tied)
     model = accelerate(build(config).float())
     estimated = estimate(config, torch.float32, 8, prompt=1, fast_on=CPU).weights

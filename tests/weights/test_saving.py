@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from model import Decoder, InputError, build, parse_config
-from model.fast import accelerate
+from model.fast.prepare import fuse
 from tests.oracle import FAMILIES, VOCAB, configs, lifted, oracle_logits, oracle_model, our_model, randomise
 from weights.load import load_model
 from weights.save import save_model
@@ -170,7 +170,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 
 @both_families
 def test_a_model_rearranged_for_speed_is_not_saved_as_less_than_it_is(family, tmp_path):
-    model = accelerate(random_model(raw_config(family)))
+    model = fuse(random_model(raw_config(family)))
     with pytest.raises(ValueError, match="rearranged for speed"):
         save_model(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

@@ -1,0 +1,241 @@
+"""Arithmetic of single numbers and rows that a step needs beside its products, as loops that vectorise.
+
+Numbers travel as float32. What enters a product, and what enters the cache, is rounded to the model's dtype by integer
+operations on its bits, ties to even; NaN and infinity stay what they are, so that broken numbers are still found.
+Nothing here is compiled with fast-math, so the bits are the same on every processor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types, uint32
+from numba.extending import intrinsic
+
+from model.fast.cpu.dot import BF16, BLOCK, F16, GROUP, INT4, LANES, PAIRS
+
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
+LARGEST_EXPONENT = np.float32(88.0)
+
+
+BYTES_OF = np.array([2, 2, 4])  # of a number of each kind, low bits excepted
+
+# Division by zero gives infinity: the check that Python makes would keep loops from being vectorised.
+compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@intrinsic
+def bits_of(typing: Any, number: Any):
+    """The 32 bits of a float32."""
+    return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.IntType(32))
+
+
+@intrinsic
+def number_of(typing: Any, bits: Any):
+    """The float32 of these 32 bits."""
+    return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.FloatType())
+
+
+@intrinsic
+def pointer_to(typing: Any, address: Any):
+    """An address as ``carray`` takes it."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: list[ir.Value]) -> ir.Value:
+        return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@compiled()
+def address(array: np.ndarray) -> int:
+    """Where an array's first number lies."""
+    return array.ctypes.data
+
+
+@compiled()
+def bfloat16_bits(number: float) -> int:
+    """``number`` rounded to bfloat16: its 16 bits, as uint32."""
+    bits = bits_of(number)
+    rounded = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
+    is_nan = (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000)
+    return (bits >> uint32(16)) | uint32(64) if is_nan else rounded
+
+
+@compiled()
+def float16_bits(number: float) -> int:
+    """``number`` rounded to float16: its 16 bits, as uint32."""
+    bits = bits_of(number)
+    sign, magnitude = (bits >> uint32(16)) & uint32(0x8000), bits & uint32(0x7FFFFFFF)
+    if magnitude < uint32(0x38800000):  # below 2⁻¹⁴ the numbers of float16 are multiples of 2⁻²⁴, as those of .5 to 1
+        return sign | (bits_of(number_of(magnitude) + np.float32(0.5)) - uint32(0x3F000000))
+    rounded = (magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1)) - uint32(0x38000000)) >> uint32(13)
+    if magnitude > uint32(0x7F800000):
+        return sign | uint32(0x7E00)
+    return sign | (rounded if rounded < uint32(0x7C00) else uint32(0x7C00))
+
+
+@compiled()
+def from_float16(bits: int) -> float:
+    """The float32 of a float16's bits."""
+    magnitude, sign = (bits & uint32(0x7FFF)) << uint32(13), (bits & uint32(0x8000)) << uint32(16)
+    found = bits_of(number_of(magnitude) * np.float32(2.0**112))
+    special = magnitude >= uint32(0x0F800000)
+    return number_of((magnitude | uint32(0x7F800000) if special else found) | sign)
+
+
+@compiled()
+def exponential(x: float) -> float:
+    """e^x to two units in the last place; of at most 88, and no less than e^-87: it neither overflows nor vanishes."""
+    x = LARGEST_EXPONENT if x > LARGEST_EXPONENT else x
+    x = -np.float32(87) if x < -np.float32(87) else x
+    shifted = x * LOG2_E + ROUNDER
+    power = shifted - ROUNDER
+    r = (x - power * LN2_HIGH) - power * LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * number_of((bits_of(shifted) << uint32(23)) + uint32(0x3F800000))
+
+
+@compiled()
+def tangent(x: float) -> float:
+    """tanh x, with an absolute error of 2⁻²³."""
+    return np.float32(1) - np.float32(2) / (exponential(x + x) + np.float32(1))
+
+
+@compiled()
+def round_to(kind: int, number: float) -> float:
+    """``number`` rounded to the dtype of this kind of weights, as float32."""
+    if kind == BF16:
+        return number_of(bfloat16_bits(number) << uint32(16))
+    if kind == F16:
+        return from_float16(float16_bits(number))
+    return number
+
+
+@compiled()
+def total(numbers: np.ndarray) -> float:
+    """Their sum, of every 16th number first, in a fixed order."""
+    lanes, whole = np.zeros(LANES, np.float32), len(numbers) // LANES * LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] += numbers[first + lane]
+    for index in range(whole, len(numbers)):
+        lanes[index - whole] += numbers[index]
+    found = np.float32(0)
+    for lane in range(LANES):
+        found += lanes[lane]
+    return found
+
+
+@compiled()
+def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """RMSNorm (arXiv 1910.07467) of each row ``[rows, size]``, scaled by ``weight`` ``[size]``."""
+    size, squares = x.shape[1], np.empty(x.shape[1], np.float32)
+    for row in range(len(x)):
+        for column in range(size):
+            squares[column] = x[row, column] * x[row, column]
+        inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps)
+        for column in range(size):
+            out[row, column] = x[row, column] * inverse * weight[column]
+
+
+@compiled()
+def activate(gate_up: np.ndarray, is_gelu: bool, out: np.ndarray) -> None:
+    """activation(gate) · up of each row ``[rows, 2 · size]``, SiLU or GELU by tanh: ``out`` ``[rows, size]``."""
+    size = out.shape[1]
+    for row in range(len(out)):
+        gate, up, product = gate_up[row, :size], gate_up[row, size:], out[row]
+        if is_gelu:
+            for index in range(size):
+                x = gate[index]
+                inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+                product[index] = np.float32(0.5) * x * (np.float32(1) + tangent(inner)) * up[index]
+        else:
+            for index in range(size):
+                product[index] = gate[index] / (np.float32(1) + exponential(-gate[index])) * up[index]
+
+
+@compiled()
+def soft_cap(numbers: np.ndarray, cap: float) -> None:
+    """cap · tanh(x / cap), in place (Gemma 2, arXiv 2408.00118, section 2)."""
+    for index in range(len(numbers)):
+        numbers[index] = cap * tangent(numbers[index] / cap)
+
+
+@compiled()
+def in_blocks(columns: int) -> int:
+    """Columns with those that fill the last block."""
+    return (columns + BLOCK - 1) // BLOCK * BLOCK
+
+
+@compiled()
+def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
+    """Write ``x`` ``[rows, columns]`` float32 to ``inputs`` ``[rows, bytes]`` as a product of this kind reads them."""
+    for row in range(len(x)):
+        if kind >= INT4:  # low bits
+            round_to_int8(x[row], columns, address(inputs[row]))
+        elif kind == BF16 and PAIRS:
+            halves = carray(pointer_to(address(inputs[row])), columns, np.uint16)
+            for column in range(columns):
+                halves[column] = bfloat16_bits(x[row, column])
+        else:
+            floats = carray(pointer_to(address(inputs[row])), columns, np.float32)
+            for column in range(columns):
+                floats[column] = round_to(kind, x[row, column])
+
+
+@compiled()
+def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
+    """One row of inputs in int8 with a scale per group, at an address, as ``dot.multiply_codes`` reads it.
+
+    First the codes, words of four of two groups taking turns; then -8 times the sum of each word, int32; the scales,
+    float32; and the sum of each group times its scale, float32, up to whole vectors.
+    """
+    padded = in_blocks(columns)
+    groups = padded // GROUP
+    words = carray(pointer_to(place), padded // 4, np.int32)
+    sums = carray(pointer_to(place + padded), padded // 4, np.int32)
+    scales = carray(pointer_to(place + 2 * padded), groups, np.float32)
+    totals = carray(pointer_to(place + 2 * padded + 4 * groups), in_lanes(groups), np.float32)
+    numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
+    own_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
+    numbers[:columns] = x[:columns]
+    totals[:] = 0
+    for group in range(groups):
+        first, largest = group * GROUP, uint32(0)
+        for index in range(GROUP):  # as integers, of which NaN and infinity are the largest: so they stay
+            largest = max(largest, bits_of(numbers[first + index]) & uint32(0x7FFFFFFF))
+        scale = number_of(largest) / np.float32(127)
+        inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+        for index in range(GROUP):
+            codes[index] = np.int32(numbers[first + index] * inverse + ROUNDER - ROUNDER)
+        total_code = 0
+        for word in range(GROUP // 4):
+            at, byte = group // 2 * (BLOCK // 4) + 2 * word + group % 2, 4 * word
+            word_sum = codes[byte] + codes[byte + 1] + codes[byte + 2] + codes[byte + 3]
+            words[at], sums[at] = own_words[word], -8 * word_sum
+            total_code += word_sum
+        scales[group] = scale
+        totals[group] = scale * np.float32(total_code)
+
+
+@compiled()
+def in_lanes(groups: int) -> int:
+    """Groups with those that fill the last vector."""
+    return (groups + LANES - 1) // LANES * LANES
+
+
+@compiled()
+def input_bytes(columns: int) -> int:
+    """Bytes of a row of inputs of any kind."""
+    return 4 * in_blocks(columns) + 4 * LANES

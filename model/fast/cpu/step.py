@@ -1,0 +1,267 @@
+"""One short step of a decoder as a compiled function: up to ``MOST_ROWS`` tokens through the blocks that a plan keeps.
+
+It reads like the readable blocks (``model.llama``, ``model.gemma2``), in the same order and under the same names. Rows
+of numbers are float32; what enters a product or the cache is rounded to the model's dtype first. Two functions run on
+all threads: products, whose neurons are shared out, and attention, whose rows and heads are. One thread computes each
+number from beginning to end, so its bits depend neither on the other rows nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, prange, uint32
+
+from model.fast.cpu.dot import BF16, F32, INT4, dot_keys, dot_rows, sum_rows
+from model.fast.cpu.elements import (
+    BYTES_OF,
+    activate,
+    address,
+    bfloat16_bits,
+    compiled,
+    exponential,
+    float16_bits,
+    from_float16,
+    in_blocks,
+    input_bytes,
+    normalise,
+    number_of,
+    pointer_to,
+    prepare,
+    soft_cap,
+    total,
+)
+from model.fast.cpu.tables import (
+    ABSENT,
+    ADDRESS,
+    BIAS,
+    DOWN,
+    GATE,
+    KIND,
+    ROW_BYTES,
+    ROWS,
+    UP,
+    Cache,
+    O,
+    Q,
+    Rows,
+    V,
+    Weights,
+)
+
+
+@compiled(parallel=True)
+def multiply(matrices: np.ndarray, inputs: np.ndarray, columns: int, out: np.ndarray) -> None:
+    """``out[row]`` = the products of a row of ``inputs`` with all ``matrices``, one after another."""
+    x, stride, places, out_stride, rows = address(inputs), inputs.strides[0], address(out), out.strides[0], len(out)
+    for index in prange(out.shape[1]):
+        column = np.int64(index)  # Numba's own is unsigned, and arithmetic of both kinds is done in floats
+        matrix, neuron = 0, column
+        while neuron >= matrices[matrix, ROWS]:
+            neuron -= matrices[matrix, ROWS]
+            matrix += 1
+        kind = matrices[matrix, KIND]
+        w = matrices[matrix, ADDRESS] + neuron * matrices[matrix, ROW_BYTES]
+        width = in_blocks(columns) if kind >= INT4 else columns  # low bits are packed in blocks
+        dot_rows(kind, w, x, stride, rows, width, places + 4 * column, out_stride)
+
+
+@compiled(inline="always")
+def project(
+    matrices: np.ndarray, biases: np.ndarray, x: np.ndarray, columns: int, inputs: np.ndarray, out: np.ndarray
+) -> None:
+    """Several linear layers over the same rows: ``x`` ``[rows, columns]`` -> ``out`` ``[rows, all their neurons]``."""
+    prepare(matrices[0, KIND], x, columns, inputs)
+    multiply(matrices, inputs, columns, out)
+    first = 0
+    for matrix in range(len(matrices)):
+        bias, count = matrices[matrix, BIAS], matrices[matrix, ROWS]
+        if bias != ABSENT:
+            for row in range(len(out)):
+                for neuron in range(count):
+                    out[row, first + neuron] += biases[bias + neuron]
+        first += count
+
+
+@compiled()
+def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Turn each pair (x[i], x[i + D/2]) of a head ``[D]`` by its angle: Hugging Face's half-rotation layout."""
+    half = len(head) // 2
+    for index in range(half):
+        a, b = head[index], head[index + half]
+        head[index] = a * cos[index] - b * sin[index]
+        head[index + half] = b * cos[index] + a * sin[index]
+
+
+@compiled()
+def write_entry(kind: int, numbers: np.ndarray, place: int) -> None:
+    """Store the query, key or value of one head, ``[D]``, in the cache's dtype at an address."""
+    floats = carray(pointer_to(place), len(numbers), np.float32)
+    halves = carray(pointer_to(place), len(numbers), np.uint16)
+    for index in range(len(numbers)):
+        if kind == F32:
+            floats[index] = numbers[index]
+        elif kind == BF16:
+            halves[index] = bfloat16_bits(numbers[index])
+        else:
+            halves[index] = float16_bits(numbers[index])
+
+
+@compiled()
+def softmax(scores: np.ndarray) -> float:
+    """Exponentials of ``scores`` less the largest, in place, and their sum: what a softmax divides by."""
+    largest = np.float32(-np.inf)
+    for index in range(len(scores)):
+        largest = scores[index] if scores[index] > largest else largest
+    for index in range(len(scores)):
+        scores[index] = exponential(scores[index] - largest)
+    return total(scores)
+
+
+@compiled()
+def attend_head(
+    kind: int, query: int, keys: int, values: int, count: int, scale: float, cap: float, out: np.ndarray
+) -> None:
+    """The attention of one query head to ``count`` keys and values, all at addresses: ``out`` ``[D]``."""
+    size, entry_bytes = len(out), len(out) * BYTES_OF[kind]
+    scores = np.empty(count, np.float32)
+    dot_keys(kind, query, keys, entry_bytes, count, size, address(scores), 4)
+    for index in range(count):
+        scores[index] *= scale
+    if cap:
+        soft_cap(scores, cap)
+    divisor = softmax(scores)
+    sum_rows(kind, values, entry_bytes, address(scores), count, size, address(out))
+    for index in range(size):
+        out[index] /= divisor
+
+
+@compiled(parallel=True)
+def attend(
+    kind: int,
+    queries: np.ndarray,
+    keys: int,
+    values: int,
+    text_bytes: int,
+    head_bytes: int,
+    positions: np.ndarray,
+    texts: np.ndarray,
+    kv_heads: int,
+    window: int,
+    scale: float,
+    cap: float,
+    out: np.ndarray,
+) -> None:
+    """Causal grouped-query attention (arXiv 2305.13245) of each row to the entries of its text up to its position.
+
+    ``queries`` ``[rows, H, bytes]`` in the cache's dtype; ``keys`` and ``values``: the addresses of a layer's. Writes
+    ``out`` ``[rows, H, D]``.
+    """
+    heads, entry_bytes, place = out.shape[1], queries.shape[2], address(queries)
+    groups = heads // kv_heads
+    for index in prange(len(out) * heads):
+        task = np.int64(index)
+        row, head = task // heads, task % heads
+        position = positions[row]
+        first = max(0, position + 1 - window) if window else 0
+        begin = texts[row] * text_bytes + head // groups * head_bytes + first * entry_bytes
+        query, count = place + task * entry_bytes, position + 1 - first
+        attend_head(kind, query, keys + begin, values + begin, count, scale, cap, out[row, head])
+
+
+@compiled(inline="always")
+def add(x: np.ndarray, y: np.ndarray) -> None:
+    """x + y into x: the residual stream."""
+    for row in range(len(x)):
+        for column in range(x.shape[1]):
+            x[row, column] += y[row, column]
+
+
+@compiled(inline="always")
+def embed(kind: int, table: int, tokens: np.ndarray, scale: float, x: np.ndarray) -> None:
+    """Rows ``[hidden]`` of the embedding at address ``table``, times the model's scale."""
+    for row in range(len(tokens)):
+        place = table + tokens[row] * x.shape[1] * BYTES_OF[kind]
+        floats = carray(pointer_to(place), x.shape[1], np.float32)
+        halves = carray(pointer_to(place), x.shape[1], np.uint16)
+        for column in range(x.shape[1]):
+            if kind == F32:
+                number = floats[column]
+            elif kind == BF16:
+                number = number_of(uint32(halves[column]) << uint32(16))
+            else:
+                number = from_float16(uint32(halves[column]))
+            x[row, column] = number * scale
+
+
+@compiled(inline="always")
+def attention(
+    weights: Weights, layer: int, x: np.ndarray, cache: Cache, rows: Rows, inputs: np.ndarray, out: np.ndarray
+) -> None:
+    """``model.layers.Attention``: projections, rotary embedding, cache, attention. ``out`` ``[rows, hidden]``."""
+    kind, heads, kv_heads, size, count = weights.kind, weights.heads, weights.kv_heads, weights.head_dim, len(x)
+    matrices, entry_bytes = weights.matrices[layer], size * BYTES_OF[weights.kind]
+    keys, values = cache.entries[layer, 0], cache.entries[layer, 1]
+    qkv = np.empty((count, (heads + 2 * kv_heads) * size), np.float32)
+    project(matrices[Q : V + 1], weights.biases, x, weights.hidden, inputs, qkv)
+    queries = np.empty((count, heads, entry_bytes), np.uint8)
+    for row in range(count):
+        position, begin = rows.positions[row], rows.texts[row] * cache.text_bytes
+        for head in range(heads + 2 * kv_heads):
+            numbers = qkv[row, head * size : (head + 1) * size]
+            if head < heads + kv_heads:
+                rotate(numbers, weights.cos[position], weights.sin[position])
+            if head < heads:
+                write_entry(kind, numbers, address(queries[row, head]))
+            else:
+                group = (head - heads) % kv_heads
+                place = begin + group * cache.head_bytes + position * entry_bytes
+                write_entry(kind, numbers, place + (keys if head < heads + kv_heads else values))
+    attended = np.empty((count, heads, size), np.float32)
+    attend(
+        kind, queries, keys, values, cache.text_bytes, cache.head_bytes, rows.positions, rows.texts, kv_heads,
+        weights.windows[layer], weights.attention_scale, weights.attention_cap, attended,
+    )  # fmt: skip
+    project(matrices[O : O + 1], weights.biases, attended.reshape(count, heads * size), heads * size, inputs, out)
+
+
+@compiled(inline="always")
+def gated_mlp(weights: Weights, layer: int, x: np.ndarray, inputs: np.ndarray, out: np.ndarray) -> None:
+    """``model.layers.GatedMLP``: down(activation(gate(x)) · up(x)). ``out`` ``[rows, hidden]``."""
+    matrices, size = weights.matrices[layer], weights.mlp
+    gate_up, activated = np.empty((len(x), 2 * size), np.float32), np.empty((len(x), size), np.float32)
+    project(matrices[GATE : UP + 1], weights.biases, x, weights.hidden, inputs, gate_up)
+    activate(gate_up, weights.is_gemma, activated)
+    project(matrices[DOWN : DOWN + 1], weights.biases, activated, size, inputs, out)
+
+
+@compiled(cache=True, no_cpython_wrapper=False)
+def step(weights: Weights, cache: Cache, rows: Rows, logits: np.ndarray) -> None:
+    """Run the rows through blocks and head: writes the cache at their positions, and ``logits`` ``[rows, vocab]``.
+
+    Blocks are those of ``model.llama`` and ``model.gemma2``: a sublayer between two norms, or behind one.
+    """
+    count, hidden = len(rows.tokens), weights.hidden
+    inputs = np.empty((count, input_bytes(max(hidden, weights.mlp, weights.heads * weights.head_dim))), np.uint8)
+    x, normed = np.empty((count, hidden), np.float32), np.empty((count, hidden), np.float32)
+    out = np.empty((count, hidden), np.float32)
+    embed(weights.kind, weights.embedding, rows.tokens, weights.embedding_scale, x)
+    for layer in range(len(weights.matrices)):
+        for number, sublayer in enumerate((Q, GATE)):
+            if weights.matrices[layer, sublayer, KIND] == ABSENT:
+                continue
+            norm = weights.norms[layer, (2 if weights.is_gemma else 1) * number]
+            normalise(x, norm, weights.eps, normed)
+            if sublayer == Q:
+                attention(weights, layer, normed, cache, rows, inputs, out)
+            else:
+                gated_mlp(weights, layer, normed, inputs, out)
+            if weights.is_gemma:
+                normalise(out, weights.norms[layer, 2 * number + 1], weights.eps, normed)
+                add(x, normed)
+            else:
+                add(x, out)
+    normalise(x, weights.final_norm, weights.eps, normed)
+    project(weights.head, weights.biases, normed, hidden, inputs, logits)
+    if weights.final_cap:
+        for row in range(count):
+            soft_cap(logits[row], weights.final_cap)

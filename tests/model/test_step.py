@@ -1,0 +1,388 @@
+"""The compiled step: a row's bits depend on nothing but its own text, and its numbers are the readable blocks'."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model import Decoder, LayerPlan, build, parse_config
+from model.fast import accelerate
+from tests.configs import small
+from tests.laws import plans
+from tests.oracle import randomise
+
+numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip install -r requirements.txt")
+
+from model.fast.cpu import compile, dot, elements  # noqa: E402
+from model.fast.cpu.decoder import FastDecoder  # noqa: E402
+from model.fast.cpu.pack import packed  # noqa: E402
+from model.quantise import quantise, round_inputs  # noqa: E402
+
+VOCAB = 37
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COUNTS = (*range(1, 18), 64, 65)
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden": 72, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "single heads": {"hidden": 64, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "biased, untied": {
+        "hidden": 40,
+        "num_attention_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "intermediate_size": 33,
+    },
+    "linear rope": {"hidden": 32, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3 rope": {
+        "hidden": 32,
+        "head_dim": 64,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gemma2": {"family": "gemma2", "hidden": 72, "head_dim": 24, "sliding_window": 9, "num_attention_heads": 4},
+    "gemma2 without caps": {
+        "family": "gemma2",
+        "hidden": 32,
+        "sliding_window": 5,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+}
+
+
+def random_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
+    """A readable model of three layers."""
+    settings = {"vocab_size": VOCAB, "max_position_embeddings": 512, **CONFIGS[name], **changes}
+    model = build(parse_config(small(settings.pop("family", "llama"), **settings))).requires_grad_(False).eval()
+    randomise(model, 0)
+    return model.to(dtype)
+
+
+def tokens_for(count: int, batch: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(count))
+
+
+def one_by_one(model: Decoder, tokens: Tensor, start: int, cache: Any, plan: LayerPlan | None = None) -> Tensor:
+    """The logits of calls of one token each."""
+    return torch.cat([model(tokens[:, at : at + 1], cache, start + at, plan) for at in range(tokens.shape[1])], 1)
+
+
+def entries(cache: Any) -> list[Tensor]:
+    return [tensor[:, :, : cache.length].clone() for tensor in (*cache.keys, *cache.values)]
+
+
+def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.dtype) -> None:
+    """Alone and among 2 to 17, 64 and 65 rows, across windows: logits and cache entries."""
+    model, text = accelerate(random_model(name, dtype)), tokens_for(30 + COUNTS[-1])
+    caches = model.new_cache(128), model.new_cache(128)
+    for cache in caches:
+        model.prefill(text[:, :30], cache)
+    alone, expected = one_by_one(model, text[:, 30:], 30, caches[0]), entries(caches[0])
+    for count in COUNTS:
+        caches[1].truncate(30)
+        together = model(text[:, 30 : 30 + count], caches[1], 30)
+        assert torch.equal(together, alone[:, :count])
+        assert all_equal(entries(caches[1]), [each[:, :, : 30 + count] for each in expected])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.inference_mode()
+def test_nor_in_low_bits(bits: int) -> None:
+    plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
+    for name in CONFIGS:
+        model, text = accelerate(random_model(name)), tokens_for(9)
+        together = model(text, model.new_cache(16), 0, plan)
+        assert torch.equal(together, one_by_one(model, text, 0, model.new_cache(16), plan))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.inference_mode()
+def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None:
+    model, texts = accelerate(random_model(name)), tokens_for(40, batch=70)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads, capacity in ((1, 40), (2, 41), (2, 300)):
+            torch.set_num_threads(threads)
+            found.append(model(texts[3:4], model.new_cache(capacity), 0))
+    finally:
+        torch.set_num_threads(before)
+    cache = model.new_cache(40, batch=70)
+    found.append(torch.cat([model(texts[:, :5], cache, 0), model(texts[:, 5:], cache, 5)], 1)[3:4])
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(
+    name=st.sampled_from(list(CONFIGS)),
+    plan=plans(),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    prompt=st.integers(0, 30),
+)
+@torch.inference_mode()
+def test_float32_logits_are_the_readable_blocks(name: str, plan: LayerPlan, lengths: list[int], prompt: int) -> None:
+    """Any plan, low bits with their rounded inputs included, after any prompt."""
+    readable = random_model(name, torch.float32)
+    fast, text, start = accelerate(copy.deepcopy(readable)), tokens_for(prompt + sum(lengths)), prompt
+    caches = readable.new_cache(80), fast.new_cache(80)
+    for model, cache in zip((readable, fast), caches, strict=True):
+        model.prefill(text[:, :prompt], cache)
+    for length in lengths:
+        chunk = text[:, start : start + length]
+        expected, found = readable(chunk, caches[0], start, plan), fast(chunk, caches[1], start, plan)
+        assert found.dtype == torch.float32 and caches[0].lengths == caches[1].lengths
+        # A code of an input may be another where it lies halfway between two.
+        assert (found - expected).abs().max() < (0.1 if plan.has_low_bits else 1e-4) * expected.abs().max()
+        start += length
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name: str, dtype: torch.dtype) -> None:
+    narrow, text = random_model(name, dtype), tokens_for(60)
+    exact = copy.deepcopy(narrow).float()(text)
+    readable, fast = narrow(text), accelerate(narrow)
+    found = fast(text, fast.new_cache(60), 0)
+    assert (found - exact).abs().mean() < (readable.float() - exact).abs().mean()
+
+
+@torch.inference_mode()
+def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
+    step = model.step
+    model.step = lambda weights, cache, rows, logits: (
+        seen.append(len(rows.tokens)),
+        step(weights, cache, rows, logits),
+    )
+    cache = model.new_cache(200)
+    model.prefill(text[:, :100], cache)
+    assert seen == [] and cache.length == 100
+    model(text[:, 100:], cache, 100)
+    assert seen == [64, 36] and cache.length == 200
+
+
+@pytest.mark.parametrize("split", [1, 7, 40, 99])
+@torch.inference_mode()
+def test_the_entries_of_a_prompt_do_not_depend_on_how_it_arrives_at_chunk_ends(
+    split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.decoder.PREFILL_CHUNK", 40)
+    model, text, lengths = random_model("llama"), tokens_for(100), []
+    hidden = model.hidden
+    monkeypatch.setattr(
+        model,
+        "hidden",
+        lambda tokens, cache, start: (lengths.append((start, tokens.shape[1])), hidden(tokens, cache, start)),
+    )
+    model.prefill(text[:, :split], cache := model.new_cache(100))
+    model.prefill(text[:, split:], cache, split)
+    ends = {start + count for start, count in lengths}
+    assert {40, 80, 100} <= ends <= {40, 80, 100, split} and cache.length == 100
+
+
+@torch.inference_mode()
+def test_the_weights_are_not_copied() -> None:
+    """Training and saving go on with the same tensors."""
+    readable = random_model("gemma2")
+    pointers = [parameter.data_ptr() for parameter in readable.parameters()]
+    fast = accelerate(readable)
+    fast(tokens_for(3), fast.new_cache(8), 0)
+    assert [parameter.data_ptr() for parameter in fast.model.parameters()] == pointers and not fast.low_bits
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.inference_mode()
+def test_broken_numbers_reach_the_logits_and_no_other_row(name: str, broken: float) -> None:
+    for dtype in DTYPES:
+        readable = random_model(name, dtype, tie_word_embeddings=False)
+        readable.embed_tokens.weight[5] = broken
+        model, text = accelerate(readable), torch.tensor([[1, 2, 5, 3]])
+        for plan in (None, LayerPlan.full(3).in_bits(4), LayerPlan.full(3).in_bits(8)):
+            cache = model.new_cache(8)
+            logits = model(text, cache, 0, plan)
+            assert logits[0, :2].isfinite().all() and not logits[0, 2:].isfinite().any()
+            cache.truncate(2)
+            after = model(text[:, :1], cache, 2, plan)
+            assert torch.equal(after, one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)[:, 2:])
+
+
+@torch.inference_mode()
+def test_a_call_that_would_leave_a_hole_is_refused() -> None:
+    model = accelerate(random_model("llama"))
+    with pytest.raises(ValueError, match="leaves a hole"):
+        model(tokens_for(1), model.new_cache(8), 3)
+    with pytest.raises(ValueError, match="outside the cache"):
+        model(tokens_for(9), model.new_cache(8), 0)
+
+
+def dots(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., np.ndarray]:
+    """Dot products of a row of weights with rows of inputs, given as tensors."""
+    function = dot.dot_function(forms)
+
+    @numba.njit
+    def run(kind, w, x, stride, rows, columns, out):
+        function(kind, w, x, stride, rows, columns, out.ctypes.data, 4)
+
+    def multiply(kind: int, w: Tensor, x: np.ndarray, columns: int) -> np.ndarray:
+        out = np.zeros(len(x), np.float32)
+        run(kind, w.data_ptr(), x.ctypes.data, x.strides[0], len(x), columns, out)
+        return out
+
+    return multiply
+
+
+def prepared(kind: int, x: Tensor) -> np.ndarray:
+    """Rows of inputs as a product of this kind reads them."""
+
+    @numba.njit
+    def run(kind, x, columns, inputs):
+        elements.prepare(kind, x, columns, inputs)
+
+    inputs = np.zeros((len(x), 8 * x.shape[1] + 1024), np.uint8)
+    run(kind, x.numpy(), x.shape[1], inputs)
+    return inputs
+
+
+@pytest.mark.parametrize("columns", [5, 64, 200])
+def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the processor's instructions and without: integer sums to the last bit; any tile gives a row's bits."""
+    generator = torch.Generator().manual_seed(columns)
+    x, weight = torch.randn(7, columns, generator=generator), torch.randn(1, columns, generator=generator)
+    found = {}
+    for special in (True, False):
+        for name in ("PAIRS", "BYTES"):
+            monkeypatch.setattr(dot, name, getattr(dot, name) and special)
+        multiply = dots(
+            {
+                dot.BF16: (dot.BF16, (4, 2, 1)),
+                dot.F16: (dot.F32, (2, 1)),
+                dot.F32: (dot.F32, (4, 1)),
+                dot.INT4: (dot.INT8, (1,)),
+                dot.INT8: (dot.INT8, (1,)),
+            }
+        )
+        narrow = x.bfloat16().contiguous().view(torch.int16).numpy()
+        whole = multiply(dot.BF16, weight.bfloat16(), narrow, columns)
+        np.testing.assert_allclose(whole, (x.bfloat16().double() @ weight[0].bfloat16().double()).numpy(), atol=1e-4)
+        assert all(
+            multiply(dot.BF16, weight.bfloat16(), narrow[row : row + 1], columns) == whole[row] for row in range(7)
+        )
+        halves = multiply(dot.F16, weight.half(), x.numpy(), columns)
+        np.testing.assert_allclose(halves, (x.double() @ weight[0].half().double()).numpy(), atol=1e-4)
+        wide = multiply(dot.F32, weight, x.numpy(), columns)
+        np.testing.assert_allclose(wide, (x.double() @ weight[0].double()).numpy(), atol=1e-4)
+        for bits, kind in dot.LOW_BITS.items():
+            rounded = quantise(weight, bits)
+            low = multiply(kind, packed(rounded), prepared(kind, x), -(-columns // 64) * 64)
+            exact = round_inputs(x).double() @ rounded.dequantised(torch.float32)[0].double()
+            np.testing.assert_allclose(low, exact.numpy(), atol=0.02 * exact.abs().max().item())
+            found[special, bits] = low
+    for bits in dot.LOW_BITS:
+        assert np.array_equal(found[True, bits], found[False, bits])
+
+
+def test_narrow_numbers_are_rounded_as_torch_rounds_them() -> None:
+    """Every exponent, ties, subnormal numbers, infinity and NaN; back from float16 exactly."""
+
+    @numba.njit
+    def run(x, narrow, half, wide):
+        for index in range(len(x)):
+            narrow[index], half[index] = elements.bfloat16_bits(x[index]), elements.float16_bits(x[index])
+            wide[index] = elements.from_float16(np.uint32(half[index]))
+
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 2**32, 200_000, dtype=np.uint32)
+    x[:100_000] &= np.uint32(0xFFFFF000)  # ties of float16
+    x[:50_000] &= np.uint32(0xFFFF8000)  # and of bfloat16
+    x = np.concatenate([x.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8])])
+    narrow, half, wide = np.empty(len(x), np.uint16), np.empty(len(x), np.uint16), np.empty(len(x), np.float32)
+    run(x, narrow, half, wide)
+    expected = torch.from_numpy(x)
+    for found, right in ((narrow, expected.bfloat16()), (half, expected.half())):
+        numbers = torch.from_numpy(found.view(np.int16)).view(right.dtype)
+        assert torch.equal(numbers.isnan(), right.isnan())
+        assert torch.equal(numbers[~right.isnan()].view(torch.int16), right[~right.isnan()].view(torch.int16))
+    assert np.array_equal(wide, expected.half().float().numpy(), equal_nan=True)
+
+
+def test_exponential_and_tangent_are_as_good_as_float32() -> None:
+    @numba.njit
+    def run(x, power, tangent):
+        for index in range(len(x)):
+            power[index], tangent[index] = elements.exponential(x[index]), elements.tangent(x[index])
+
+    x = np.concatenate([np.linspace(-86, 86, 100_001), [0, np.nan, 200, -200, np.inf, -np.inf]]).astype(np.float32)
+    power, tangent = np.empty_like(x), np.empty_like(x)
+    run(x, power, tangent)
+    np.testing.assert_allclose(power[:-5], np.exp(x[:-5].astype(np.float64)), rtol=2e-7)
+    np.testing.assert_allclose(tangent, np.tanh(x.astype(np.float64)), atol=3e-7)
+    assert np.isnan(power[-5]) and power[-4] == power[-2] < np.inf and 0 < power[-3] == power[-1]
+
+
+def test_kernels_are_kept_by_sources_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edited dot product is compiled anew, though the file of the step stays as it is."""
+    sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    folder = compile.kernel_folder(sources)
+    assert folder == compile.kernel_folder(sources) and folder.parent == tmp_path / "kept" and folder.is_dir()
+    monkeypatch.setattr(compile, "FEATURES", frozenset({"avx2"}))
+    assert compile.kernel_folder(sources) != folder
+    monkeypatch.undo()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    with (sources / "dot.py").open("a") as file:
+        file.write("# edited\n")
+    assert compile.kernel_folder(sources) != folder
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [({"CPU_NAME": "haswell"}, set()), ({"CPU_FEATURES": "+avx2,-avx512f,+fma"}, {"avx2", "fma"})],
+)
+def test_instructions_are_those_compiled_for(
+    asked: dict[str, str], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in asked.items():
+        monkeypatch.setattr(numba.config, name, value)
+    assert dot.compiled_features() == expected
+
+
+def test_where_numba_is_missing_the_readable_blocks_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("model.fast.find_spec", lambda name: None)
+    model = random_model("llama")
+    assert accelerate(model) is model and "numba is not installed" in capsys.readouterr().err
+    assert not model.row_invariant and "\n" not in model.why_rows_vary
+
+
+def test_float64_stays_with_the_readable_blocks() -> None:
+    model = random_model("llama", torch.float64)
+    assert accelerate(model) is model
+    assert isinstance(accelerate(random_model("llama", torch.float32)), FastDecoder)
