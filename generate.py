@@ -64,6 +64,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     machine = parser.add_argument_group("machine and output")
     machine.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     machine.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="auto: the checkpoint's")
+    machine.add_argument(
+        "--no-compile", action="store_true", help="decode with the readable blocks, several times slower"
+    )
     machine.add_argument("--dry-run", action="store_true", help="say what memory it would take, and load nothing")
     machine.add_argument("--compare", action="store_true", help="also decode plainly; print speed-up and equality")
     machine.add_argument("--trace", action="store_true", help="show drafted tokens, and which were accepted, in colour")
@@ -170,7 +173,7 @@ def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
     if options.dry_run:
         print(fits)
         return 0
-    model = load_ready(processes, request.folder, request.dtype, request.device)
+    model = load_ready(processes, request.folder, request.dtype, request.device, not options.no_compile)
     setting = Setting(request.folder, model, request.tokenizer, request.params, request.capacity)
     drafting = choose(request.draft, setting)
     writer = Writer(model, request.capacity, request.tokenizer.token_bytes)

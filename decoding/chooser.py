@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from decoding.cost_file import kept_costs
 from decoding.costs import CONTEXT, LONGEST_DRAFT, CostTable, GrowingCosts, measure_costs, without_draft
@@ -139,15 +142,15 @@ def plain(model: Decoder) -> Drafting:
     return Drafting("plain", lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0))
 
 
-def record_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
-    """Let a model that records its steps do so now, while no text is timed."""
-    if record := getattr(model, "record", None):
-        record(cache, plan)
+def make_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
+    """Let a model with static steps make them now, while no text is timed."""
+    if step := getattr(model, "step_of", None):
+        step(cache, plan or LayerPlan.full(model.num_layers))
 
 
 def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> ModelDrafter:
     """A drafter that is ready to draft."""
-    record_steps(model, cache, plan)
+    make_steps(model, cache, plan)
     return ModelDrafter(model, cache, plan)
 
 
@@ -232,7 +235,8 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     low = DraftPlan(LayerPlan.full(model.num_layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
     in_low_bits = pays and {*chosen.plan.attention, *chosen.plan.mlp} <= {*LOW_BITS}  # all sublayers: much the same
     if not in_low_bits and has_room_for(low.plan, setting):
-        ways["low bits"] = planned(model, low)
+        with suppress(torch.OutOfMemoryError):  # as plain decoding still fits, there is a draft less to choose from
+            ways["low bits"] = planned(model, low)
     costs = {name: costs_of(way, setting) for name, way in ways.items()}
     priors = PRIORS | ({"plan": chosen.acceptance} if pays and chosen.acceptance else {})
     ways["lookup"] = lookup(options, setting)
@@ -249,7 +253,10 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
 def has_room_for(plan: LayerPlan, setting: Setting) -> bool:
     """Whether low-bit twins would save time here, and fit into what memory is left."""
     model = setting.model
-    return saves_in_low_bits(model) and twin_bytes(model.config, model.dtype, plan) < free_bytes(model.device)
+    # Besides the copies, the largest matrix is rounded in float32.
+    rounding = 6 * model.config.vocab_size * model.config.hidden_size
+    needed = twin_bytes(model.config, model.dtype, plan) + rounding
+    return saves_in_low_bits(model) and needed < free_bytes(model.device)
 
 
 def saves_in_low_bits(model: Decoder) -> bool:
@@ -310,7 +317,12 @@ def choose(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
-    """What drafts, with the policy that is its own."""
+    """What drafts, with the policy that is its own. Raises InputError for bits that this device has no kernels for."""
+    fast = setting.model.fast_bits
+    if options.bits and fast and options.bits not in fast:
+        raise InputError(
+            f"--bits {options.bits}: on this device drafts are faster in {fast[0]} bits only; give --bits {fast[0]}"
+        )
     return DRAFTERS.get(options.kind, own)(options, setting)
 
 

@@ -13,9 +13,8 @@ import torch
 
 from decoding.model_port import Model
 from decoding.randomness import Place, SeededRandomness
-from decoding.recorded import recordings_of
 from decoding.sampling import SamplingParams, distribution
-from decoding.verify import Chance
+from decoding.verify import verify_by_ratio
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS, LayerPlan
 
@@ -141,14 +140,13 @@ def verification(
     target: Model, count: int, cache: Any, params: SamplingParams = GREEDY, context: int = CONTEXT
 ) -> Callable[[], None]:
     """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
-    chance = Chance(SeededRandomness(0, target.device))
-    params, (randomness, verify) = recordings_of(target).of(params, chance, count)
+    randomness = SeededRandomness(0, target.device)
     tokens = torch.zeros(context + count, dtype=torch.int64, device=target.device)
     draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
 
     def step() -> None:
         probs = distribution(target(tokens[None, context:], cache, context)[0], tokens, params)
-        torch.stack(verify(probs, draft_probs, tokens[context + 1 :], randomness, Place(context))).tolist()
+        torch.stack(verify_by_ratio(probs, draft_probs, tokens[context + 1 :], randomness, Place(context))).tolist()
 
     return step
 
@@ -162,7 +160,7 @@ def draft_steps(
     context: int = CONTEXT,
 ) -> Callable[[], None]:
     """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
-    params, (randomness, _) = recordings_of(model).of(params, Chance(SeededRandomness(0, model.device)), 1)
+    randomness = SeededRandomness(0, model.device)
     before = torch.zeros(context + 1, dtype=torch.int64, device=model.device)
 
     def steps() -> None:

@@ -72,9 +72,9 @@ class SeededRandomness(Randomness):
         # Mixed, since a generator on the CPU looks at 32 bits of its seed only.
         self.generator = torch.Generator(device).manual_seed(mix(seed, sample))
 
-    def uniform(self, count: int, out: Tensor | None = None) -> Tensor:
-        """``[count]`` float64 in [0, 1), into ``out`` if it is given."""
-        return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device, out=out)
+    def uniform(self, count: int) -> Tensor:
+        """``[count]`` float64 in [0, 1)."""
+        return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """One token by ``inverse_cdf``: never one of probability 0."""

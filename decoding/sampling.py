@@ -43,10 +43,6 @@ class SamplingParams:
         if not 1e-6 <= self.repetition_penalty <= 1e6:
             raise InputError(f"repetition penalty must be above 0 (1e-6 to 1e6), found {self.repetition_penalty}")
 
-    def replay(self, logits: Tensor) -> Tensor | None:
-        """What a GPU has recorded of ``distribution`` (``decoding.recorded``), computed of these logits; else None."""
-        return None
-
 
 def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
     """``[rows, vocab]`` logits -> ``[rows, vocab]`` probabilities, in at least float32.
@@ -57,8 +53,6 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
     allowed, or whose scores are not numbers, is all zeros. At temperature 0 a row is exactly one-hot at the
     first of the largest logits.
     """
-    if allowed is None and (replayed := params.replay(logits)) is not None:
-        return replayed
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.repetition_penalty != 1:
         penalised = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decoding.chooser import Drafting, plain, record_steps
+from decoding.chooser import Drafting, make_steps, plain
 from decoding.drafters import Drafter
 from decoding.policies import Policy
-from decoding.recorded import recordings_of
 from decoding.rounds import Round, Statistics
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
@@ -68,8 +67,7 @@ class Writer:
         """``capacity``: positions of the cache, for the longest prompt with its output."""
         self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
         self.cache: KVCache = model.new_cache(capacity)
-        record_steps(model, self.cache)
-        self.recordings = recordings_of(model)
+        make_steps(model, self.cache)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
         self.prompt: list[int] = []
         self.plain = plain(model)
@@ -116,7 +114,6 @@ class Writer:
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
         drafter = self.drafter(drafting)
-        params, chance = self.recordings.of(params, chance, policy.gamma + 1)
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer=observer)
         try:
             with closing(rounds):
@@ -132,7 +129,7 @@ class Writer:
             sample.interrupted = True
             raise Interrupted(sample) from None
         finally:
-            sample.trouble = getattr(self.model, "trouble", None) or self.recordings.trouble
+            sample.trouble = getattr(self.model, "trouble", None)
         return sample
 
     def write_plainly(self, rules: Rules, params: SamplingParams, chance: Chance) -> Sample:

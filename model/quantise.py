@@ -46,9 +46,9 @@ class Quantised:
 def quantise(weight: Tensor, bits: int) -> Quantised:
     """Round ``[out, in]`` weights to the nearest code of 4 or 8 bits.
 
-    In four bits scale and zero are bfloat16, rounded before the codes are chosen: the error of a weight is half a step at
-    most, and at the ends of the range what that rounding moved them. A last group of fewer than 32 columns has a scale
-    of its own.
+    In four bits scale and zero are bfloat16, rounded before the codes are chosen: the error of a weight is half a step
+    at most, and at the ends of the range what that rounding moved them. A last group of fewer than 32 columns has a
+    scale of its own.
     """
     columns = weight.shape[1]
     group = GROUP if bits == 4 else columns

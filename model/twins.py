@@ -70,27 +70,17 @@ class Twins:
         key = (layer, name, bits)
         if key not in self.sublayers:
             twin = shallow(getattr(self.model.layers[layer], name))
-            for product_name, product in products(twin).items():
-                setattr(twin, product_name, self.exchange(product, bits))
+            for product_name, product in list(twin.named_children()):
+                if isinstance(product, nn.Linear):
+                    setattr(twin, product_name, self.exchange(product, bits))
             self.sublayers[key] = twin
         return self.sublayers[key]
 
 
-class Product:
-    """What ``Twins`` exchanges: a part that multiplies by a weight, other than ``nn.Linear``."""
-
-
-def products(sublayer: Any) -> dict[str, Any]:
-    """The linear parts of a sublayer, by name."""
-    parts = {**vars(sublayer), **getattr(sublayer, "_modules", {})}
-    return {name: part for name, part in parts.items() if isinstance(part, (nn.Linear, Product))}
-
-
-def shallow(part: Any) -> Any:
+def shallow(part: nn.Module) -> nn.Module:
     """A copy that shares everything with ``part``, but whose parts can be exchanged for others."""
     twin = copy.copy(part)
-    if isinstance(part, nn.Module):
-        twin._modules = dict(part._modules)
+    twin._modules = dict(part._modules)
     return twin
 
 

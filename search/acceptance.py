@@ -28,8 +28,6 @@ from torch import Tensor
 
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, KVCache, LayerPlan
-from model.fast.low_bits import written_out
-from model.fast.parts import FastPart
 from model.layers import Positions, Sight, hiding, place
 from model.plan import FULL
 from model.twins import Twins
@@ -181,8 +179,8 @@ class Calibration:
         self.longest = max(len(text.written) for text in texts)
         by_length = sorted(range(len(texts)), key=lambda number: len(texts[number].prompt))
         self.groups = [by_length[first : first + GROUP] for first in range(0, len(texts), GROUP)]
-        # A GPU's kernels of low bits are slow for many rows: there the rounded weights are written out.
-        self.twins = Twins(model, written_out) if isinstance(model.norm, FastPart) else model.twins
+        # Kernels of low bits are slow for many rows: here rounded weights are written out.
+        self.twins = Twins(model)
         batches = ([texts[number] for number in group] for group in self.groups)
         self.batches = [TextBatch(model, self.twins, batch, depths) for batch in batches]
         self.target = torch.ones(len(texts), 1, self.longest, dtype=torch.float64)

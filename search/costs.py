@@ -19,11 +19,9 @@ from decoding.costs import (
 from decoding.drafters import NoDraft, raw_probability
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.recorded import recordings_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import Chance
 from model import Decoder, LayerPlan
 from model.clock import take_turns
 
@@ -93,11 +91,11 @@ def _confidence(model: Decoder) -> Callable[[], None]:
 def _plain_loop(model: Decoder, params: SamplingParams) -> Callable[[], None]:
     cache, prompt = filled_cache(model, IN_A_ROW), [0] * (CONTEXT + 1)
     drafter = NoDraft(model.vocab_size, model.device)
-    params, chance = recordings_of(model).of(params, Chance(SeededRandomness(0, model.device)), 1)
+    randomness = SeededRandomness(0, model.device)
 
     def step() -> None:
         text = Text(prompt, Rules(IN_A_ROW), model)
-        for _ in speculate(model, cache, text, drafter, FixedLength(0), params, *chance):
+        for _ in speculate(model, cache, text, drafter, FixedLength(0), params, randomness):
             pass
 
     return step

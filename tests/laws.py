@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoding.chooser import record_steps
+from decoding.chooser import make_steps
 from decoding.costs import CostTable
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
@@ -141,10 +141,10 @@ def begun(model: Any, drafter: str, prompt: list[int], capacity: int = 64) -> tu
     cache = model.new_cache(capacity)
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
-        record_steps(model, cache)
+        make_steps(model, cache)
         for each in (drafts, *getattr(drafts, "drafters", {}).values()):
             if own := getattr(each, "model", None):
-                record_steps(own, each.cache, each.plan)
+                make_steps(own, each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
     return cache, drafts
 
@@ -156,10 +156,9 @@ class Scripted(SeededRandomness):
         super().__init__(0)
         self.script = list(uniforms)
 
-    def uniform(self, count: int, out: Tensor | None = None) -> Tensor:
+    def uniform(self, count: int) -> Tensor:
         taken, self.script = self.script[:count], self.script[count:]
-        numbers = torch.tensor(taken, dtype=torch.float64)
-        return numbers if out is None else out.copy_(numbers)
+        return torch.tensor(taken, dtype=torch.float64)
 
 
 def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:

@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
-from model.fast.graphs import ROWS, whole_parts
-from model.fast.parts import FastPart
-from model.fast.shared_keys import PART
 from model.layers import QUERIES, wide_dtype
 from model.parallel import Share
 from model.plan import LayerPlan
@@ -29,25 +26,25 @@ LONGEST_DRAFT = 8  # tokens drafted a round at most, where nothing else is said
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container of its limits
 LIBRARIES = 160 << 20  # bytes: workspaces of cuBLAS, on two streams, of the size that it takes on the largest GPUs
 LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
-SORTED_OR_RACED = 48  # bytes for each logit where a GPU has recorded that, or its race
+ROWS, SMALLEST = 16, 512  # of a static step, and of its cache (``model.fast.gpu``, which loads a compiler)
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes: ``weights``, the KV ``cache`` for ``positions`` tokens, the ``workspace`` of the hungriest step.
 
-    ``recorded``: what a GPU holds besides for recorded steps and its libraries.
+    ``static``: what a GPU holds besides for captured steps and its libraries.
     """
 
     weights: int
     cache: int
     workspace: int
     positions: int
-    recorded: int = 0
+    static: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.workspace + self.recorded
+        return self.weights + self.cache + self.workspace + self.static
 
     def describe(self, free: int) -> str:
         """One line: what is needed, part by part, and what is free."""
@@ -55,7 +52,7 @@ class Memory:
             "weights": self.weights,
             f"KV cache at {self.positions} tokens": self.cache,
             "workspace": self.workspace,
-            "recorded steps": self.recorded,
+            "captured steps": self.static,
             "free": free,
         }
         return ", ".join(f"{name}: {in_words(size)}" for name, size in parts.items() if size or name == "free")
@@ -89,8 +86,8 @@ def estimate(
     models = [own] if draft is None else [own, draft]
     logits = config.vocab_size if share is None or share.leads else own.vocab_size
     verified = min(longest_draft + 1, max(1, positions - prompt))  # the draft and the token before it
-    records = fast_on is not None and fast_on.type != "cpu"
-    entries = whole_parts(positions) + ROWS if records else positions
+    is_static = fast_on is not None and fast_on.type != "cpu"
+    entries = max(SMALLEST, 1 << (positions + ROWS - 1).bit_length()) if is_static else positions
     return Memory(
         weights=sum(weight_bytes(each, dtype) for each in models) + twin_bytes(config, dtype, plan),
         cache=sum(cache_bytes(each, dtype, entries) for each in models),
@@ -99,11 +96,7 @@ def estimate(
             for each in (replace(own, vocab_size=logits), *models[1:])
         ),
         positions=positions,
-        recorded=LIBRARIES
-        + sum(recorded_bytes(each, dtype, entries) for each in models)
-        + sampling_bytes(own, dtype, verified)
-        if records
-        else 0,
+        static=LIBRARIES + sum(static_bytes(each, dtype, entries) for each in models) if is_static else 0,
     )
 
 
@@ -151,21 +144,10 @@ def workspace_bytes(config: ModelConfig, dtype: torch.dtype, positions: int, pro
     )
 
 
-def recorded_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
-    """What static steps hold on a GPU: their logits, the pool that they share; and the products that packing stacks.
-
-    While a layer is packed nothing is recorded yet, so the larger of the two counts.
-    """
-    logits = 4 * ROWS * config.vocab_size  # on the desk, in the pool and soft-capped there
-    joined = 3 * positions // PART * ROWS * config.num_heads * config.head_dim * wide_dtype(dtype).itemsize
-    steps = logits * dtype.itemsize + layer_bytes(config, dtype, ROWS, positions) + joined
-    return max(steps, 2 * config.hidden_size * config.intermediate_size * dtype.itemsize)
-
-
-def sampling_bytes(config: ModelConfig, dtype: torch.dtype, verified: int) -> int:
-    """What recorded sampling holds on a GPU: logits and probabilities on its desk, and its part of the pool."""
-    desk = ROWS * (dtype.itemsize + 2 * wide_dtype(dtype).itemsize)
-    return config.vocab_size * (desk + min(ROWS, verified) * SORTED_OR_RACED)
+def static_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
+    """What captured steps hold on a GPU: logits in a buffer and their pool, soft-capped there; attention's scores."""
+    logits = 4 * ROWS * config.vocab_size * dtype.itemsize
+    return logits + 3 * ROWS * config.num_heads * positions * wide_dtype(dtype).itemsize
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions: int) -> int:
@@ -182,16 +164,8 @@ def layer_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int, positions:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors that a model really holds: parameters, and what it was prepared for speed with."""
-    parts: list[object] = [*model.modules()]
-    tensors = {id(parameter): parameter.nbytes for parameter in model.parameters()}
-    for part in parts:  # grows while it is walked
-        for value in vars(part).values():
-            if isinstance(value, FastPart):
-                parts.append(value)
-            elif isinstance(value, Tensor):
-                tensors[id(value)] = value.nbytes
-    return sum(tensors.values())
+    """Bytes of all parameters that a model really holds."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:

@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model import Decoder, InputError, build
+from model import Decoder, InputError
 from model.config import config_json
 from weights.files import atomic_path, is_there, read_optional_json, write_json
 
@@ -38,13 +37,8 @@ def save_model(
     Weights beyond ``max_shard_bytes`` are cut into shards of at most that size (a single larger tensor is a
     shard of its own). ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token
     ids go with the weights. A checkpoint that the folder held before is replaced, but only once the new one
-    is written in full. Raises InputError when the folder cannot be written, ValueError for a model whose
-    weights were rearranged for speed.
+    is written in full. Raises InputError when the folder cannot be written.
     """
-    with torch.device("meta"):
-        expected = {name for name, _ in build(model.config).named_parameters()}
-    if {name for name, _ in model.named_parameters()} != expected:
-        raise ValueError("this model's weights were rearranged for speed: save it as it was loaded")
     shards = _shards(model, max_shard_bytes)
     names = [SINGLE] if len(shards) == 1 else _shard_names(len(shards))
     try:

@@ -74,10 +74,12 @@ def check_memory(
     return "\n".join(processes.gather(demand.check(processes)))
 
 
-def load_ready(processes: Processes, folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_ready(
+    processes: Processes, folder: Path, dtype: torch.dtype, device: torch.device, compiled: bool = True
+) -> Decoder:
     """The model of a folder, prepared to decode: alone by ``model.fast``, else split, with the readable blocks."""
     if not processes.several:
-        return accelerate(load_model(folder, dtype, device))
+        return accelerate(load_model(folder, dtype, device), compiled)
     share = Share(read_config(folder), processes.rank, processes.size)
     processes.decoder = ParallelDecoder(load_model(folder, dtype, device, share), share)
     return processes.decoder

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import verify_by_race, verify_by_ratio
 from model import Decoder
-from model.fast import accelerate
-from model.fast.graphs import GraphedDecoder
+from model.fast.gpu import StaticDecoder
 from tests import pretended
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
+static = partial(StaticDecoder, compiled=False)
 RULES = Rules(24)
 BANNED = Rules(24, banned=["ab", "ca"])
 
@@ -35,7 +36,7 @@ def write(
     coupling: str = "ratio",
     params: SamplingParams = SamplingParams(0.9, top_k=15, top_p=0.95),
     rules: Rules = RULES,
-    prepare: Callable[[Decoder], Any] = accelerate,
+    prepare: Callable[[Decoder], Any] = static,
 ) -> tuple[list[int], list[Round], Counter[str]]:
     """A text with its rounds, and what the device counted meanwhile."""
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
@@ -46,7 +47,7 @@ def write(
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
     pretended.counts.clear()
     rounds = list(speculate(model, cache, text, drafts, REAL_POLICIES[policy](), params, randomness, verify[coupling]))
-    if isinstance(model, GraphedDecoder):
+    if isinstance(model, StaticDecoder):
         assert model.trouble is None and model.row_invariant
     return text.tokens, rounds, pretended.counts.copy()
 

@@ -1,4 +1,4 @@
-"""On a real GPU: what the pretended device and recorder promise. Skipped, saying so, where there is none."""
+"""On a real GPU: the documents' commands first, then what the fake device promises. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ import generate
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import KeyedRandomness, Place
-from decoding.recorded import recordings_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import chance_of
 from model import Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
-from model.fast.graphs import ROWS, GraphedDecoder
-from model.fast.shared_keys import PART, SharedKeys
+from model.fast.gpu import ROWS, StaticStep
 from tests.configs import small
 from train import recipe_loss
 from weights.memory import estimate, held_bytes, peak_bytes
@@ -68,32 +66,50 @@ def text_by(
     coupling: str = "race",
     prompt: int = 40,
     seed: int = 7,
-    *,
-    record: bool = True,
 ) -> list[int]:
-    """60 tokens after a prompt, with recorded sampling or without."""
+    """60 tokens after a prompt."""
     start, cache = ids(prompt), model.new_cache(prompt + 60)
     with torch.inference_mode():
         model.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
     text = Text(start, Rules(60), model)
     chance = chance_of(coupling, seed, model.device)
-    if record:
-        params, chance = recordings_of(model).of(params, chance, 5)
     drafts = DRAFTERS[drafter](model, cache)
     assert list(speculate(model, cache, text, drafts, FixedLength(4 if drafter != "none" else 0), params, *chance))
     return text.generated
 
 
+def run(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
+    """What a command of the documents writes, as a user types it."""
+    assert generate.main([*asked, "--device", "cuda", "--max-new-tokens", "24", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "tiny-llama", "tiny-gemma2"])
+def test_the_first_command_of_the_documents_works_and_drafts_as_it_likes(
+    model: str, smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --draft costs are measured, in inference mode, on the memory that texts then use."""
+    default, plain = (
+        run(capsys, "Why is the sky blue?", "--model", model, *more) for more in ((), ("--draft", "none"))
+    )
+    assert default["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize("draft", ["lookup", "exit", "lowbit"])
+def test_every_draft_writes_plain_decodings_text(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ((), ("--seed", "5", "--temperature", "0.8")):
+        asked = ("Write a short story about a fox.", "--model", "tiny-llama", *more)
+        assert run(capsys, *asked, "--draft", draft)["tokens"] == run(capsys, *asked, "--draft", "none")["tokens"]
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("family", "size"), SHAPES)
 @torch.inference_mode()
-def test_recorded_steps_give_the_ordinary_logits_in_every_plan_count_and_span(
-    family: str, size: int, plan: str
-) -> None:
-    ordinary, static = model_of(family, size), accelerate(model_of(family, size))
-    text = torch.tensor([ids(3 * PART)], device="cuda")
-    caches = static.model.new_cache(3 * PART), static.new_cache(3 * PART)
-    for start in (3, PART - 9, PART + 5, 2 * PART + 1):
+def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(family: str, size: int, plan: str) -> None:
+    static = accelerate(model_of(family, size))
+    text = torch.tensor([ids(1500)], device="cuda")
+    caches = static.model.new_cache(1500), static.new_cache(1500)
+    for start in (3, 500, 1400):
         for count in (1, 2, 5, ROWS, ROWS + 1):
             for model, cache in zip((static.model, static), caches, strict=True):
                 cache.truncate(0)
@@ -103,37 +119,40 @@ def test_recorded_steps_give_the_ordinary_logits_in_every_plan_count_and_span(
             found = static(tokens, caches[1], start, PLANS[plan]).float()
             assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
     assert static.trouble is None and static.row_invariant
-    assert all(step.replay is not None for arena in static.arenas for steps in arena.steps.values() for step in steps)
-    plain = ordinary(text[:, :40]).float()  # and the prepared model is the readable one, up to rounding
-    assert (static(text[:, :40], static.new_cache(40), 0).float() - plain).abs().max() <= 0.06 * plain.abs().max()
+    assert all(step.replay is not None for memory in static.memories for step in memory.steps.values())
 
 
 @pytest.mark.parametrize(("family", "size"), SHAPES)
 @torch.inference_mode()
 def test_a_rows_bits_depend_on_nothing_but_what_it_sees(family: str, size: int) -> None:
-    static, start = accelerate(model_of(family, size)), PART - 20
-    text, logits = torch.tensor([ids(PART + 40)], device="cuda"), []
-    for capacity in (PART + 40, 4 * PART):
-        for count in (1, 5, ROWS):
-            cache = static.new_cache(capacity)
-            static.prefill(text[:, :start], cache)
-            steps = [static(text[:, at : at + count], cache, at) for at in range(start, start + 32, count)]
-            logits.append(torch.cat(steps, 1)[:, :32])
+    static, text, logits = accelerate(model_of(family, size)), torch.tensor([ids(540)], device="cuda"), []
+    for count in (1, 5, ROWS):
+        cache = static.new_cache(560)
+        static.prefill(text[:, :500], cache)
+        steps = [static(text[:, at : at + count], cache, at) for at in range(500, 532, count)]
+        logits.append(torch.cat(steps, 1)[:, :32])
     assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
-@pytest.mark.parametrize("soft_cap", [None, 50.0])
-@torch.inference_mode()
-def test_a_longer_span_only_adds_empty_parts(soft_cap: float | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 8, ROWS, 64, generator=generator).to("cuda", torch.bfloat16)
-    k, v = torch.randn(2, 1, 2, 8 * PART, 64, generator=generator).to("cuda", torch.bfloat16)
-    places, found = torch.arange(PART + 20, PART + 20 + ROWS, device="cuda"), []
-    for parts in (2, 3, 8):
-        span = parts * PART
-        sees = SharedKeys.of(places, span, None, 4, q.dtype)
-        found.append(sees.attend(q, k[:, :, :span], v[:, :, :span], scale=0.125, soft_cap=soft_cap))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_other_dtypes_write_plain_decodings_text_too(family: str, dtype: torch.dtype) -> None:
+    static = accelerate(model_of(family, dtype=dtype))
+    assert text_by(static, "exit", SamplingParams()) == text_by(static, "none", SamplingParams())
+    assert static.trouble is None
+
+
+def test_where_memory_runs_out_steps_are_the_readable_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    static, sound = accelerate(model_of()), accelerate(model_of())
+
+    def full(step: StaticStep, pool: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(StaticStep, "capture", full)
+    text = text_by(static, "exit", SamplingParams())
+    assert static.trouble == "steps are the readable blocks': CUDA out of memory"
+    monkeypatch.undo()
+    assert len(text) == len(text_by(sound, "exit", SamplingParams())) == 60
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
@@ -152,17 +171,6 @@ def test_the_same_seed_gives_the_same_text_twice_and_another_another(coupling: s
     assert first == again != other
 
 
-@pytest.mark.parametrize("coupling", ["ratio", "race"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_recorded_sampling_writes_the_eager_text(drafter: str, coupling: str) -> None:
-    """Also with a repetition penalty, where the distribution is not recorded."""
-    static, filtered = accelerate(model_of()), SamplingParams(0.8, top_k=50, top_p=0.9, min_p=0.01)
-    for params in (SamplingParams(), SamplingParams(0.7), filtered, SamplingParams(0.8, repetition_penalty=1.2)):
-        recorded, eager = (text_by(static, drafter, params, coupling, record=record) for record in (True, False))
-        assert recorded == eager
-    assert static.trouble is None and recordings_of(static).trouble is None and recordings_of(static).kept
-
-
 @torch.inference_mode()
 def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
     probs = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
@@ -175,12 +183,12 @@ def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
 def test_a_round_waits_for_the_device_once(drafter: str) -> None:
     """Reading the verdict waits, and torch counts the copy of a text's new tokens: nothing else does."""
     static, params = accelerate(model_of()), SamplingParams(0.8, top_k=50, top_p=0.9)
-    text_by(static, drafter, params)  # what is new is recorded and loaded now
+    text_by(static, drafter, params)  # what is new is compiled and captured now
     start, cache = ids(40), static.new_cache(100)
     with torch.inference_mode():
         static.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
     text = Text(start, Rules(40), static)
-    params, chance = recordings_of(static).of(params, chance_of("race", 7, static.device), 5)
+    chance = chance_of("race", 7, static.device)
     waits, rounds = [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.showwarning", lambda *told, **more: waits.append(str(told[0])))
@@ -195,35 +203,6 @@ def test_a_round_waits_for_the_device_once(drafter: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert rounds and len(waits) <= rounds * (2 if drafter == "lookup" else 1) + 1
-
-
-def test_a_failure_while_recording_leaves_stream_allocator_and_text_right() -> None:
-    sound, broken = accelerate(model_of()), accelerate(model_of())
-    record = broken.recorder.record
-
-    def fails(function: Callable[[], None]) -> Callable[[], None]:
-        def reads() -> None:
-            function()
-            if torch.cuda.is_current_stream_capturing():
-                broken.desk.logits[0, 0, 0].item()  # not permitted while a stream is captured
-
-        return record(reads)
-
-    broken.recorder.record = fails
-    stream = torch.cuda.current_stream()
-    assert text_by(broken, "exit", SamplingParams()) == text_by(sound, "exit", SamplingParams())
-    assert broken.trouble and "not recorded" in broken.trouble and broken.static
-    assert "not recorded" in recordings_of(broken).trouble
-    assert torch.cuda.current_stream() == stream
-    held = torch.cuda.memory_allocated()
-    block = torch.ones(1 << 20, device="cuda")
-    assert block.sum().item() == 1 << 20
-    del block
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == held
-    another = accelerate(model_of())
-    assert text_by(another, "exit", SamplingParams()) == text_by(sound, "exit", SamplingParams())
-    assert another.trouble is None
 
 
 @torch.inference_mode()
@@ -241,31 +220,14 @@ def test_two_models_and_their_caches_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_memory_stays_within_the_estimate_recording_included(family: str) -> None:
+def test_memory_stays_within_the_estimate_captures_included(family: str) -> None:
     model = accelerate(model_of(family, 128))
     needed = estimate(model.config, model.dtype, 600, prompt=540, fast_on=model.device)
     assert held_bytes(model) <= needed.weights * 1.01 + (1 << 20)
     took = peak_bytes(
         lambda: text_by(model, "exit", SamplingParams(0.8, top_k=50, top_p=0.9), prompt=540), model.device
     )
-    assert took <= needed.cache + needed.workspace + needed.recorded
-
-
-def test_no_length_makes_attention_be_planned_anew() -> None:
-    assert isinstance(accelerate(model_of()), GraphedDecoder)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_generate_writes_on_the_gpu_what_it_writes_there_again(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*more: str) -> dict[str, Any]:
-        asked = ["Once", "--model", "tiny-llama", "--device", "cuda", "--max-new-tokens", "24", "--json", *more]
-        assert generate.main(asked) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    plain, drafted = run("--draft", "none"), run("--draft", "exit", "--compare")
-    assert plain["tokens"] == drafted["tokens"] and drafted["drafted"] > 0
-    seeded = [run("--seed", "5", "--temperature", "0.8", "--draft", kind)["tokens"] for kind in ("none", "lookup")]
-    assert seeded[0] == seeded[1]
+    assert took <= needed.cache + needed.workspace + needed.static
 
 
 def test_a_training_step_runs_on_the_gpu_and_is_the_cpus(tmp_path: Path) -> None:

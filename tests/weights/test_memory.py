@@ -22,8 +22,6 @@ from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import InputError, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
-from model.fast.graphs import ROWS
-from model.fast.shared_keys import PART
 from tests.configs import small
 from tests.oracle import FAMILIES, configs
 from weights import memory
@@ -259,13 +257,13 @@ def test_a_containers_limit_bounds_what_is_free(tmp_path: Path) -> None:
     assert container_room(tmp_path) == container_room(tmp_path / "nowhere") == sys.maxsize
 
 
-def test_a_gpus_estimate_counts_whole_parts_of_keys_and_what_is_recorded() -> None:
+def test_a_gpus_estimate_counts_what_captured_steps_hold() -> None:
     """And says so in its line; a CPU's has no such item."""
     config = parse_config(small("llama", max_position_embeddings=4096))
     here, there = (
         estimate(config, torch.bfloat16, 600, prompt=500, fast_on=torch.device(name)) for name in ("cpu", "cuda")
     )
-    assert here.recorded == 0 and "recorded" not in here.describe(1)
-    assert there.cache == cache_bytes(config, torch.bfloat16, 2 * PART + ROWS) > here.cache
-    assert there.recorded > LIBRARIES and "recorded steps: 168 MB" in there.describe(1)
-    assert there.total == there.weights + there.cache + there.workspace + there.recorded
+    assert here.static == 0 and "captured" not in here.describe(1)
+    assert there.cache == cache_bytes(config, torch.bfloat16, 1024) > here.cache
+    assert there.static > LIBRARIES and "captured steps: " in there.describe(1)
+    assert there.total == there.weights + there.cache + there.workspace + there.static

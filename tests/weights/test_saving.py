@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from model import Decoder, InputError, build, parse_config
-from model.fast.prepare import fuse
+from model.fast import accelerate
 from tests.oracle import FAMILIES, VOCAB, configs, lifted, oracle_logits, oracle_model, our_model, randomise
 from weights.load import load_model
 from weights.save import save_model
@@ -169,11 +170,14 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 
 
 @both_families
-def test_a_model_rearranged_for_speed_is_not_saved_as_less_than_it_is(family, tmp_path):
-    model = fuse(random_model(raw_config(family)))
-    with pytest.raises(ValueError, match="rearranged for speed"):
-        save_model(model, tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+def test_a_model_prepared_for_speed_is_saved_like_any_other(family, tmp_path):
+    model = random_model(raw_config(family))
+    save_model(model, tmp_path / "before")
+    save_model(accelerate(model.float()), tmp_path / "after")
+    assert (
+        load_file(tmp_path / "after" / "model.safetensors").keys()
+        == load_file(tmp_path / "before" / "model.safetensors").keys()
+    )
 
 
 def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path):

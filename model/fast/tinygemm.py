@@ -1,0 +1,64 @@
+"""Four-bit products on a GPU by torch's tinygemm kernel, which reads a quarter of the bytes of a bf16 product.
+
+It pays for one row, which is what drafting takes. In other widths, and where the kernel does not take a product, a
+draft runs in the checkpoint's own bits: torch's eight-bit kernel on a GPU is many times slower than the bf16 product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from model.quantise import GROUP, Quantised, quantise
+
+ROWS, COLUMNS = 8, 32  # of a weight: what the kernel takes is a multiple
+
+
+class Int4Linear(nn.Module):
+    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16."""
+
+    def __init__(self, rounded: Quantised, bias: Tensor | None) -> None:
+        super().__init__()
+        codes = rounded.codes
+        tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
+        pairs = (codes[:, ::2] + 8 << 4 | codes[:, 1::2] + 8).to(torch.uint8)
+        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles))
+        self.register_buffer("scale", torch.stack((rounded.scale.T, rounded.zero.T), -1).contiguous())
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        product = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scale)
+        return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
+
+
+class LowBits:
+    """Makes the low-bit copies of a model's products; ``trouble`` says which are the products themselves, and why."""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+
+    @torch.no_grad()
+    def __call__(self, product: nn.Linear | nn.Embedding, bits: int) -> nn.Module:
+        weight = product.weight.detach()
+        if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+            reason = "there are kernels for bfloat16 on CUDA only"
+        elif bits != 4:
+            reason = "there are fast kernels for 4 bits only"
+        elif weight.shape[0] % ROWS or weight.shape[1] % COLUMNS:
+            reason = f"the kernel does not take a {weight.shape[0]}×{weight.shape[1]} product"
+        else:
+            return Int4Linear(quantise(weight, bits), getattr(product, "bias", None))
+        self.trouble = self.trouble or f"drafts in {bits} bits run in the checkpoint's own here: {reason}"
+        return product if isinstance(product, nn.Linear) else Head(product)
+
+
+class Head(nn.Module):
+    """A tied embedding as a product."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.embedding.weight)

@@ -1,0 +1,190 @@
+"""Static steps: what a GPU compiles and captures, run here as they are, and their one block compiled for a CPU."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.costs import measure_costs
+from decoding.drafters import ModelDrafter
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.sampling import SamplingParams
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
+from decoding.verify import chance_of
+from decoding.writer import Writer
+from model import LayerPlan
+from model.fast import gpu
+from model.fast.gpu import ROWS, SMALLEST, StaticDecoder
+from tests.laws import plans, tiny_model
+
+FAMILIES = ["llama", "gemma2"]
+VOCAB = 19
+
+
+def static(family: str = "llama") -> StaticDecoder:
+    return StaticDecoder(tiny_model(family, vocab=VOCAB), compiled=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=15, derandomize=True, deadline=None)
+@given(
+    steps=st.lists(st.tuples(plans(), st.sampled_from([1, 2, 5, ROWS, ROWS + 1])), min_size=1, max_size=4),
+    prompt=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+@torch.inference_mode()
+def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
+    family: str, steps: list[tuple[LayerPlan, int]], prompt: int, seed: int
+) -> None:
+    """Rejected entries lie beyond the length; two caches of one model are written in turns."""
+    model = static(family)
+    generator = torch.Generator().manual_seed(seed)
+    models = model.model, model, model
+    caches = [each.new_cache(64) for each in models]
+    text = torch.randint(VOCAB, (1, prompt), generator=generator)
+    for each, cache in zip(models, caches, strict=True):
+        each.prefill(text, cache)
+    for plan, count in steps:
+        for tokens, under in ((torch.randint(VOCAB, (1, count), generator=generator), plan), (text[:, :1], None)):
+            expected, *found = (each(tokens, cache, prompt, under) for each, cache in zip(models, caches, strict=True))
+            for logits in found:
+                torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+            assert caches[0].lengths == caches[1].lengths == caches[2].lengths
+            if under is plan:
+                for cache in caches:
+                    cache.truncate(prompt)
+        prompt += 1
+    assert model.trouble is None and model.row_invariant
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: install g++"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_one_compiled_block_serves_all_layers(family: str, backend: str) -> None:
+    """In one graph without a break: its logits are the readable block's, and no layer compiles it again."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    model, tokens = static(family), torch.tensor([[1, 2, 3, 4, 5]])
+    model.run = torch.compile(gpu.run_block, fullgraph=True, dynamic=False, backend=counting)
+    cache = model.new_cache(32)
+    for start in (0, 5):
+        torch.testing.assert_close(
+            model(tokens, cache, start), model.model(tokens, copy.deepcopy(cache), start), rtol=0, atol=1e-8
+        )
+    assert model.trouble is None and len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_memory_that_was_made_while_costs_were_measured_serves_texts() -> None:
+    """Costs are measured in inference mode, texts begin outside it; torch refuses to write such tensors there."""
+    model = static()
+    measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), longest=2, context=8)
+    cache = model.new_cache(8)
+    assert not cache.keys[0].is_inference() and len(model.memories) <= 2
+    writer = Writer(model, 12)
+    writer.begin([1, 2, 3])
+    sample = writer.write(writer.new_text(Rules(5)), writer.plain, SamplingParams(), chance_of("ratio", 0))
+    assert len(sample.text.generated) == 5 and sample.trouble is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
+    texts = []
+    for model in (tiny_model(family, vocab=VOCAB), static(family)):
+        cache = model.new_cache(64)
+        with torch.inference_mode():
+            model.prefill(torch.tensor([[1, 2, 3]]), cache)
+        drafter = ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
+        text = Text([1, 2, 3, 4], Rules(40), model)
+        list(speculate(model, cache, text, drafter, FixedLength(3), SamplingParams(0.9), SeededRandomness(5)))
+        texts.append(text.generated)
+    assert texts[0] == texts[1]
+
+
+def test_memory_is_used_again_with_its_steps_and_nothing_is_left_in_it() -> None:
+    model, tokens = static(), torch.tensor([[1, 2]])
+    with torch.inference_mode():
+        cache = model.new_cache(20)
+        model(tokens, cache, 0)
+        memory = model.lent[cache]
+        other = model.new_cache(20)
+        assert model.lent[other] is not memory, "a cache in use is nobody else's"
+        del cache
+        again = model.new_cache(30)
+        assert model.lent[again] is memory and len(memory.steps) == 1
+        assert again.lengths == [0] * model.num_layers and not any(each.any() for each in (*again.keys, *again.values))
+        assert memory.cache.capacity == SMALLEST
+        assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
+
+
+def test_low_bits_feed_one_row_and_run_in_the_checkpoints_own_where_there_is_no_kernel() -> None:
+    model = static()
+    plan = LayerPlan.full(model.num_layers).in_bits(4)
+    with torch.inference_mode():
+        cache = model.new_cache(20)
+        assert model.step_of(cache, plan).rows == 1 and model.step_of(cache, LayerPlan.full(3)).rows == ROWS
+        tokens = torch.tensor([[1, 2, 3]])
+        torch.testing.assert_close(model(tokens, cache, 0, plan), model(tokens, cache, 0), rtol=0, atol=1e-10)
+    assert "drafts in 4 bits run in the checkpoint's own here" in model.twins.trouble and model.fast_bits == ()
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (RuntimeError("no Triton"), "no Triton"),
+        (AssertionError(), "AssertionError"),
+        (ImportError("no module"), "no module"),
+        (None, "a static step's logits are"),
+    ],
+    ids=["compiler", "assertion", "import", "wrong numbers"],
+)
+def test_whatever_fails_steps_are_the_readable_blocks_and_a_line_says_so(broken: Exception | None, said: str) -> None:
+    model, tokens = static(), torch.tensor([[1, 2, 3]])
+    run = model.run
+
+    def fails(block, weights, x, *rest):
+        if broken:
+            raise broken
+        return -run(block, weights, x, *rest)
+
+    model.run = fails
+    with torch.inference_mode():
+        cache = model.new_cache(20)
+        found, expected = model(tokens, cache, 0), model.model(tokens, model.model.new_cache(20), 0)
+    assert torch.equal(found, expected) and cache.lengths == [3] * 3
+    assert model.trouble.startswith("steps are the readable blocks': " + said) and "\n" not in model.trouble
+    assert type(model.new_cache(5)) is type(cache) and not model.lent.get(model.new_cache(5))
+
+
+def test_steps_whose_rows_depend_on_each_other_are_owned_up_to() -> None:
+    model = static()
+    run = model.run
+
+    def mixes(block, weights, x, angles, sees, entries, *runs):
+        return run(block, weights, x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]), angles, sees, entries, *runs)
+
+    model.run = mixes
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]), model.new_cache(20), 0)
+    assert model.trouble is None and not model.row_invariant and "alone" in model.why_rows_vary
