@@ -30,7 +30,7 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "torchrun": "make test starts such processes itself",
     "python -m benchmark --only stories": "with short settings it is the one before it",
     "pip install llama-cpp-python": "it compiles for minutes",
-    "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python",
+    "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python and a GGUF file",
 }
 SAMPLE = "weights/training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
