@@ -240,7 +240,7 @@ def test_costs_are_measured_with_what_is_recorded() -> None:
     model = graphed()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("decoding.costs.SeededRandomness", lambda seed, device: PretendedRandomness(seed))
-        measure_costs(model, model, LayerPlan.early_exit(3, 1), FILTERED, longest=2, context=4)
+        measure_costs(model, model, LayerPlan.early_exit(3, 1), FILTERED, longest=2)
     assert {rows for _, rows in recordings_of(model).kept} == {0, 1, 2, 3}
 
 
