@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmark import Report
 from benchmark.contenders import Bench, find_drafts
-from benchmark.libraries import LIBRARIES, PACKAGES, other_contenders
+from benchmark.libraries import LIBRARIES, PACKAGES, llama_cpp_features, other_contenders
 from benchmark.report import DRAWN, draw, tables
 from benchmark.sections import (
     cost_tables,
@@ -37,7 +37,7 @@ from model.fast import accelerate
 from search.prompts import PROMPTS
 from weights.command_line import OneLineParser, run_command
 from weights.device import pick_device
-from weights.files import check_place, write_json
+from weights.files import check_place, is_file, write_json
 from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder
@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         action="extend",
         default=[],
         metavar="LIBRARY",
-        help=f"measure it too: {', '.join(LIBRARIES)} (for several: a comma, or the option again)",
+        help="measure it too: transformers, llama.cpp=FILE.gguf (for several: a comma, or the option again)",
     )
     parser.add_argument(
         "--only",
@@ -85,6 +85,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything that was measured")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as .svg or .png")
     options = parser.parse_args(arguments)
+    options.against = dict(name.partition("=")[::2] for name in options.against)  # library -> its file, or ""
     options.only = options.only or list(SECTIONS[:-1])
     if options.repeats is None:
         options.repeats = 1 if options.quick else 3
@@ -108,6 +109,15 @@ def check_options(options: argparse.Namespace) -> None:
     for name in options.against:
         if util.find_spec(LIBRARIES[name]) is None:
             raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
+    if options.against.get("transformers"):
+        raise InputError("--against transformers takes no file: it reads the folder of --model")
+    file = options.against.get("llama.cpp")
+    if file is not None and not is_file(Path(file)):
+        given = f"{file!r:.80} is no file" if file else "none is given"
+        raise InputError(
+            f"--against llama.cpp needs a GGUF file of the model, and {given}: write one with llama.cpp's "
+            "convert_hf_to_gguf.py and give llama.cpp=FILE.gguf"
+        )
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
     if options.plot and options.plot.suffix not in (".svg", ".png"):
@@ -185,9 +195,13 @@ def benchmark(options: argparse.Namespace) -> None:
     if why := getattr(bench.model, "why_rows_vary", None):
         bench.notes.append(f"texts of drafts may differ from plain's by rounding: {why}")
     report = {"about": about} | measure(bench) | memory | {"notes": bench.notes}
+    heading = f"{about['model']} in {about['dtype']}; {about['machine']}"
+    if "llama.cpp" in bench.others:
+        about["llama.cpp"] = f"{options.against['llama.cpp']}; {llama_cpp_features()}"
+        heading += f"\nllama.cpp: {about['llama.cpp']}"
     shown = Console(width=None if sys.stdout.isatty() else 170)
-    for part in (f"{about['model']} in {about['dtype']}; {about['machine']}", *tables(report)):
-        shown.print(part, highlight=False)
+    for part in (heading, *tables(report)):
+        shown.print(part, highlight=False, markup=False)
     for path, write in (
         (options.json, lambda: write_json(options.json, report)),
         (options.plot, lambda: draw(report, options.plot)),

@@ -1,4 +1,4 @@
-"""Contenders of other libraries, on the same weights in the same dtype."""
+"""Contenders of other libraries: transformers on the same checkpoint, llama.cpp on a GGUF file of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Written, exit_layer
 from decoding.chooser import GAMMA
-from model import Decoder
+from model import Decoder, InputError
 from weights.files import one_line
 from weights.names import model_folder
 
@@ -61,11 +61,24 @@ def transformers_contenders(
     return found
 
 
-def llama_cpp_contender(folder: Path, model: Decoder, longest: int) -> Contender:
-    """Plain decoding of llama.cpp with the same weights in the same dtype, for texts up to ``longest`` tokens."""
-    from weights.gguf.export import open_in_llama_cpp
+def llama_cpp_contender(file: str, device: torch.device, longest: int) -> Contender:
+    """Plain decoding of llama.cpp from a GGUF file, for texts up to ``longest`` tokens, with torch's number of threads.
 
-    theirs = open_in_llama_cpp(folder, model.dtype, model.device, longest)
+    Raises InputError where it was built without support for the device.
+    """
+    import llama_cpp
+
+    if device.type != "cpu" and not llama_cpp.llama_supports_gpu_offload():
+        raise InputError(f"this llama-cpp-python was built without support for {device.type}")
+    threads = torch.get_num_threads()
+    theirs = llama_cpp.Llama(
+        file,
+        n_ctx=longest,
+        n_threads=threads,
+        n_threads_batch=threads,
+        n_gpu_layers=0 if device.type == "cpu" else -1,
+        verbose=False,
+    )
 
     def write(prompt: list[int], count: int) -> Written:
         theirs.reset()  # or a prompt that it has just read would cost nothing
@@ -74,17 +87,25 @@ def llama_cpp_contender(folder: Path, model: Decoder, longest: int) -> Contender
     return Contender(write)
 
 
+def llama_cpp_features() -> str:
+    """What llama.cpp was built with, such as the processor's instructions that it uses."""
+    import llama_cpp
+
+    return llama_cpp.llama_print_system_info().decode().strip(" |")
+
+
 def other_contenders(bench: Bench) -> dict[str, Contender]:
     """The libraries of --against, less what they cannot do with this model: that goes into the notes."""
     deepest = exit_layer(bench.model.num_layers, bench.options.exit_layer)
     draft_folder = model_folder(bench.options.draft_model) if bench.options.draft_model else None
     longest = max([bench.setting.positions, *bench.prompt_lengths])
+    against = bench.options.against
     makers: dict[str, Callable[[], dict[str, Contender]]] = {
         "transformers": lambda: transformers_contenders(bench.folder, bench.model, draft_folder, deepest),
-        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(bench.folder, bench.model, longest)},
+        "llama.cpp": lambda: {"llama.cpp": llama_cpp_contender(against["llama.cpp"], bench.model.device, longest)},
     }
     found: dict[str, Contender] = {}
-    for library in bench.options.against:
+    for library in against:
         for name, contender in (attempt(bench, library, makers[library]) or {}).items():
             if attempt(bench, name, partial(contender.write, bench.prompts[0][2], WARM_UP_TOKENS)):
                 found[name] = contender

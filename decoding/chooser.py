@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from decoding.cost_file import kept_costs
-from decoding.costs import CONTEXT, LONGEST_DRAFT, CostTable, GrowingCosts, measure_costs, without_draft
+from decoding.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.plan_file import DraftPlan, read_plan
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
@@ -35,8 +35,6 @@ from weights.tokenizer import Tokenizer
 
 GAMMA = 4  # tokens drafted a round where nothing else is said
 GAMMA_LOW_BITS = 5  # of drafts that are nearly always accepted
-LONG_TEXT = 1024  # positions from which costs are measured at a second length,
-LONG_CONTEXT = 4096  # if the model goes so far
 PRIORS = {"low bits": 0.9, "lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any was seen
 LONGEST_ADAPTIVE = 8  # of Draft & Verify's adaptive exit
 START_GREEDY, START_SAMPLED = 0.8, 0.5  # its first thresholds
@@ -240,7 +238,8 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     costs = {name: costs_of(way, setting) for name, way in ways.items()}
     priors = PRIORS | ({"plan": chosen.acceptance} if pays and chosen.acceptance else {})
     ways["lookup"] = lookup(options, setting)
-    costs["lookup"] = next(map(without_draft, costs.values()), None) or costs_of(ways["lookup"], setting)
+    measured = next(iter(costs.values()), None)
+    costs["lookup"] = replace(measured, draft=0.0) if measured else costs_of(ways["lookup"], setting)
     return Drafting(
         " or ".join(way.name for way in ways.values()),
         lambda cache: BestOf({name: way.new_drafter(cache) for name, way in ways.items()}),
@@ -264,21 +263,15 @@ def saves_in_low_bits(model: Decoder) -> bool:
     return not isinstance(model, ParallelDecoder) and bool(model.fast_bits)
 
 
-def costs_of(way: Drafting, setting: Setting) -> CostTable | GrowingCosts:
-    """What a way to draft costs on this machine: kept ones, or measured now; at two lengths where texts may be long."""
+def costs_of(way: Drafting, setting: Setting) -> CostTable:
+    """What a way to draft costs on this machine: kept ones, or measured now."""
     model, params = setting.model, setting.params
 
-    def after(context: int) -> CostTable:
-        def measure() -> CostTable:
-            say(f"measuring once what drafts cost on this machine after {context} tokens")
-            return measure_costs(model, way.model, way.plan, params, context=context)
+    def measure() -> CostTable:
+        say(f"measuring once what drafts cost on this machine after {CONTEXT} tokens")
+        return measure_costs(model, way.model, way.plan, params)
 
-        return kept_costs(setting.folder, model, way.plan, params, measure, context)
-
-    longest = min(LONG_CONTEXT, model.max_positions - LONGEST_DRAFT - 1)
-    if setting.positions < LONG_TEXT or longest <= LONG_TEXT:
-        return after(CONTEXT)
-    return GrowingCosts(after(CONTEXT), after(longest), longest)
+    return kept_costs(setting.folder, model, way.plan, params, measure)
 
 
 def own(options: DraftOptions, setting: Setting) -> Drafting:

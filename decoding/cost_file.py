@@ -31,9 +31,8 @@ def kept_costs(
     plan: LayerPlan | None,
     params: SamplingParams,
     measure: Callable[[], CostTable],
-    context: int = CONTEXT,
 ) -> CostTable:
-    """The cost table of this model, plan (None: lookup), sampling, dtype, context and machine, else measured.
+    """The cost table of this model, plan (None: lookup), sampling, dtype and machine, else measured.
 
     It is kept in ``costs.json``, unless the machine was busy when it was measured. A folder that cannot be written, or
     a damaged file, only means measuring again.
@@ -41,7 +40,7 @@ def kept_costs(
     drafts = "lookup" if plan is None else f"skip {plan.skipped_attention} {plan.skipped_mlp}"
     if plan is not None and plan.has_low_bits:
         drafts = f"bits {plan.attention} {plan.mlp} {plan.head}"
-    return _kept(folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
+    return _kept(folder, model, f"{drafts}, {params}, after {CONTEXT} tokens", CostTable, measure)
 
 
 def kept_sublayer_costs(

@@ -6,7 +6,7 @@ All costs are in units of one plain decoding step, so a table says directly what
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,34 +38,10 @@ class CostTable:
     verify: tuple[float, ...]
     steady: bool = field(default=True, compare=False)  # whether the repeats agreed when this was measured
 
-    def at(self, length: int) -> CostTable:
-        """The costs after so many tokens: these, whatever the length. See ``GrowingCosts``."""
-        return self
-
     @property
     def longest_draft(self) -> int:
         """The longest draft whose verification (one token more) was measured."""
         return len(self.verify) - 1
-
-
-@dataclass(frozen=True)
-class GrowingCosts:
-    """Costs after ``CONTEXT`` tokens and after ``length`` tokens; between them and beyond, what lies on the line."""
-
-    near: CostTable
-    far: CostTable
-    length: int
-
-    @property
-    def longest_draft(self) -> int:
-        return self.near.longest_draft
-
-    def at(self, length: int) -> CostTable:
-        """The costs after so many tokens, in plain steps at that length."""
-        share = min(1.0, max(0.0, (length - CONTEXT) / (self.length - CONTEXT)))
-        rows = zip((self.near.draft, *self.near.verify), (self.far.draft, *self.far.verify), strict=True)
-        draft, *verify = ((1 - share) * near + share * far for near, far in rows)
-        return CostTable(draft, tuple(verify))
 
 
 @dataclass(frozen=True)
@@ -91,13 +67,6 @@ class SublayerCosts:
         return self.base[BITS.index(plan.head)] + sum(cost[BITS.index(bits)] for cost, bits in sublayers if bits)
 
 
-def without_draft(costs: CostTable | GrowingCosts) -> CostTable | GrowingCosts:
-    """The costs of a drafter without a model, whose steps cost nothing, from those of another."""
-    if isinstance(costs, GrowingCosts):
-        return replace(costs, near=without_draft(costs.near), far=without_draft(costs.far))
-    return replace(costs, draft=0.0)
-
-
 def expected_tokens(acceptance: float, length: int) -> float:
     """Tokens a round yields on average: 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192, equation 1)."""
     return sum(acceptance**kept for kept in range(length + 1))
@@ -116,18 +85,16 @@ def measure_costs(
     params: SamplingParams = GREEDY,
     *,
     longest: int = LONGEST_DRAFT,
-    context: int = CONTEXT,
 ) -> CostTable:
     """Time the loop's own steps with these sampling parameters, interleaved, and take medians; the first is warm-up.
 
     ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
-    ``context`` tokens stand before them.
+    ``CONTEXT`` tokens stand before them.
     """
-    cache = filled_cache(target, longest, context)
-    steps = [verification(target, count, cache, params, context) for count in range(1, longest + 2)]
+    cache = filled_cache(target, longest)
+    steps = [verification(target, count, cache, params) for count in range(1, longest + 2)]
     if draft_model is not None:
-        own = filled_cache(draft_model, IN_A_ROW, context)
-        steps.append(draft_steps(draft_model, own, plan, params, context=context))
+        steps.append(draft_steps(draft_model, filled_cache(draft_model, IN_A_ROW), plan, params))
     timings = take_turns(steps, REPEATS, target.device, PATIENCE)
     plain, *rest = (took.median for took in timings)
     verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
@@ -136,17 +103,15 @@ def measure_costs(
     return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs, steady)
 
 
-def verification(
-    target: Model, count: int, cache: Any, params: SamplingParams = GREEDY, context: int = CONTEXT
-) -> Callable[[], None]:
+def verification(target: Model, count: int, cache: Any, params: SamplingParams = GREEDY) -> Callable[[], None]:
     """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
     randomness = SeededRandomness(0, target.device)
-    tokens = torch.zeros(context + count, dtype=torch.int64, device=target.device)
+    tokens = torch.zeros(CONTEXT + count, dtype=torch.int64, device=target.device)
     draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
 
     def step() -> None:
-        probs = distribution(target(tokens[None, context:], cache, context)[0], tokens, params)
-        torch.stack(verify_by_ratio(probs, draft_probs, tokens[context + 1 :], randomness, Place(context))).tolist()
+        probs = distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens, params)
+        torch.stack(verify_by_ratio(probs, draft_probs, tokens[CONTEXT + 1 :], randomness, Place(CONTEXT))).tolist()
 
     return step
 
@@ -157,16 +122,15 @@ def draft_steps(
     plan: LayerPlan | None,
     params: SamplingParams = GREEDY,
     count: int = IN_A_ROW,
-    context: int = CONTEXT,
 ) -> Callable[[], None]:
     """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
     randomness = SeededRandomness(0, model.device)
-    before = torch.zeros(context + 1, dtype=torch.int64, device=model.device)
+    before = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
 
     def steps() -> None:
-        cache.truncate(context)
+        cache.truncate(CONTEXT)
         text = before
-        for start in range(context, context + count):
+        for start in range(CONTEXT, CONTEXT + count):
             probs = distribution(model(text[None, start:], cache, start, plan)[0], text, params)
             text = torch.cat((text, randomness.draw(probs[0], Place(start))[None]))
         text.tolist()
@@ -174,8 +138,8 @@ def draft_steps(
     return steps
 
 
-def filled_cache(model: Model, longest: int, context: int = CONTEXT) -> Any:
-    """A cache that holds ``context`` tokens, with room for a draft of ``longest`` more."""
-    cache = model.new_cache(context + longest + 1)
-    model.prefill(torch.zeros(1, context, dtype=torch.int64, device=model.device), cache)
+def filled_cache(model: Model, longest: int) -> Any:
+    """A cache that holds ``CONTEXT`` tokens, with room for a draft of ``longest`` more."""
+    cache = model.new_cache(CONTEXT + longest + 1)
+    model.prefill(torch.zeros(1, CONTEXT, dtype=torch.int64, device=model.device), cache)
     return cache

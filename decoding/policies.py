@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from decoding.costs import CostTable, GrowingCosts, predicted_speedup
+from decoding.costs import CostTable, predicted_speedup
 from decoding.rounds import Round
 from model.errors import InputError
 
@@ -127,7 +127,7 @@ class BreakEven(Policy):
 
     def __init__(
         self,
-        costs: CostTable | Mapping[str, CostTable | GrowingCosts],
+        costs: CostTable | Mapping[str, CostTable],
         longest: int = 8,
         *,
         memory: float = 0.95,
@@ -141,7 +141,7 @@ class BreakEven(Policy):
         super().__init__(min(longest, *(table.longest_draft for table in tables)))
         self.memory, self.pause, self.priors = memory, pause, priors or {}
         self.seen: dict[str, tuple[float, float]] = {}  # of each kind: tokens kept, and looked at one by one
-        self.credit, self.waiting, self.length = self.START, 0, 0
+        self.credit, self.waiting = self.START, 0
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
 
@@ -160,7 +160,7 @@ class BreakEven(Policy):
         best, taken, length = 1.0, None, 0
         probe, hope = None, 0.0
         for offer in offers:
-            costs, rate = self.costs[offer.name].at(self.length), self.acceptance(offer.kind)
+            costs, rate = self.costs[offer.name], self.acceptance(offer.kind)
             longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
             for count in range(1, longest + 1):
                 if count * costs.draft + costs.verify[count] - 1 > self.credit:
@@ -176,11 +176,10 @@ class BreakEven(Policy):
         return taken, length
 
     def observe(self, round: Round) -> None:
-        self.length = round.position + len(round.emitted)
         drafted, rejected = len(round.drafted), round.accepted < len(round.drafted)
         cost = 1.0
         if drafted and self.taken is not None:
-            costs = self.costs[self.taken.name].at(round.position)
+            costs = self.costs[self.taken.name]
             cost = drafted * costs.draft + costs.verify[drafted]
         self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.SHARE) * len(round.emitted) - cost)
         self.waiting = self.pause if drafted else max(0, self.waiting - 1)

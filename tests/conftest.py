@@ -27,6 +27,12 @@ def pytest_configure() -> None:
     import torch
 
     torch.set_num_threads(1 if WORKER else 2)
+    if not WORKER:  # the others would all compile the step at once
+        from model.fast import accelerate
+        from tests.laws import tiny_model
+
+        model = accelerate(tiny_model("llama").float())
+        model(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(1), 0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -30,7 +30,7 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "torchrun": "make test starts such processes itself",
     "python -m benchmark --only stories": "with short settings it is the one before it",
     "pip install llama-cpp-python": "it compiles for minutes",
-    "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python",
+    "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python and a GGUF file",
 }
 SAMPLE = "weights/training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
@@ -47,6 +47,9 @@ EDITABLE = (  # into an environment that has the packages of this one, but not t
     'python -m venv --without-pip ~/own && echo "{packages}" > ~/own/lib/python{version}/site-packages/packages.pth'
     " && ~/own/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ."
 )
+KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(
+    Path.home() / ".cache" / "self-speculative-decoding"
+)  # compiled once
 LIMIT = 300  # seconds that a command may take
 
 
@@ -118,7 +121,14 @@ class Session:
         path = os.pathsep.join([ours, *rest] if self.inside else rest)
         unset = ("VIRTUAL_ENV", "PYTHONPATH")
         kept = {name: value for name, value in os.environ.items() if name not in unset}
-        return {**kept, **self.variables, "PATH": path, "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+        return {
+            **kept,
+            **self.variables,
+            "PATH": path,
+            "HOME": str(self.home),
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_CACHE_DIR": KERNELS,
+        }
 
     def do(self, kind: str, content: str) -> int:
         """Run a command or a ``python`` block, or save a file; returns the exit status."""

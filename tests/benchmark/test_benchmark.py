@@ -33,6 +33,8 @@ from model.fast import accelerate
 from search.prompts import PROMPTS
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.pictures import faults
+from tests.weights.test_fetch import write_gguf
+from weights.gguf.llama import convert
 from weights.load import load_model
 from weights.memory import parameter_count
 from weights.tokenizer import Tokenizer
@@ -101,6 +103,27 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     assert "<svg" in picture.read_text()
 
 
+@pytest.mark.usefixtures("small")
+def test_llama_cpp_is_measured_on_a_file_of_the_same_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(
+        "llama_cpp", reason="needs llama-cpp-python, which compiles for minutes: pip install it to run this"
+    )
+    folder, file, report = tmp_path / "model", tmp_path / "model.gguf", tmp_path / "report.json"
+    folder.mkdir()
+    write_gguf(file, in_bfloat16=True)
+    convert(file, folder)
+    options = ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--only", "speed", "--quick"]
+    files = ["--against", f"llama.cpp={file}", "--json", str(report)]
+    assert command.main([*options, "--max-new-tokens", "8", *files]) == 0
+    measured = json.loads(report.read_text())
+    row = next(row for row in measured["speed"] if row["name"] == "llama.cpp")
+    assert (row["texts"], row["equal"]) == (2, 2) and measured["notes"] == []
+    assert measured["about"]["llama.cpp"].startswith(f"{file}; CPU : ")
+    assert f"llama.cpp: {tmp_path}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("sections", [("speed",), ("costs",), ("speed", "costs", "context")])
 def test_the_picture_of_a_report_is_in_order(sections: tuple[str, ...]) -> None:
     names = ["plain", "lookup", "lowbit", "auto", "exit 24, adaptive", "transformers, lookup", "transformers, exit 24"]
@@ -159,9 +182,10 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
             "--against is measured in the sections speed and first-token",
         ),
         (
-            ["--against", "llama.cpp"],
+            ["--against", f"llama.cpp={__file__}"],
             "--against llama.cpp needs a package that is not installed: pip install llama-cpp",
         ),
+        (["--against", "transformers=a.gguf"], "--against transformers takes no file"),
         (["--model", "/no/model"], "no folder '/no/model'"),
         (["--draft-model", "/no/model"], "no folder '/no/model'"),
         (["--max-new-tokens", "250"], "a prompt of "),
@@ -181,6 +205,20 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {complaint}")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("llama.cpp", "none is given"), ("llama.cpp=/no/model.gguf", "'/no/model.gguf' is no file")]
+)
+def test_llama_cpp_without_a_gguf_file_is_refused_and_the_remedy_named(
+    given: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.util, "find_spec", lambda name: object())
+    assert command.main(["--against", f"transformers,{given}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --against llama.cpp needs a GGUF file of the model, and {said}: "
+        "write one with llama.cpp's convert_hf_to_gguf.py and give llama.cpp=FILE.gguf\n"
+    )
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +376,7 @@ def test_what_a_library_cannot_do_with_a_model_is_a_note_and_no_row(
     monkeypatch.setattr(libraries, "transformers_contenders", lambda *of: {"good": good, "bad": Contender(fail)})
     monkeypatch.setattr(libraries, "llama_cpp_contender", refuse)
     folder = write_folder(tmp_path / "model", GEMMA2)
-    options = command.parse_arguments(["--against", "transformers,llama.cpp"])
+    options = command.parse_arguments(["--against", "transformers,llama.cpp=model.gguf"])
     bench = Bench(options, setting(folder), [("story", "one", [1])])
     assert list(other_contenders(bench)) == ["good"]
     assert bench.notes == [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.costs import CONTEXT, CostTable, GrowingCosts, expected_tokens, predicted_speedup
+from decoding.costs import CostTable, expected_tokens, predicted_speedup
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Offer
 from decoding.rounds import Round
 from model import InputError
@@ -20,8 +20,8 @@ CHEAP = CostTable(0.0, (1.0, 1.0, 1.0, 1.1, 1.2))
 DEAR = CostTable(0.9, (1.0, 1.3, 1.6, 1.9, 2.2))
 
 
-def a_round(drafted: int, accepted: int, target_confidence: float | None = None, position: int = 5) -> Round:
-    return Round(position, [0] * drafted, accepted, [0] * (accepted + 1), target_confidence=target_confidence)
+def a_round(drafted: int, accepted: int, target_confidence: float | None = None) -> Round:
+    return Round(5, [0] * drafted, accepted, [0] * (accepted + 1), target_confidence=target_confidence)
 
 
 def test_fixed_length_drafts_the_same_every_round() -> None:
@@ -87,14 +87,12 @@ def test_predicted_speedup_is_tokens_over_cost() -> None:
 
 def run(policy: BreakEven, costs: CostTable, kept: Iterable[int]) -> tuple[list[int], float]:
     """Rounds of one way to draft, of which so many tokens would be kept each: drafted lengths, and what all cost."""
-    drafted, spent, position = [], 0.0, 10
+    drafted, spent = [], 0.0
     for most in kept:
         length = policy.draft_length()
         spent += length * costs.draft + costs.verify[length]
         drafted.append(length)
-        round = a_round(length, min(length, most), position=position)
-        position += len(round.emitted)
-        policy.observe(round)
+        policy.observe(a_round(length, min(length, most)))
     return drafted, spent
 
 
@@ -128,7 +126,7 @@ def test_nor_does_it_with_several_ways_to_choose_from(
             spent += length * tables[taken.name].draft + tables[taken.name].verify[length]
         else:
             spent += 1
-        round = a_round(length, min(length, most), position=tokens)
+        round = a_round(length, min(length, most))
         tokens += len(round.emitted)
         policy.observe(round)
     assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
@@ -190,23 +188,6 @@ def test_of_several_ways_the_one_of_the_largest_predicted_speedup_is_taken() -> 
         if taken is offers[0]:
             return
     pytest.fail("the past acceptance of the other speaks for this one")
-
-
-def test_costs_at_two_lengths_are_interpolated() -> None:
-    costs = GrowingCosts(CostTable(0.5, (1.0, 1.2)), CostTable(0.7, (1.0, 1.6)), 2 * CONTEXT)
-    assert costs.at(0) == costs.near and costs.at(10**6) == costs.far
-    middle = costs.at(CONTEXT * 3 // 2)
-    assert (middle.draft, middle.verify) == (pytest.approx(0.6), pytest.approx((1.0, 1.4)))
-
-
-def test_a_draft_that_pays_in_a_short_text_is_given_up_in_a_long_one() -> None:
-    costs = GrowingCosts(CostTable(0.1, (1.0, 1.0, 1.0)), CostTable(0.9, (1.0, 1.5, 2.0)), 1000)
-    policy = BreakEven({"model": costs})
-    policy.credit = math.inf
-    assert policy.choose([Offer("model", "model")])[1] == 2
-    policy.observe(Round(1000, [], 0, [1]))
-    policy.credit, policy.waiting = math.inf, 1
-    assert policy.choose([Offer("model", "model")])[1] == 0
 
 
 def test_break_even_never_drafts_longer_than_was_measured() -> None:

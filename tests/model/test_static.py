@@ -99,7 +99,7 @@ def test_one_compiled_block_serves_all_layers(family: str, backend: str) -> None
 def test_memory_that_was_made_while_costs_were_measured_serves_texts() -> None:
     """Costs are measured in inference mode, texts begin outside it; torch refuses to write such tensors there."""
     model = static()
-    measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), longest=2, context=8)
+    measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), longest=2)
     cache = model.new_cache(8)
     assert not cache.keys[0].is_inference() and len(model.memories) <= 2
     writer = Writer(model, 12)

@@ -129,9 +129,17 @@ def tensors(*, tied: bool) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationT
 
 
 def write_gguf(
-    path: Path, *, tied: bool = True, change: Callable[[gguf.GGUFWriter], None] | None = None, pre: str = "smollm"
+    path: Path,
+    *,
+    tied: bool = True,
+    change: Callable[[gguf.GGUFWriter], None] | None = None,
+    pre: str = "smollm",
+    in_bfloat16: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """A GGUF file as llama.cpp writes it; returns what it stores, dequantised, in Hugging Face's order."""
+    """A GGUF file as llama.cpp writes it; returns what it stores, dequantised, in Hugging Face's order.
+
+    ``in_bfloat16``: every number is one of bfloat16, stored in float32, so that a conversion loses nothing.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(len(TOKENS))
     writer.add_context_length(128)
@@ -154,6 +162,8 @@ def write_gguf(
         change(writer)
     stored = {}
     for name, (values, kind) in tensors(tied=tied).items():
+        if in_bfloat16:
+            values, kind = torch.from_numpy(values).bfloat16().float().numpy(), F32
         part = name.rpartition(".")[2]
         heads = {"attn_q": HEADS, "attn_k": KEY_HEADS}.get(part)
         blocks = quantize(interleave(values, heads) if heads else values, kind)
