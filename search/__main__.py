@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -45,10 +44,11 @@ from search.study import (
     finished,
     importance,
     open_study,
+    optimise,
+    quiet_optuna,
     starts,
 )
 from search.texts import read_prompts, split, written_texts
-from search.workers import Job, quiet_optuna, run_alone, run_workers
 from weights.command_line import OneLineParser, run_command, say
 from weights.device import pick_device
 from weights.files import check_place
@@ -69,7 +69,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)")
     parser.add_argument("--resume", action="store_true", help="continue the search of this plan file")
     parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe", help="what proposes the plans")
-    parser.add_argument("--workers", type=int, default=1, metavar="W", help="processes that search side by side")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same search")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw what was found into this folder")
     parser.add_argument("--compare", type=int, metavar="K", help="only compare the samplers, over K seeds")
@@ -94,7 +93,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def check_options(options: argparse.Namespace) -> SamplingParams:
     """The sampling parameters. Raises InputError for a value out of range and for a place that cannot be written."""
-    for name in ("trials", "workers", "max_new_tokens", "compare"):
+    for name in ("trials", "max_new_tokens", "compare"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
@@ -184,22 +183,8 @@ def measured_importance(setting: Setting) -> dict[str, list[float]]:
         return importance(calibration, lambda: bar.advance(task))
 
 
-def search(options: argparse.Namespace, setting: Setting, study: optuna.Study, journal: Path) -> bool:
+def search(options: argparse.Namespace, setting: Setting, study: optuna.Study) -> bool:
     """Try plans until there are enough, or until Ctrl-C: then returns False. Everything found is in the study."""
-    job = Job(
-        setting.folder,
-        setting.model.dtype,
-        setting.model.device,
-        setting.texts[SEARCHED],
-        setting.params,
-        setting.coupling,
-        setting.costs,
-        journal,
-        options.sampler,
-        options.seed,
-        options.trials,
-        max(1, torch.get_num_threads() // options.workers),
-    )
     try:
         if "importance" not in study.user_attrs:
             study.set_user_attr("importance", measured_importance(setting))
@@ -210,10 +195,9 @@ def search(options: argparse.Namespace, setting: Setting, study: optuna.Study, j
                 best = candidates(study)[0].prediction
                 bar.update(task, advance=1, description=describe(best))
 
-            if options.workers == 1:
-                run_alone(study, setting.model, job, on_trial)
-            else:
-                run_workers(study, job, options.workers, on_trial)
+            calibration = Calibration(setting.model, setting.texts[SEARCHED], setting.params, coupling=setting.coupling)
+            evaluator = Evaluator(calibration, setting.costs)
+            optimise(study, evaluator, setting.costs, setting.model.num_layers, options.trials, on_trial)
     except KeyboardInterrupt:
         return False
     return True
@@ -319,7 +303,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     study = open_study(journal, setting.identity, options.sampler, options.seed, resume=options.resume)
     searched = replace(setting, costs=costs_of(study, setting.costs))
-    complete = search(options, searched, study, journal)
+    complete = search(options, searched, study)
     found = candidates(study)
     if not found:
         say("interrupted before the first plan was tried: no plan written")

@@ -172,12 +172,6 @@ def open_study(
     return _with_sampler(study, sampler, seed)
 
 
-def join_study(path: Path, sampler: str, seed: int) -> optuna.Study:
-    """The study that ``open_study`` has opened in another process."""
-    study = optuna.load_study(study_name=NAME, storage=JournalStorage(JournalFileBackend(str(path))))
-    return _with_sampler(study, sampler, seed)
-
-
 def _with_sampler(study: optuna.Study, sampler: str, seed: int) -> optuna.Study:
     """With a sampler that does not draw again what was drawn for the study's trials."""
     study.sampler = SAMPLERS[sampler](seed + len(study.get_trials(deepcopy=False)))
@@ -218,6 +212,12 @@ def finished(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
 
+def quiet_optuna() -> None:
+    """Optuna's own lines would break the progress bar; what fails in a trial is raised anyway."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
 def optimise(
     study: optuna.Study,
     evaluate: Callable[[LayerPlan], Prediction],
@@ -229,7 +229,7 @@ def optimise(
     """Work on the study until it has ``trials`` finished trials, whoever else works on it too.
 
     A plan that was tried before keeps its value and is not evaluated again; instead of it, a neighbour that was not
-    tried comes next. Workers side by side may finish one trial more each.
+    tried comes next. Processes side by side may finish one trial more each.
     """
     names = list(parameters(LayerPlan.full(num_layers)))
 

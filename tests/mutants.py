@@ -175,8 +175,8 @@ MUTANTS = [
         "temperature 0 is a division by 1e-10",
         S,
         "distribution",
-        "probs = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)",
-        "probs = torch.softmax(scores / 1e-10, dim=-1)",
+        "return torch.zeros_like(scores).scatter_(-1, first_largest(scores), usable.to(scores.dtype))",
+        "return torch.softmax(scores / 1e-10, dim=-1)",
         law(GREEDY, ties=True),
     ),
     Mutant(
@@ -283,7 +283,7 @@ MUTANTS = [
         18,
         "a sliding-window cache drops what has left the window",
         KVCache,
-        "store",
+        "write",
         "self.values[layer][:, :, start:end] = values",
         "self.values[layer][:, :, start:end] = values\n"
         "    if layer == 0:\n        self.keys[layer][:, :, : max(0, start - 1)] = 0",

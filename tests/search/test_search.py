@@ -22,7 +22,6 @@ from model import InputError, LayerPlan
 from model.plan import FULL
 from search import __main__ as command
 from search import study as study_module
-from search import workers
 from search.acceptance import Calibration, Text
 from search.compare import compare, greedy, remembering
 from search.confirm import Confirmation, confirm
@@ -41,17 +40,16 @@ from search.study import (
     optimise,
     parameters,
     plan_of,
+    quiet_optuna,
     starts,
 )
 from search.texts import MOST_PROMPTS, read_prompts, split
-from search.workers import Job, quiet_optuna, run_workers
 from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
 from tests.search.loop import run
 from weights.files import write_json
 from weights.fingerprint import model_fingerprint
-from weights.load import load_model
 
 BY_BITS = (0.3, 0.6, 1.0)  # of what a sublayer costs
 COSTS = SublayerCosts(
@@ -192,26 +190,6 @@ def test_a_killed_search_resumes_without_losing_a_finished_trial(tmp_path: Path)
     ]
     assert after[:5] == before
     assert len(after) == 9
-
-
-def test_two_workers_share_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = multiprocessing.get_context("fork")  # a fresh interpreter would take seconds to import everything
-    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda kind: fork)
-    folder = write_folder(tmp_path / "model", {**LLAMA, "num_hidden_layers": 2})
-    texts = texts_of(264)
-    identity = {"model": "a"}
-    path = tmp_path / "plan.journal"
-    job = Job(folder, torch.float32, torch.device("cpu"), texts, GREEDY, "ratio", COSTS, path, "random", 0, 12, 1)
-    study = open_study(path, identity, "random", 0, resume=False)
-    enqueue(study, [LayerPlan.early_exit(2, 1)])
-    heard: list[None] = []
-    run_workers(study, job, 2, lambda: heard.append(None))
-    trials = finished(study)
-    assert 12 <= len(trials) == len(heard) <= 13  # the other may just finish one more
-    assert parameters(LayerPlan.early_exit(2, 1)) in [trial.params for trial in trials]
-    evaluate = Evaluator(Calibration(load_model(folder), texts, GREEDY), COSTS)
-    for candidate in candidates(study):
-        assert evaluate(candidate.plan).speedup == pytest.approx(candidate.prediction.speedup, rel=1e-6)
 
 
 def test_a_study_predicts_from_the_costs_of_whoever_began_it(tmp_path: Path) -> None:
@@ -488,7 +466,6 @@ def test_where_no_plan_pays_the_plan_file_turns_speculation_off(
     ("options", "complaint"),
     [
         (["--trials", 0], "--trials must be at least 1"),
-        (["--workers", 0], "--workers must be at least 1"),
         (["--compare", 0], "--compare must be at least 1"),
         (["--seed", -1], "--seed must be from 0"),
         (["--out", "x.journal"], "keeps its trials under that name"),
