@@ -27,7 +27,7 @@ from model.layers import Positions, Sight, attend, hiding, rotary_table, visible
 from model.plan import FULL, LayerPlan
 from model.twins import Twins
 
-ROWS = 16  # the longest step; a GPU multiplies so many at once anyway
+ROWS = 16  # the longest step; a GPU multiplies 16 rows at once anyway
 SMALLEST = 512  # positions of the smallest cache; larger ones double, so that few shapes are ever compiled
 # Of the largest logit: above what rounding in bf16 makes of deep models, below what a wrong address gives.
 TOLERANCE = 0.2

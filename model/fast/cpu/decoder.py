@@ -87,7 +87,7 @@ class FastDecoder:
             self.step(weights, places, rows, logits.flatten(0, -2).numpy())
 
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
-        """The model under a plan, with rotary angles for at least so many positions."""
+        """The model under a plan, with rotary angles for ``positions`` at least."""
         weights = self.plans.get(plan)
         if weights is None or len(weights.cos) < positions:
             weights = self.plans[plan] = self._tables(plan, 1 << (positions - 1).bit_length())
@@ -135,7 +135,7 @@ class FastDecoder:
         )
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
-        """A weight's row in a table, in so many bits: kind, address, bytes per row, rows, place of its bias."""
+        """A weight's row in a table, rounded to ``bits``: kind, address, bytes per row, rows, place of its bias."""
         weight, kind = product.weight, KINDS[self.model.dtype]
         if bits != FULL:
             kind = LOW_BITS[bits]

@@ -66,7 +66,7 @@ class BFloat(ir.Type):
 
 
 def vector(kind: ir.Type, lanes: int = LANES) -> ir.VectorType:
-    """The type of so many lanes."""
+    """The type of a vector with this number of lanes."""
     return ir.VectorType(kind, lanes)
 
 
