@@ -28,7 +28,6 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "make test": "it is what runs before this",
     "python -m tests.mutants": "make test runs every mutant",
     "torchrun": "make test starts such processes itself",
-    "python -m benchmark --only stories": "with short settings it is the one before it",
     "pip install llama-cpp-python": "it compiles for minutes",
     "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python and a GGUF file",
 }
