@@ -10,8 +10,9 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from decoding.chooser import DRAFTERS, Drafting, DraftOptions, Setting, choose
-from decoding.compare import comparison
+from decoding.run.chooser import DRAFTERS, Drafting, DraftOptions, Setting, choose
+from decoding.run.compare import comparison
+from decoding.run.writer import Interrupted, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.serve import Defaults, serve
 from decoding.show.labels import Labels
@@ -21,14 +22,13 @@ from decoding.show.streaming import TextStream
 from decoding.show.trace import LiveTrace, TraceConsole
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Chance, Coupling
-from decoding.writer import Interrupted, Sample, Writer
 from model import InputError
-from weights.command_line import OneLineParser, say
-from weights.files import check_place, check_utf8
+from weights.cli.command_line import OneLineParser, say
+from weights.cli.files import check_place, check_utf8
+from weights.cli.processes import ALONE, Processes
+from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
 from weights.load import DTYPES, read_config, stored_dtype
 from weights.names import model_folder
-from weights.processes import ALONE, Processes
-from weights.prompt import check_prompt, encode_prompt, read_prompt
 from weights.shares import check_memory, load_ready, run_together
 from weights.tokenizer import Tokenizer
 

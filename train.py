@@ -20,8 +20,8 @@ from torch import Tensor
 
 from model import Decoder, InputError
 from model.layers import place
-from weights.command_line import run_command
-from weights.device import keep_freed_memory, pick_device
+from weights.cli.command_line import run_command
+from weights.cli.device import keep_freed_memory, pick_device
 from weights.training.corpus import Rows
 from weights.training.optimiser import Optimiser
 from weights.training.options import check_options, parser, settings_of

@@ -29,19 +29,19 @@ from benchmark.sections import (
     measure_steps,
 )
 from benchmark.stories import measure_stories
-from decoding.chooser import GAMMA, Setting
-from decoding.cost_file import machine
+from decoding.run.chooser import GAMMA, Setting
+from decoding.run.cost_file import machine
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
 from search.prompts import PROMPTS
-from weights.command_line import OneLineParser, run_command
-from weights.device import pick_device
-from weights.files import check_place, is_file, write_json
+from weights.cli.command_line import OneLineParser, run_command
+from weights.cli.device import pick_device
+from weights.cli.files import check_place, is_file, write_json
+from weights.cli.prompt import encode_prompt
 from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder
-from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 SECTIONS = ("speed", "costs", "context", "first-token", "memory", "floor", "stories")

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from decoding.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, policy_maker
 from decoding.rounds import Round
+from decoding.run.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, policy_maker
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import chance_of
-from decoding.writer import Writer
 from model import Decoder, InputError
-from weights.files import is_there
+from weights.cli.files import is_there
 
 WARM_UP_TOKENS = 8
 PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

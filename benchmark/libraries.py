@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Written, exit_layer
-from decoding.chooser import GAMMA
+from decoding.run.chooser import GAMMA
 from model import Decoder, InputError
-from weights.files import one_line
+from weights.cli.files import one_line
 from weights.names import model_folder
 
 LIBRARIES = {"transformers": "transformers", "llama.cpp": "llama_cpp"}  # --against -> the module it needs

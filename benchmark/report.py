@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmark import Report
 from benchmark.sections import START
-from decoding.costs import CONTEXT
+from decoding.run.costs import CONTEXT
 from weights.memory import in_words
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def number(value: float | None) -> str:
 
 def draw(report: Report, path: Path) -> None:
     """A picture of what has one: speed-ups above, costs of verification and of a growing text below."""
-    from weights.picture import write_picture
+    from weights.cli.picture import write_picture
 
     write_picture(lambda: picture(report), path)
 
@@ -140,7 +140,7 @@ def picture(report: Report) -> Figure:
 
 def draw_speed(axes: Any, rows: list[Report]) -> None:
     """A group of bars for each contender, one for each kind of prompt; over them their median and the prediction."""
-    from weights.picture import INK, MUTED, legend_below
+    from weights.cli.picture import INK, MUTED, legend_below
 
     kinds = list(rows[0]["speed_up_by_kind"])
     width = 0.8 / len(kinds)
@@ -161,7 +161,7 @@ def draw_speed(axes: Any, rows: list[Report]) -> None:
 
 def draw_verification(axes: Any, costs: Report) -> None:
     """The cost of verifying one to sixteen tokens."""
-    from weights.picture import count_along
+    from weights.cli.picture import count_along
 
     axes.plot([row["tokens"] for row in costs["verify"]], [row["ratio"] for row in costs["verify"]], marker="o")
     axes.set(title="Verifying several tokens at once", xlabel="tokens", ylabel="plain steps", ylim=(0, None))

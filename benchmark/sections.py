@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmark import Report
 from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Prompt, Written, our_contender, our_contenders
 from benchmark.libraries import LIBRARIES
-from decoding.chooser import Drafting, planned
-from decoding.costs import CONTEXT, CostTable, draft_steps, filled_cache, verification
-from decoding.plan_file import DraftPlan
 from decoding.rounds import Round, Statistics
+from decoding.run.chooser import Drafting, planned
+from decoding.run.costs import CONTEXT, CostTable, draft_steps, filled_cache, verification
+from decoding.run.plan_file import DraftPlan
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
-from decoding.writer import Writer
 from model import KVCache, LayerPlan
 from model.clock import now, take_turns
 from model.decoder import PREFILL_CHUNK

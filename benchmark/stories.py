@@ -13,7 +13,7 @@ from decoding.corpus.quality import LEAST_MENTIONED, mentioned, repetition
 from decoding.corpus.templates import story_prompt
 from decoding.sampling import SamplingParams
 from model import InputError
-from weights.prompt import encode_prompt
+from weights.cli.prompt import encode_prompt
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 STORIES = 24

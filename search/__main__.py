@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from decoding.chooser import plan_in_words
-from decoding.cost_file import kept_sublayer_costs, machine
-from decoding.costs import SublayerCosts
-from decoding.plan_file import write_plan
+from decoding.run.chooser import plan_in_words
+from decoding.run.cost_file import kept_sublayer_costs, machine
+from decoding.run.costs import SublayerCosts
+from decoding.run.plan_file import write_plan
 from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS
 from model import Decoder, InputError
@@ -49,13 +49,13 @@ from search.study import (
     starts,
 )
 from search.texts import read_prompts, split, written_texts
-from weights.command_line import OneLineParser, run_command, say
-from weights.device import pick_device
-from weights.files import check_place
+from weights.cli.command_line import OneLineParser, run_command, say
+from weights.cli.device import pick_device
+from weights.cli.files import check_place
+from weights.cli.prompt import encode_prompt
 from weights.fingerprint import model_fingerprint
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
-from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 CONFIRMED = 3  # plans that are run for real

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from decoding.costs import SublayerCosts
+from decoding.run.costs import SublayerCosts
 from model import LayerPlan
 from search.prediction import Prediction
 from search.study import SAMPLERS, candidates, choices, enqueue, open_study, optimise, parameters, plan_of

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decoding.chooser import plain, planned
-from decoding.costs import SublayerCosts
-from decoding.plan_file import DraftPlan
 from decoding.rounds import Statistics
+from decoding.run.chooser import plain, planned
+from decoding.run.costs import SublayerCosts
+from decoding.run.plan_file import DraftPlan
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import chance_of
-from decoding.writer import Writer
 from model import Decoder, LayerPlan
 from search.acceptance import Calibration, Text
 from search.prediction import Prediction, predict

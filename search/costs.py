@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from decoding.costs import (
+from decoding.drafters import NoDraft, raw_probability
+from decoding.policies import FixedLength
+from decoding.randomness import SeededRandomness
+from decoding.run.costs import (
     BITS,
     CONTEXT,
     IN_A_ROW,
@@ -16,9 +19,6 @@ from decoding.costs import (
     filled_cache,
     verification,
 )
-from decoding.drafters import NoDraft, raw_probability
-from decoding.policies import FixedLength
-from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text

@@ -10,13 +10,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from decoding.costs import CostTable, SublayerCosts, predicted_speedup
+from decoding.run.costs import CostTable, SublayerCosts, predicted_speedup
 from model import InputError, LayerPlan
 from model.plan import FULL
 from search.confirm import Confirmation
 from search.prediction import GAMMAS
 from search.study import Candidate
-from weights.picture import BLUE, INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
+from weights.cli.picture import BLUE, INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
 
 BITS = Normalize(0, FULL)
 IN_A_CELL = {0: "×", FULL: ""}  # what is not said by its number of bits

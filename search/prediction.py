@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.costs import SublayerCosts
+from decoding.run.costs import SublayerCosts
 from model import LayerPlan
 from search.acceptance import Acceptance, Text
 

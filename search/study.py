@@ -20,12 +20,12 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from decoding.costs import SublayerCosts
+from decoding.run.costs import SublayerCosts
 from model import InputError, LayerPlan
 from model.plan import FULL
 from search.acceptance import Calibration
 from search.prediction import Prediction, predict
-from weights.files import one_line
+from weights.cli.files import one_line
 
 
 def tpe(seed: int) -> BaseSampler:

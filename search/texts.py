@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from decoding.batch import sample_texts
+from decoding.corpus.batch import sample_texts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from search.acceptance import Text
 from search.prompts import PROMPTS
-from weights.files import check_utf8, read_optional_json, write_json
+from weights.cli.files import check_utf8, read_optional_json, write_json
 
 FILE = "calibration.json"
 MOST_PROMPTS = 24  # of a longer file, as many are taken, evenly spaced

@@ -10,15 +10,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoding.chooser import make_steps
-from decoding.costs import CostTable
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
+from decoding.run.break_even import BreakEven
+from decoding.run.chooser import make_steps
+from decoding.run.costs import CostTable
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
 from model.plan import FULL, LOW_BITS

@@ -20,8 +20,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from model import InputError
-from weights.command_line import OneLineParser, run_command
-from weights.files import is_file, is_there, one_line, read_json, read_optional_json, write_json
+from weights.cli.command_line import OneLineParser, run_command
+from weights.cli.files import is_file, is_there, one_line, read_json, read_optional_json, write_json
 from weights.names import WEIGHTS
 
 MANIFEST = "manifest.json"

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from model import InputError
-from weights.files import read_json
+from weights.cli.files import read_json
 from weights.load import stored_tensors, weight_files
 
 SAMPLES, SAMPLE_BYTES = 64, 1024  # of each weight file: fast at any size, and any training step changes them

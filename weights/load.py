@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
 from model.parallel import Cut, Share, split
-from weights.files import is_file, is_there, one_line, read_json
+from weights.cli.files import is_file, is_there, one_line, read_json
 
 SLICE_BYTES = 16 << 20
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from model import InputError
-from weights.files import is_there
+from weights.cli.files import is_there
 
 WEIGHTS = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model import Decoder, InputError
 from model.config import config_json
-from weights.files import atomic_path, is_there, read_optional_json, write_json
+from weights.cli.files import atomic_path, is_there, read_optional_json, write_json
 
 MAX_SHARD_BYTES = 5_000_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -21,11 +21,11 @@ from model import Decoder, InputError, ModelConfig
 from model.fast import accelerate
 from model.leader import ParallelDecoder, follow
 from model.parallel import Share
-from weights.command_line import run_command
+from weights.cli.command_line import run_command
+from weights.cli.processes import Processes
 from weights.fingerprint import model_fingerprint
 from weights.load import load_model, read_config
 from weights.memory import check_fits, estimate
-from weights.processes import Processes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model import InputError
-from weights.files import is_there, read_optional_json
+from weights.cli.files import is_there, read_optional_json
 from weights.vocabulary import (
     NAMED_TOKENS,
     PRIVATE_USE,

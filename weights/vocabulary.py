@@ -12,7 +12,7 @@ import sentencepiece
 import tokenizers
 
 from model import InputError
-from weights.files import read_json, read_optional_json
+from weights.cli.files import read_json, read_optional_json
 
 SPACE_MARK = "▁"  # sentencepiece writes a space so
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

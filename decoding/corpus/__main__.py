@@ -12,16 +12,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from decoding.batch import BATCH
 from decoding.corpus.author import Author, UserTurn
+from decoding.corpus.batch import BATCH
 from decoding.corpus.quality import worth_learning
 from decoding.corpus.text_file import KINDS, TextFile
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
 from model.layers import wide_dtype
-from weights.command_line import OneLineParser, run_command
-from weights.device import keep_freed_memory, pick_device
+from weights.cli.command_line import OneLineParser, run_command
+from weights.cli.device import keep_freed_memory, pick_device
 from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import LOGIT_COPIES, Memory, cache_bytes, free_bytes, layer_bytes, weight_bytes
 from weights.names import model_folder

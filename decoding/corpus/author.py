@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
-from decoding.batch import sample_texts
+from decoding.corpus.batch import sample_texts
 from decoding.corpus.quality import worth_learning
 from decoding.corpus.templates import story_request
 from decoding.corpus.text_file import WrittenText
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
-from weights.prompt import encode_prompt
+from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."

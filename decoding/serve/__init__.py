@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from decoding.serve.orders import Defaults
 from model import InputError
-from weights.processes import Processes
+from weights.cli.processes import Processes
 
 __all__ = ["Defaults", "serve"]
 

@@ -14,10 +14,10 @@ import anyio
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from decoding.run.writer import Sample
 from decoding.serve.orders import Order
 from decoding.serve.worker import Ended, Event, Job, Piece, Shown, Worker, Written
 from decoding.show.report import as_json
-from decoding.writer import Sample
 from model import InputError
 
 PATIENCE = 30.0  # seconds that a client may take to read what was sent

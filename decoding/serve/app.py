@@ -26,8 +26,8 @@ from decoding.serve.orders import LONGEST_GAMMA, Defaults, Fields, Order, Orders
 from decoding.serve.worker import Worker
 from model import InputError, LayerPlan
 from model.fast import accelerate
-from weights.command_line import say
-from weights.files import one_line
+from weights.cli.command_line import say
+from weights.cli.files import one_line
 from weights.load import load_model, read_config
 from weights.memory import Memory, check_fits, estimate, free_bytes
 from weights.names import model_folder

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.chooser import Drafting
 from decoding.drafters import Draft, Drafter
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
+from decoding.run.chooser import Drafting
+from decoding.run.writer import Sample
 from decoding.sampling import SamplingParams
 from decoding.serve.orders import Defaults, Order
 from decoding.show.details import Detail, examine
@@ -21,7 +22,6 @@ from decoding.show.labels import Labels
 from decoding.show.page import Heading, fill, heading_data, named_tokens, round_data
 from decoding.show.report import sampling_in_words
 from decoding.text import Text
-from decoding.writer import Sample
 from model.clock import now
 
 FORM = Path(__file__).with_name("live.html")

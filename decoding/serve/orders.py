@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from decoding.chooser import DRAFTERS, DraftOptions
+from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
 from model import InputError, ModelConfig
-from weights.files import is_there
-from weights.prompt import encode_prompt
+from weights.cli.files import is_there
+from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 MOST_SAMPLES, LONGEST_GAMMA = 16, 32

@@ -9,18 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decoding.chooser import Drafting, DraftOptions, Setting, make_drafting, with_policy
 from decoding.rounds import Round
+from decoding.run.chooser import Drafting, DraftOptions, Setting, make_drafting, with_policy
+from decoding.run.writer import Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.serve.live import Watch, WatchedDrafter, opening
 from decoding.serve.orders import Defaults, Order, Refusal
 from decoding.show.labels import Labels
 from decoding.show.streaming import TextStream
 from decoding.verify import Chance
-from decoding.writer import Sample, Writer
 from model import Decoder, InputError
-from weights.command_line import say
-from weights.files import one_line
+from weights.cli.command_line import say
+from weights.cli.files import one_line
 from weights.tokenizer import Tokenizer
 
 PLACES = 16  # jobs that may wait; one more is being written

@@ -25,7 +25,7 @@ from decoding.sampling import SamplingParams
 from decoding.show.details import Detail, examine
 from decoding.show.labels import Labels
 from model import InputError, LayerPlan
-from weights.files import atomic_path
+from weights.cli.files import atomic_path
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 6  # of a probability: more than a reader compares, and a file half as large

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from decoding.run.writer import Sample
 from decoding.sampling import SamplingParams
-from decoding.writer import Sample
 
 
 def describe(sample: Sample, how: str, repeat_with: str) -> str:

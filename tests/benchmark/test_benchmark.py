@@ -22,10 +22,10 @@ from benchmark.contenders import (
 from benchmark.libraries import other_contenders
 from benchmark.report import picture
 from benchmark.sections import Result
-from decoding.chooser import Drafting, Setting, planned
-from decoding.costs import CostTable, filled_cache, predicted_speedup
-from decoding.plan_file import DraftPlan
 from decoding.rounds import Round
+from decoding.run.chooser import Drafting, Setting, planned
+from decoding.run.costs import CostTable, filled_cache, predicted_speedup
+from decoding.run.plan_file import DraftPlan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, clock
 from model.clock import Timing, take_turns

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.chooser import Drafting, DraftOptions, Setting, choose
+from decoding.run.chooser import Drafting, DraftOptions, Setting, choose
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import chance_of
-from decoding.writer import Writer
 from model.fast import accelerate
 from search.prompts import PROMPTS
+from weights.cli.prompt import encode_prompt
 from weights.load import load_model
 from weights.names import WEIGHTS
-from weights.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 TOKENS = 24

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decoding.batch import COMPACT_SHARE, sample_texts
 from decoding.corpus import __main__ as corpus
 from decoding.corpus import author as authors
 from decoding.corpus import templates
 from decoding.corpus.author import UserTurn
+from decoding.corpus.batch import COMPACT_SHARE, sample_texts
 from decoding.corpus.text_file import DISTINCT_CHARACTERS, TextFile, WrittenText
 from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop

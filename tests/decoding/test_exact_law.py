@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoding.costs import CostTable
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.proof.judge import Setup, run_loop, self_draft
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
+from decoding.run.break_even import BreakEven
+from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
 from decoding.text import Constraint
 from model import Decoder

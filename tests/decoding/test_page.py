@@ -27,7 +27,7 @@ from model import InputError, LayerPlan
 from tests.browser import find, look
 from tests.folders import write_folder
 from tests.laws import tiny_model
-from weights.files import check_place
+from weights.cli.files import check_place
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver

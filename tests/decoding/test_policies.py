@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.costs import CostTable, expected_tokens, predicted_speedup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Offer
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer
 from decoding.rounds import Round
+from decoding.run.break_even import BreakEven
+from decoding.run.costs import CostTable, expected_tokens, predicted_speedup
 from model import InputError
 
 CHEAP = CostTable(0.0, (1.0, 1.0, 1.0, 1.1, 1.2))

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding import verify
-from decoding.costs import CostTable
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.judge import Setup, race_bias, run_loop, self_draft
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
 from decoding.randomness import GOLDEN, KeyedRandomness, Place, Randomness, hashed, signed
 from decoding.rounds import Round
+from decoding.run.break_even import BreakEven
+from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text

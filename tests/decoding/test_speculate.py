@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from decoding import speculate as loop
 from decoding import verify as rules
-from decoding.costs import CostTable, measure_costs
 from decoding.drafters import ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
+from decoding.run.break_even import BreakEven
+from decoding.run.costs import CostTable, measure_costs
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
@@ -229,13 +230,13 @@ def test_costs_are_steady_where_a_slow_machine_slowed_every_step_alike(
 ) -> None:
     calm, busy = Timing(1.0, 0.9, 2.0, 7), Timing(1.0, 0.6, 2.0, 7)
     timings = [busy if at in disturbed else calm for at in range(3)]
-    monkeypatch.setattr("decoding.costs.take_turns", lambda *_: timings)
+    monkeypatch.setattr("decoding.run.costs.take_turns", lambda *_: timings)
     model = tiny_model("llama", vocab=VOCAB)
     assert measure_costs(model, model, None, longest=1).steady == (len(disturbed) in (0, 3))
 
 
 def test_measuring_costs_of_a_slow_model_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.costs.PATIENCE", 0.0)
+    monkeypatch.setattr("decoding.run.costs.PATIENCE", 0.0)
     model = tiny_model("llama", vocab=VOCAB)
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 import generate
-from decoding import writer
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.rounds import Round
+from decoding.run import writer
 from decoding.show import trace
 from decoding.show.labels import Labels, visible
 from decoding.show.trace import LiveTrace, TraceConsole

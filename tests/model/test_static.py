@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.costs import measure_costs
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
+from decoding.run.costs import measure_costs
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import chance_of
-from decoding.writer import Writer
 from model import LayerPlan
 from model.fast import gpu
 from model.fast.gpu import ROWS, SMALLEST, StaticDecoder

@@ -20,7 +20,7 @@ import generate
 from decoding.show.streaming import TextStream
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights import fetch
-from weights.device import pick_device
+from weights.cli.device import pick_device
 from weights.fingerprint import model_fingerprint
 from weights.tokenizer import Tokenizer
 
@@ -420,7 +420,7 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
 def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoding.costs.UNSTEADY", math.inf)  # whatever else computes on this machine
+    monkeypatch.setattr("decoding.run.costs.UNSTEADY", math.inf)  # whatever else computes on this machine
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2]}')
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "12")
@@ -473,7 +473,7 @@ def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path
 def test_a_damaged_cost_file_only_means_measuring_again(
     damage: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoding.costs.UNSTEADY", math.inf)  # else a busy machine would keep nothing
+    monkeypatch.setattr("decoding.run.costs.UNSTEADY", math.inf)  # else a busy machine would keep nothing
     folder = write_folder(tmp_path / "model")
     assert run("the", "--model", str(folder), "--max-new-tokens", "2").status == 0
     key = next(iter(json.loads((folder / "costs.json").read_text())))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import generate
-from decoding import writer
-from decoding.compare import comparison, logit_gap
 from decoding.rounds import Round
+from decoding.run import writer
+from decoding.run.compare import comparison, logit_gap
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import chance_of

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import generate
-from decoding.plan_file import read_plan
+from decoding.run.plan_file import read_plan
 from model import LayerPlan
 from weights.load import load_model
 from weights.names import model_folder

@@ -12,10 +12,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import chance_of
-from decoding.writer import Writer
 from model import Decoder
 from weights.load import load_model
 from weights.tokenizer import Tokenizer

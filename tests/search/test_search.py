@@ -13,10 +13,10 @@ import pytest
 import torch
 from optuna.storages.journal import JournalFileSymlinkLock
 
-from decoding.costs import SublayerCosts
-from decoding.plan_file import DraftPlan, read_plan, write_plan
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
+from decoding.run.costs import SublayerCosts
+from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from model.plan import FULL
@@ -48,7 +48,7 @@ from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
 from tests.search.loop import run
-from weights.files import write_json
+from weights.cli.files import write_json
 from weights.fingerprint import model_fingerprint
 
 BY_BITS = (0.3, 0.6, 1.0)  # of what a sublayer costs

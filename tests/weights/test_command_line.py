@@ -18,12 +18,12 @@ import decoding.corpus.__main__
 import search.__main__
 from model import InputError
 from weights import fetch
-from weights.command_line import OneLineParser, run_command
+from weights.cli.command_line import OneLineParser, run_command
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, subprocess, sys, time
-from weights.command_line import OneLineParser, run_command
+from weights.cli.command_line import OneLineParser, run_command
 
 def little():
     print("a little")

@@ -28,8 +28,8 @@ from model import InputError, parse_config
 from model.layers import rotary_angles, rotate
 from tests.folders import MERGES, byte_tokenizer
 from weights import fetch as fetching
+from weights.cli.files import atomic_path, write_json
 from weights.fetch import MANIFEST, SMOLLM2, fetch, is_whole
-from weights.files import atomic_path, write_json
 from weights.gguf.llama import convert, uninterleave
 from weights.load import load_model
 from weights.tokenizer import Tokenizer

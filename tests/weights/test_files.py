@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model import InputError
-from weights.files import atomic_path, check_place, is_there, read_json, read_optional_json, write_json
+from weights.cli.files import atomic_path, check_place, is_there, read_json, read_optional_json, write_json
 
 
 def names(folder: Path) -> set[str]:

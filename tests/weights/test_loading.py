@@ -21,10 +21,10 @@ from safetensors.torch import save as serialise
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decoding import plan_file
-from decoding.cost_file import kept_costs
-from decoding.costs import CostTable
-from decoding.plan_file import DraftPlan, read_plan
+from decoding.run import plan_file
+from decoding.run.cost_file import kept_costs
+from decoding.run.costs import CostTable
+from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from tests.folders import GEMMA2, LLAMA, random_state

@@ -10,14 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import weights.cli.processes
 import weights.load
-import weights.processes
 from model import InputError, parse_config
 from model.parallel import Share
 from tests.folders import GEMMA2, LLAMA, write_folder
+from weights.cli.processes import Processes
 from weights.load import load_model, read_config
 from weights.memory import cache_bytes, estimate, held_bytes, weight_bytes
-from weights.processes import Processes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -130,7 +130,7 @@ def test_each_process_has_a_gpu_of_its_own_and_too_few_are_refused(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(weights.processes, "pick_device", lambda name: taken.append(name))
+    monkeypatch.setattr(weights.cli.processes, "pick_device", lambda name: taken.append(name))
     for name in (None, "cuda", "cuda:0", "cpu"):
         Processes(rank=5, size=6, local_rank=1, local_size=2).pick_device(name)
     assert taken == [1, "cuda:1"] * 3 + ["cpu"]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from model import InputError
-from weights.files import atomic_path, one_line, write_json
+from weights.cli.files import atomic_path, one_line, write_json
 
 READABLE = ("F32", "F16", "Q4_1", "Q8_0")
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model import InputError
-from weights.files import atomic_path, one_line, read_optional_json, write_json
+from weights.cli.files import atomic_path, one_line, read_optional_json, write_json
 from weights.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 4000  # a .txt file is cut at line ends into documents of about this length

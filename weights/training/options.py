@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model import InputError, ModelConfig
-from weights.command_line import OneLineParser
+from weights.cli.command_line import OneLineParser
 from weights.names import model_folder
 
 # Options that do not make a run another one: files by their names (their contents count), and those without effect.

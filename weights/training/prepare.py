@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from model import Decoder, InputError, build, parse_config
-from weights.files import one_line, read_json
+from weights.cli.files import one_line, read_json
 from weights.load import load_model
 from weights.names import model_folder
 from weights.save import TOKENIZER_FILES, copy_tokenizer

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from model import Decoder
-from weights.device import matmul_rate
-from weights.files import atomic_path
-from weights.picture import MUTED, SCALE, count_along, legend_below, write_picture
+from weights.cli.device import matmul_rate
+from weights.cli.files import atomic_path
+from weights.cli.picture import MUTED, SCALE, count_along, legend_below, write_picture
 from weights.training.processes import Group
 
 LOG, PICTURE = "training/log.jsonl", "training/losses.svg"

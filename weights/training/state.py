@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import Decoder, InputError, build
-from weights.files import atomic_path, one_line
+from weights.cli.files import atomic_path, one_line
 from weights.save import save_model
 from weights.training.optimiser import Optimiser
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decoding.chooser import Drafting, make_steps, plain
 from decoding.drafters import Drafter
 from decoding.policies import Policy
 from decoding.rounds import Round, Statistics
+from decoding.run.chooser import Drafting, make_steps, plain
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes

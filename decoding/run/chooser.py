@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 
-from decoding.cost_file import kept_costs
-from decoding.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.plan_file import DraftPlan, read_plan
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.run.break_even import BreakEven
+from decoding.run.cost_file import kept_costs
+from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
+from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
 from model.leader import ParallelDecoder, no_low_bits
 from model.plan import FULL, LOW_BITS
-from weights.command_line import say
+from weights.cli.command_line import say
+from weights.cli.files import is_there, one_line
 from weights.draft_model import load_draft_model
-from weights.files import is_there, one_line
 from weights.load import read_config
 from weights.memory import free_bytes, twin_bytes
 from weights.names import model_folder

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from decoding.run.writer import Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.verify import Chance, verify_by_ratio
-from decoding.writer import Sample, Writer
 
 FEW_TOKENS, SHORT = 48, 0.5  # a text of fewer tokens, or written in fewer seconds, tells nothing about speed
 

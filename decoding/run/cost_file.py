@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from decoding.costs import BITS, CONTEXT, CostTable, SublayerCosts
+from decoding.run.costs import BITS, CONTEXT, CostTable, SublayerCosts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan
-from weights.device import processor
-from weights.files import read_optional_json, write_json
+from weights.cli.device import processor
+from weights.cli.files import read_optional_json, write_json
 
 FILE = "costs.json"
 LARGEST_COST = 1e6  # plain steps; also keeps out infinity and NaN

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from model.errors import InputError
-from weights.files import one_line
+from weights.cli.files import one_line
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):

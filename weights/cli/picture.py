@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from weights.files import atomic_path
+from weights.cli.files import atomic_path
 
 INK, MUTED, RULE = "#22242a", "#5d636e", "#e2e3e6"
 BLUE, AMBER, GREEN, RED, VIOLET, TEAL = "#3b6fd4", "#e0912f", "#3c9d63", "#c8453a", "#8a63c9", "#3fa7b8"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from model import InputError
 from model.leader import ParallelDecoder
 from model.parallel import exchange
-from weights.device import pick_device
+from weights.cli.device import pick_device
 
 ENDED = "a process that shares the model has ended, or torchrun was told to end: all of them end"
 LEAD = 0.3  # seconds
@@ -126,7 +126,7 @@ class Processes:
         return values
 
     def pick_device(self, name: str | None) -> torch.device:
-        """``weights.device.pick_device``; where several processes use GPUs, each has one of its own."""
+        """``weights.cli.device.pick_device``; where several processes use GPUs, each has one of its own."""
         if not self.several or (name or "cuda").split(":")[0] != "cuda" or not torch.cuda.is_available():
             return pick_device(name)
         if self.local_rank >= torch.cuda.device_count():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model import InputError, ModelConfig
-from weights.files import check_utf8
+from weights.cli.files import check_utf8
 from weights.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
-from weights.files import read_json, write_json
+from weights.cli.files import read_json, write_json
 from weights.fingerprint import model_fingerprint
 
 
