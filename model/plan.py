@@ -1,7 +1,7 @@
 """Which sublayers of a model run, and in how many bits: a value passed to ``forward``, never a mode that is set.
 
 The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early exit of LayerSkip
-(arXiv 2404.16710, section 4.3) and the same model rounded to four bits are plans for one forward pass: leaving a
+(arXiv 2404.16710, section 4.3) and the same model rounded to few bits are plans for one forward pass: leaving a
 sublayer out is to give it no bits.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from model.errors import InputError
 
 FULL = 16  # the checkpoint's own weights, in however many bits they are
-LOW_BITS = (4, 8)
+LOW_BITS = (4, 6, 8)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """For each layer, the bits of the weights of its attention and of its MLP sublayer; and those of the head.
 
-    0, 4, 8 or ``FULL``. A sublayer of no bits is skipped: it adds nothing to the residual stream, and a skipped
+    0, 4, 6, 8 or ``FULL``. A sublayer of no bits is skipped: it adds nothing to the residual stream, and a skipped
     attention neither reads nor writes its layer of the KV cache.
     """
 
@@ -32,7 +32,7 @@ class LayerPlan:
         if len(self.attention) != len(self.mlp):
             raise ValueError(f"a plan of {len(self.attention)} attention and {len(self.mlp)} MLP sublayers")
         if not {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} or self.head not in (*LOW_BITS, FULL):
-            raise ValueError(f"a plan gives each sublayer 0, 4, 8 or {FULL} bits, and the head 4 or more: {self}")
+            raise ValueError(f"a plan gives each sublayer 0, 4, 6, 8 or {FULL} bits, and the head 4 or more: {self}")
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:

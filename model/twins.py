@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.plan import FULL, LayerPlan
-from model.quantise import quantise, round_inputs
+from model.quantise import round_inputs, rounded
 
 if TYPE_CHECKING:
     from model.decoder import Decoder
@@ -91,7 +91,7 @@ class RoundedLinear(nn.Linear):
     def __init__(self, product: nn.Linear | nn.Embedding, bits: int) -> None:
         nn.Module.__init__(self)
         dtype = product.weight.dtype
-        self.weight = nn.Parameter(quantise(product.weight, bits).dequantised(dtype), requires_grad=False)
+        self.weight = nn.Parameter(rounded(product, bits).dequantised(dtype), requires_grad=False)
         self.bias = getattr(product, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:

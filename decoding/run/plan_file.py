@@ -102,10 +102,10 @@ def _with_bits(plan: LayerPlan, bits: Any, head: Any) -> LayerPlan:
         numbers = runs if isinstance(runs, list) else []
         if name not in ("attn", "mlp") or len(numbers) != layers or not all(each in (0, *known) for each in numbers):
             raise InputError(
-                f"bits must be 4, 8 or {FULL}, or {layers} of them (0: skipped) for attn and mlp, found {bits!r:.80}"
+                f"bits must be 4, 6, 8 or {FULL}, or {layers} of them (0: skipped) for attn and mlp, found {bits!r:.80}"
             )
     if head not in known:
-        raise InputError(f"head_bits must be 4, 8 or {FULL}, found {head!r:.80}")
+        raise InputError(f"head_bits must be 4, 6, 8 or {FULL}, found {head!r:.80}")
     attention, mlp = (
         tuple(int(each) if runs else 0 for each, runs in zip(given.get(name, kept), kept, strict=True))
         for name, kept in (("attn", plan.attention), ("mlp", plan.mlp))

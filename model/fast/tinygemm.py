@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from model.quantise import GROUP, Quantised, quantise
+from model.quantise import GROUP, Quantised, rounded
 
 ROWS, COLUMNS = 8, 32  # of a weight: what the kernel takes is a multiple
 
@@ -17,13 +17,13 @@ ROWS, COLUMNS = 8, 32  # of a weight: what the kernel takes is a multiple
 class Int4Linear(nn.Module):
     """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16."""
 
-    def __init__(self, rounded: Quantised, bias: Tensor | None) -> None:
+    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
         super().__init__()
-        codes = rounded.codes
+        codes = weight.codes
         tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
         pairs = (codes[:, ::2] + 8 << 4 | codes[:, 1::2] + 8).to(torch.uint8)
         self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles))
-        self.register_buffer("scale", torch.stack((rounded.scale.T, rounded.zero.T), -1).contiguous())
+        self.register_buffer("scale", torch.stack((weight.scale.T, weight.zero.T), -1).contiguous())
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class LowBits:
         elif weight.shape[0] % ROWS or weight.shape[1] % COLUMNS:
             reason = f"the kernel does not take a {weight.shape[0]}×{weight.shape[1]} product"
         else:
-            return Int4Linear(quantise(weight, bits), getattr(product, "bias", None))
+            return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
         self.trouble = self.trouble or f"drafts in {bits} bits run in the checkpoint's own here: {reason}"
         return product if isinstance(product, nn.Linear) else Head(product)
 

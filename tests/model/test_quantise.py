@@ -1,4 +1,4 @@
-"""Rounding to few bits: no weight is further from its code's value than half a step."""
+"""Weights rounded to few bits: errors within the bounds that the grids promise."""
 
 from __future__ import annotations
 
@@ -6,54 +6,92 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from model.plan import LOW_BITS
 from model.quantise import GROUP, quantise, round_inputs
 
-
-@given(st.integers(1, 5), st.integers(1, 80), st.sampled_from([4, 8]), st.integers(0, 99))
-def test_no_weight_is_further_from_its_value_than_half_a_step(rows: int, columns: int, bits: int, seed: int) -> None:
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) ** 3
-    rounded = quantise(weight, bits)
-    step = rounded.scale.float().repeat_interleave(rounded.group, 1)[:, :columns]
-    moved = (rounded.zero.abs() + 15 * rounded.scale).float() / 256 if bits == 4 else torch.zeros(1, 1)
-    slack = moved.repeat_interleave(rounded.group, 1)[:, :columns]  # scale and zero are rounded to bfloat16
-    assert ((rounded.dequantised(torch.float32) - weight).abs() <= step * (0.5 + 1e-4) + slack + 1e-12).all()
-    assert rounded.codes.shape == weight.shape and rounded.codes.dtype == torch.int8
-    assert rounded.scale.shape == (rows, -(-columns // GROUP) if bits == 4 else 1)
+AFFINE = (4, 6)
 
 
-@given(st.integers(0, 99))
-def test_four_bits_are_sixteen_values_a_group_and_eight_bits_255_a_row(seed: int) -> None:
-    weight = torch.randn(3, 640, generator=torch.Generator().manual_seed(seed))
-    four, eight = (quantise(weight, bits) for bits in (4, 8))
-    assert (four.codes.min(), four.codes.max()) == (-8, 7)
-    assert all(
-        len(group.unique()) <= 16 for group in four.dequantised(torch.float32).unflatten(1, (-1, GROUP)).flatten(0, 1)
-    )
-    assert eight.codes.abs().max() == 127 and (eight.zero == 0).all()
+def weights(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) ** 3
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+def groups(x: Tensor) -> Tensor:
+    """``[rows, columns]`` -> ``[rows, groups, 32]``, filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+@given(st.integers(1, 5), st.integers(1, 80), st.sampled_from(AFFINE), st.integers(0, 99))
+def test_a_groups_weighted_error_is_no_more_than_of_an_even_grid(rows: int, columns: int, bits: int, seed: int) -> None:
+    """A grid from the least to the greatest weight, to whose nearest value each is rounded: a quarter step squared."""
+    weight, importance = weights(rows, columns, seed), weights(1, columns, seed + 1)[0].square() + 0.01
+    found = quantise(weight, bits, importance)
+    error = groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2)
+    parts = [weight[:, first : first + GROUP] for first in range(0, columns, GROUP)]
+    step = torch.stack([part.amax(1) - part.amin(1) for part in parts], 1) / (2**bits - 1)
+    largest = torch.stack([part.abs().amax(1) for part in parts], 1)
+    # bfloat16 moves scale and zero by 2⁻⁹ of them: at the ends of the grid by that of half its width.
+    bound = (step / 2 + (largest + step * 2**bits) / 256).square() * groups(importance[None]).sum(2)
+    assert (error <= bound).all()
+    assert found.codes.shape == weight.shape and found.codes.dtype == torch.int8
+    assert found.scale.shape == (rows, -(-columns // GROUP)) and found.scale.dtype == torch.bfloat16
+
+
+@given(st.integers(1, 5), st.integers(1, 80), st.integers(0, 99))
+def test_eight_bits_are_off_by_half_a_step_of_their_row(rows: int, columns: int, seed: int) -> None:
+    weight = weights(rows, columns, seed)
+    found = quantise(weight, 8)
+    assert found.codes.abs().max() == 127 and (found.zero == 0).all() and found.scale.shape == (rows, 1)
+    assert ((found.dequantised(torch.float32) - weight).abs() <= found.scale * (0.5 + 1e-4) + 1e-12).all()
+
+
+@pytest.mark.parametrize("bits", AFFINE)
+def test_fitted_grids_beat_the_even_grid_where_the_product_matters(bits: int) -> None:
+    """On normal weights and inputs of unequal size the weighted error falls by a tenth at least."""
+    weight, importance = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), torch.rand(256) ** 4 + 1e-3
+    low, high = (groups(weight).amin(2)[..., None], groups(weight).amax(2)[..., None])
+    step = (high - low) / (2**bits - 1)
+    even = (((groups(weight) - low) / step).round() * step + low).flatten(1)
+
+    def error(values: Tensor) -> float:
+        return ((values - weight).square() * importance).sum().item()
+
+    fitted, unweighted = (quantise(weight, bits, each).dequantised(torch.float32) for each in (importance, None))
+    assert error(fitted) < 0.9 * error(even) and error(fitted) < 0.95 * error(unweighted)
+
+
+@pytest.mark.parametrize("bits", AFFINE)
+def test_a_group_has_as_many_values_as_its_bits_can_tell(bits: int) -> None:
+    found = quantise(weights(3, 640, 0), bits)
+    assert (found.codes.min(), found.codes.max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    values = found.dequantised(torch.float32).unflatten(1, (-1, GROUP)).flatten(0, 1)
+    assert all(len(group.unique()) <= 2**bits for group in values)
+
+
+@pytest.mark.parametrize("bits", LOW_BITS)
 @pytest.mark.parametrize("value", [0.0, 0.5, -3.0])
 def test_weights_that_are_all_alike_stay_what_they_are(bits: int, value: float) -> None:
     weight = torch.full((2, 40), value, dtype=torch.float64)
     torch.testing.assert_close(quantise(weight, bits).dequantised(weight.dtype), weight, rtol=1e-6, atol=0)
 
 
-def test_a_large_weight_coarsens_its_own_group_only() -> None:
+@pytest.mark.parametrize("bits", AFFINE)
+def test_a_large_weight_coarsens_its_own_group_only(bits: int) -> None:
     weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 40] = 100.0
-    error = (quantise(weight, 4).dequantised(torch.float32) - weight).abs()[0]
+    error = (quantise(weight, bits).dequantised(torch.float32) - weight).abs()[0]
     assert error[:GROUP].max() < 0.2 < error[GROUP:].max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", LOW_BITS)
 def test_the_values_are_in_the_dtype_of_the_weights_which_are_left_alone(bits: int, dtype: torch.dtype) -> None:
     weight = torch.randn(4, 48, dtype=dtype, generator=torch.Generator().manual_seed(0))
     before = weight.clone()
-    rounded = quantise(weight, bits)
-    assert rounded.dequantised(dtype).dtype == dtype and torch.equal(weight, before)
+    found = quantise(weight, bits)
+    assert found.dequantised(dtype).dtype == dtype and torch.equal(weight, before)
 
 
 @given(st.integers(1, 70), st.integers(0, 99))

@@ -109,7 +109,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.d
         assert all_equal(entries(caches[1]), [each[:, :, : 30 + count] for each in expected])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", dot.LOW_BITS)
 @torch.inference_mode()
 def test_nor_in_low_bits(bits: int) -> None:
     plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
@@ -284,8 +284,7 @@ def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(
                 dot.BF16: (dot.BF16, (4, 2, 1)),
                 dot.F16: (dot.F32, (2, 1)),
                 dot.F32: (dot.F32, (4, 1)),
-                dot.INT4: (dot.INT8, (1,)),
-                dot.INT8: (dot.INT8, (1,)),
+                **dict.fromkeys(dot.LOW_BITS.values(), (dot.INT8, (1,))),
             }
         )
         narrow = x.bfloat16().contiguous().view(torch.int16).numpy()

@@ -19,7 +19,7 @@ from model.fast.cpu.tables import ABSENT, MOST_ROWS, Cache, Rows, Weights
 from model.fast.flash import attend_causally
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
-from model.quantise import quantise
+from model.quantise import rounded
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -140,7 +140,7 @@ class FastDecoder:
         if bits != FULL:
             kind = LOW_BITS[bits]
             if (product, bits) not in self.low_bits:
-                self.low_bits[product, bits] = packed(quantise(weight, bits))
+                self.low_bits[product, bits] = packed(rounded(product, bits))
             weight = self.low_bits[product, bits]
         bias, place = getattr(product, "bias", None), ABSENT
         if bias is not None:

@@ -9,7 +9,7 @@ only vdpbf16ps rounds in a way of its own.
     BF16          bfloat16 where the processor has vdpbf16ps   pairs of bfloat16
                   float32 elsewhere                            fused multiply-add of widened weights
     F16, F32      float32                                      fused multiply-add of widened weights
-    INT4, INT8    int8 with a scale per 32 inputs              exact integer sums (vpdpbusd where there is one)
+    INT4 to INT8  int8 with a scale per 32 inputs              exact integer sums (vpdpbusd where there is one)
 
 Weights and inputs are passed by address: the weights stay in the tensors that torch reads for a prompt.
 """
@@ -27,12 +27,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-BF16, F16, F32, INT4, INT8 = range(5)
-LOW_BITS = {4: INT4, 8: INT8}
+BF16, F16, F32, INT4, INT6, INT8 = range(6)
+LOW_BITS = {4: INT4, 6: INT6, 8: INT8}
 
 LANES = 16
 BLOCK = 64  # columns: two groups, whose low bits are packed together
-GROUP = 32  # inputs that share a scale; weights too, in four bits
+GROUP = 32  # inputs that share a scale; weights too, in four and six bits
 AHEAD = 2048  # bytes: with many rows of inputs a processor is too busy to read weights ahead by itself
 
 I8, I16, I32, I64, FLOAT = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
@@ -252,23 +252,26 @@ def multiply_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, x: ir.Value, c
     """The dot product of a packed row of low-bit weights with a row of int8 inputs, 16 terms of it.
 
     ``columns`` are whole blocks. A row of weights, see ``model.fast.cpu.pack``: codes from 0 on; behind them, in four
-    bits, a scale and a zero per group in bfloat16, the zeros filled up to whole vectors; in eight bits one float32
-    scale. A row of inputs: see ``model.fast.cpu.elements.round_to_int8``.
+    and six bits, a scale and a zero per group in bfloat16, the zeros filled up to whole vectors; in eight bits one
+    float32 scale. A row of inputs: see ``model.fast.cpu.elements.round_to_int8``.
     """
+    bits = next(bits for bits, each in LOW_BITS.items() if each == kind)
     groups = builder.sdiv(columns, ir.Constant(I64, GROUP))
-    scales = builder.add(w, columns if kind == INT8 else builder.sdiv(columns, ir.Constant(I64, 2)))
+    scales = builder.add(w, builder.sdiv(scaled(builder, columns, bits), ir.Constant(I64, 8)))
     sums, input_scales = builder.add(x, columns), builder.add(x, scaled(builder, columns, 2))
     total = cgutils.alloca_once_value(builder, constant(FLOAT, 0.0))
     with turns(builder, builder.sdiv(columns, ir.Constant(I64, BLOCK))) as turn:
         at = scaled(builder, turn, BLOCK)
-        codes = four_bit_codes(builder, w, turn) if kind == INT4 else load(builder, builder.add(w, at), vector(I32))
-        # Stored codes begin at 0: the middle one, 8 or 128, is taken off again, times the sum of the inputs.
-        middle = load(builder, builder.add(sums, at), vector(I32))
-        middle = middle if kind == INT4 else builder.shl(middle, constant(I32, 4))
+        codes = load(builder, builder.add(w, at), vector(I32)) if kind == INT8 else four_bit_codes(builder, w, turn)
+        if kind == INT6:
+            high_plane = builder.add(w, builder.sdiv(columns, ir.Constant(I64, 2)))
+            codes = builder.or_(codes, two_bit_codes(builder, high_plane, turn))
+        # Stored codes begin at 0: the middle one, 8, 32 or 128, is subtracted again, times the sum of the inputs.
+        middle = builder.shl(load(builder, builder.add(sums, at), vector(I32)), constant(I32, bits - 4))
         products = add_bytes(builder, middle, codes, load(builder, builder.add(x, at), vector(I32)))
         pair = load(builder, builder.add(input_scales, scaled(builder, turn, 8)), vector(FLOAT, 2))
         scale = builder.shuffle_vector(pair, pair, ir.Constant(vector(I32), [0, 1] * (LANES // 2)))
-        if kind == INT4:
+        if kind != INT8:
             both = broadcast(builder, load(builder, builder.add(scales, scaled(builder, turn, 4)), I32))
             even_lanes_up = builder.shl(both, ir.Constant(vector(I32), [16, 0] * (LANES // 2)))
             own = builder.bitcast(builder.and_(even_lanes_up, constant(I32, 0xFFFF0000)), vector(FLOAT))
@@ -299,6 +302,20 @@ def four_bit_codes(builder: ir.IRBuilder, w: ir.Value, block: ir.Value) -> ir.Va
     return builder.bitcast(builder.and_(both, constant(I64, 0x0F0F0F0F0F0F0F0F, lanes)), vector(I32))
 
 
+def two_bit_codes(builder: ir.IRBuilder, plane: ir.Value, block: ir.Value) -> ir.Value:
+    """The two highest of six bits of 64 codes, shifted to their place; in the order of ``four_bit_codes``.
+
+    A byte holds those of a word of four codes, the words of two groups taking turns. They are spread in three halvings.
+    """
+    lanes = LANES // 2
+    packed = load(builder, builder.add(plane, scaled(builder, block, BLOCK // 4)), vector(I16, lanes))
+    spread = builder.zext(packed, vector(I64, lanes))
+    for shift, mask in ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303)):
+        spread = builder.or_(spread, builder.shl(spread, constant(I64, shift, lanes)))
+        spread = builder.and_(spread, constant(I64, mask, lanes))
+    return builder.bitcast(builder.shl(spread, constant(I64, 4, lanes)), vector(I32))
+
+
 def dot_function(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., None]:
     """A function ``(kind, w, x, stride, rows, columns, out, out_stride)`` for Numba: products with a row of weights.
 
@@ -319,7 +336,7 @@ def dot_function(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[...,
             def tile(each: int, first: ir.Value, size: int) -> None:
                 numbers = [builder.add(first, ir.Constant(I64, number)) for number in range(size)]
                 rows = [builder.add(x, builder.mul(stride, number)) for number in numbers]
-                if each in (INT4, INT8):
+                if each in LOW_BITS.values():
                     terms = [multiply_codes(builder, each, w, rows[0], columns)]
                 else:
                     terms = multiply_floats(
@@ -349,8 +366,7 @@ dot_rows = dot_function(
         BF16: (BF16 if PAIRS else F32, (4, 1)),
         F16: (F32, (2, 1)),
         F32: (F32, (2, 1)),
-        INT4: (INT8, (1,)),
-        INT8: (INT8, (1,)),
+        **dict.fromkeys(LOW_BITS.values(), (INT8, (1,))),
     }
 )
 dot_keys = dot_function({BF16: (BF16, (4, 1)), F16: (F16, (1,)), F32: (F32, (1,))})  # a query with keys of the cache
