@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from decoding.run.acceptance import Calibration, Continuation
 from decoding.run.chooser import plan_in_words
 from decoding.run.cost_file import kept_sublayer_costs, machine
 from decoding.run.costs import SublayerCosts
@@ -29,7 +30,6 @@ from decoding.sampling import SamplingParams
 from decoding.verify import COUPLINGS
 from model import Decoder, InputError
 from model.fast import accelerate
-from search.acceptance import Calibration, Text
 from search.compare import compare, comparison_table, remembering
 from search.confirm import Confirmation, confirm, draft_plan, without_speculation
 from search.costs import measure_sublayers
@@ -118,7 +118,7 @@ class Setting:
     coupling: str
     eos_ids: frozenset[int]
     fingerprint: str
-    texts: dict[str, list[Text]]
+    texts: dict[str, list[Continuation]]
     costs: SublayerCosts
 
     @property

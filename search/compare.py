@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from decoding.run.costs import SublayerCosts
+from decoding.run.prediction import Prediction
 from model import LayerPlan
-from search.prediction import Prediction
 from search.study import SAMPLERS, candidates, choices, enqueue, open_study, optimise, parameters, plan_of
 
 Evaluate = Callable[[LayerPlan], Prediction]

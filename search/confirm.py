@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decoding.rounds import Statistics
+from decoding.run.acceptance import Calibration, Continuation
 from decoding.run.chooser import plain, planned
 from decoding.run.costs import SublayerCosts
 from decoding.run.plan_file import DraftPlan
+from decoding.run.prediction import Prediction
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import chance_of
 from model import Decoder, LayerPlan
-from search.acceptance import Calibration, Text
-from search.prediction import Prediction, predict
-from search.study import Candidate
+from search.study import Candidate, predict_plan
 
 REPEATS = 2  # runs of every contender on every prompt, of which the faster counts
 
@@ -41,7 +41,7 @@ def draft_plan(candidate: Candidate) -> DraftPlan:
 def confirm(
     model: Decoder,
     found: Sequence[Candidate],
-    held_out: Sequence[Text],
+    held_out: Sequence[Continuation],
     costs: SublayerCosts,
     params: SamplingParams,
     eos_ids: frozenset[int],
@@ -76,13 +76,13 @@ def confirm(
         seconds = [total + each for total, each in zip(seconds, best, strict=True)]
         tokens = [total + each for total, each in zip(tokens, written, strict=True)]
         on_prompt()
-    calibration = Calibration(model, held_out, params, longest, coupling)
+    calibration = Calibration(model, held_out, params, coupling, longest)
     confirmed = []
     speeds = [count / total for count, total in zip(tokens, seconds, strict=True)]
     for candidate, statistics, speed in zip(found, sums[1:], speeds[1:], strict=True):
         acceptance = calibration.acceptance(candidate.plan)
         gammas, thresholds = [candidate.prediction.gamma], [candidate.prediction.threshold]
-        predicted = predict(acceptance, held_out, candidate.plan, costs, gammas, thresholds)
+        predicted = predict_plan(acceptance, candidate.plan, costs, gammas, thresholds)
         rate = statistics.acceptance_rate or 0.0
         confirmed.append(Confirmation(candidate, predicted, speed / speeds[0], rate, statistics.tokens_per_round))
     return sorted(confirmed, key=lambda one: -one.speedup)

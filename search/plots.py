@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from decoding.run.costs import CostTable, SublayerCosts, predicted_speedup
+from decoding.run.prediction import GAMMAS
 from model import InputError, LayerPlan
 from model.plan import FULL
 from search.confirm import Confirmation
-from search.prediction import GAMMAS
 from search.study import Candidate
 from weights.cli.picture import BLUE, INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
 

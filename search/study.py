@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from decoding.run.costs import SublayerCosts
+from decoding.run.acceptance import Acceptance, Calibration
+from decoding.run.costs import CostTable, SublayerCosts
+from decoding.run.prediction import GAMMAS, Prediction, predict
 from model import InputError, LayerPlan
 from model.plan import FULL
-from search.acceptance import Calibration
-from search.prediction import Prediction, predict
 from weights.cli.files import one_line
 
 
@@ -49,6 +49,7 @@ SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {
     "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=20),
     "random": lambda seed: RandomSampler(seed=seed),
 }
+THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # 0: draft the full length always
 NAME = "layer plan"
 HEAD = "head"
 
@@ -61,7 +62,19 @@ class Evaluator:
     costs: SublayerCosts
 
     def __call__(self, plan: LayerPlan) -> Prediction:
-        return predict(self.calibration.acceptance(plan), self.calibration.texts, plan, self.costs)
+        return predict_plan(self.calibration.acceptance(plan), plan, self.costs)
+
+
+def predict_plan(
+    acceptance: Acceptance,
+    plan: LayerPlan,
+    costs: SublayerCosts,
+    gammas: Sequence[int] = GAMMAS,
+    thresholds: Sequence[float] = THRESHOLDS,
+) -> Prediction:
+    """The largest expected speed-up of a plan's drafts."""
+    table = CostTable(costs.draft(plan), costs.verify)
+    return predict(acceptance, table, gammas, thresholds, confidence=costs.confidence, overhead=costs.overhead)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,12 @@ def untried_neighbour(plan: LayerPlan, tried: Collection[LayerPlan], rng: random
     return rng.choice(fresh) if fresh else None
 
 
+def first_token_rate(acceptance: Acceptance) -> float:
+    """The mean acceptance of the first drafted token of a round."""
+    pairs = zip(acceptance.accept[:, 0], acceptance.lengths, strict=True)
+    return float(sum(row[:length].sum() for row, length in pairs) / acceptance.lengths.sum())
+
+
 def importance(calibration: Calibration, on_sublayer: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
     """What skipping each sublayer alone costs: the share of first drafted tokens that are no longer accepted."""
     layers = range(calibration.model.num_layers)
@@ -107,7 +126,7 @@ def importance(calibration: Calibration, on_sublayer: Callable[[], None] = lambd
     for kind, losses in found.items():
         for layer in layers:
             skipped = ([layer], []) if kind == "attn" else ([], [layer])
-            losses.append(1 - calibration.first_token_rate(LayerPlan.skipping(len(layers), *skipped)))
+            losses.append(1 - first_token_rate(calibration.acceptance(LayerPlan.skipping(len(layers), *skipped))))
             on_sublayer()
     return found
 
@@ -261,6 +280,9 @@ def candidates(study: optuna.Study) -> list[Candidate]:
     found: dict[LayerPlan, Candidate] = {}
     for trial in best:
         values = dict(trial.user_attrs)
-        cost = values.pop("draft_cost")
-        found.setdefault(plan_of(trial.params), Candidate(plan_of(trial.params), Prediction(**values), cost))
+        cost, values["kept_by_depth"] = values.pop("draft_cost"), tuple(values["kept_by_depth"])
+        found.setdefault(
+            plan_of(trial.params),
+            Candidate(plan_of(trial.params), Prediction(**values), cost),
+        )
     return list(found.values())

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decoding.corpus.batch import sample_texts
+from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
-from search.acceptance import Text
 from search.prompts import PROMPTS
 from weights.cli.files import check_utf8, read_optional_json, write_json
 
@@ -65,7 +65,7 @@ def written_texts(
     seed: int,
     folder: Path,
     fingerprint: str,
-) -> list[Text]:
+) -> list[Continuation]:
     """What the model writes after each prompt; kept in the model's folder, where it can be written.
 
     Raises InputError for a prompt that does not fit, and when the texts are too short to measure anything.
@@ -95,7 +95,7 @@ def written_texts(
             f"with: give more prompts or a larger --max-new-tokens (at least {LEAST_TOKENS} tokens in all)"
         )
     return [
-        Text(prompt, tuple(tokens), max_new_tokens - len(tokens))
+        Continuation(prompt, tuple(tokens), max_new_tokens - len(tokens))
         for prompt, tokens in zip(prompts, written, strict=True)
     ]
 
@@ -114,7 +114,7 @@ def _fits(written: object, count: int, longest: int, vocab_size: int) -> bool:
     )
 
 
-def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:
     """The texts to search with, and those held out: every fourth, and one at least."""
     held_out = set(range(HELD_OUT - 1, len(texts), HELD_OUT)) or {len(texts) - 1}
     return (

@@ -15,19 +15,19 @@ from optuna.storages.journal import JournalFileSymlinkLock
 
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.run.costs import SublayerCosts
+from decoding.run.acceptance import Acceptance, Calibration, Continuation
+from decoding.run.costs import CostTable, SublayerCosts
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
+from decoding.run.prediction import Prediction, predict
 from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from model.plan import FULL
 from search import __main__ as command
 from search import study as study_module
-from search.acceptance import Calibration, Text
 from search.compare import compare, greedy, remembering
 from search.confirm import Confirmation, confirm
 from search.costs import counts_of, measure_sublayers, measured_plans
 from search.plots import front, importance_map, mean_bits, pareto, predicted_and_measured, progress_of
-from search.prediction import Prediction, predict
 from search.study import (
     Candidate,
     Evaluator,
@@ -67,10 +67,10 @@ def _quiet() -> None:
     quiet_optuna()
 
 
-def texts_of(vocab: int, count: int = 2, length: int = 12) -> list[Text]:
+def texts_of(vocab: int, count: int = 2, length: int = 12) -> list[Continuation]:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, vocab, (count, 3 + length), generator=generator).tolist()
-    return [Text(tuple(row[:3]), tuple(row[3:])) for row in draw]
+    return [Continuation(tuple(row[:3]), tuple(row[3:])) for row in draw]
 
 
 def evaluator(layers: int = 4) -> Evaluator:
@@ -82,7 +82,7 @@ def toy(plan: LayerPlan) -> Prediction:
     """A speed-up that prefers one plan, without a model."""
     wanted = LayerPlan.skipping(plan.num_layers, [0], [0, plan.num_layers - 1])
     equal = sum(a == b for a, b in zip(plan.attention + plan.mlp, wanted.attention + wanted.mlp, strict=True))
-    return Prediction(equal / 4, 4, 0.0, 0.5, 0.6, 2.0)
+    return Prediction(equal / 4, 4, 0.0, 0.5, 0.6, (0.6,), 2.0)
 
 
 def test_parameters_and_plan_are_inverse() -> None:
@@ -217,19 +217,17 @@ def test_opening_a_journal_leaves_a_line_that_is_being_written_alone(
 
 def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
     """The full plan drafts what the target writes: every round keeps all, so the arithmetic is by hand."""
-    text = Text((1,), (2, 0, 1, 1, 2, 0))
-    ones = torch.ones(1, 1, 6, dtype=torch.float64)
-    acceptance = type(evaluator(1).calibration.acceptance(LayerPlan.full(1)))(ones, ones, ones, ones)
-    plan = LayerPlan.full(4)
-    found = predict(acceptance, [text], plan, COSTS, [2], [0.0])
-    step = 0.1 + 4 * 0.1 + 4 * 0.12
-    cost = 2 * (2 * step + 1.1 + 0.05)  # rounds of 2 drafted and 3 written tokens
+    ones, length = torch.ones(1, 1, 6, dtype=torch.float64), torch.tensor([6])
+    acceptance = Acceptance(ones, ones, ones, ones, length, length)
+    costs = CostTable(0.98, (1.0, 1.05, 1.1))
+    found = predict(acceptance, costs, [2], overhead=0.05)
+    cost = 2 * (2 * 0.98 + 1.1 + 0.05)  # rounds of 2 drafted and 3 written tokens
     assert found.speedup == pytest.approx(6 * 1.05 / cost)
     assert (found.acceptance_rate, found.kept_share, found.tokens_per_round) == (1.0, 1.0, 3.0)
-    unsure = type(acceptance)(ones, 0.4 * ones, 0.4 * ones, ones)
-    stopping = predict(unsure, [text], plan, COSTS, [2], [0.5])  # every draft ends after one token
-    assert stopping.speedup == pytest.approx(6 * 1.05 / (3 * (step + 0.02 + 1.05 + 0.05)))
-    assert predict(unsure, [text], plan, COSTS, [1, 2], [0.0, 0.5]).threshold == 0.0
+    unsure = Acceptance(ones, 0.4 * ones, 0.4 * ones, ones, length, length)
+    stopping = predict(unsure, costs, [2], [0.5], overhead=0.05, confidence=0.02)  # each draft ends after one token
+    assert stopping.speedup == pytest.approx(6 * 1.05 / (3 * (0.98 + 0.02 + 1.05 + 0.05)))
+    assert predict(unsure, costs, [1, 2], [0.0, 0.5], confidence=0.02).threshold == 0.0
 
 
 def test_sublayer_costs_add_up() -> None:
@@ -245,9 +243,9 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts() -> No
     held_out = []
     for prompt in [(1, 2), (3, 4, 5)]:
         rounds = run(model, prompt, LayerPlan.full(4), FixedLength(0), GREEDY, SeededRandomness(0), 20)
-        held_out.append(Text(prompt, tuple(token for round in rounds for token in round.emitted)))
+        held_out.append(Continuation(prompt, tuple(token for round in rounds for token in round.emitted)))
     found = [
-        Candidate(plan, Prediction(1.0, gamma, threshold, 0.0, 0.0, 0.0), 0.5)
+        Candidate(plan, Prediction(1.0, gamma, threshold, 0.0, 0.0, (), 0.0), 0.5)
         for plan, gamma, threshold in [(LayerPlan.early_exit(4, 2), 3, 0.0), (LayerPlan.skipping(4, [1], [2]), 5, 0.0)]
     ]
     for one in confirm(model, found, held_out, COSTS, GREEDY, frozenset(), 20, 0, "ratio"):
@@ -278,7 +276,7 @@ PLANS = [
     LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8),
 ]
 TRIED = [
-    Candidate(plan, Prediction(1.3 - at / 5, 4, 0.0, 0.5, 0.9 - at / 5, 2.0), COSTS.draft(plan))
+    Candidate(plan, Prediction(1.3 - at / 5, 4, 0.0, 0.5, 0.9 - at / 5, (0.9,), 2.0), COSTS.draft(plan))
     for at, plan in enumerate(PLANS)
 ]
 
@@ -359,7 +357,7 @@ def test_prompts_are_read_from_lines_and_json_lines(tmp_path: Path) -> None:
 
 def test_every_prompt_is_searched_with_or_held_out() -> None:
     for count in range(2, 12):
-        texts = [Text((number,), (1,)) for number in range(count)]
+        texts = [Continuation((number,), (1,)) for number in range(count)]
         searched, held_out = split(texts)
         assert searched and held_out
         assert sorted(text.prompt for text in searched + held_out) == [text.prompt for text in texts]

@@ -1,0 +1,189 @@
+"""Acceptance probabilities of a layer plan's drafts, at every position and depth of a text, from one forward pass.
+
+The text was written by the target itself. By Bayes' rule, its token x was an accepted draft with probability
+min(p, q)(x) / p(x) = min(1, q(x) / p(x)), where p is the target's distribution at that position and q the draft's. (The
+mean of this ratio over x ~ p is Σ min(p, q), the acceptance probability of arXiv 2211.17192, theorem 3.5.) In greedy
+decoding it is 1 where the two largest logits agree, else 0. A pass that reads the text instead of drafting
+(teacher forcing) gives p and q at all positions at once.
+
+Under the exponential race (arXiv 2408.07978) draft and target draw with the same exponentials E. Both draw x where
+E_y > E_x·max(p_y/p_x, q_y/q_x) for every other y: with probability 1 / Σ_y max(p_y/p_x, q_y/q_x), since the E are
+independent and of rate 1. Given that the target drew x, with probability p_x, so does the draft with probability
+1 / Σ_y max(p_y, p_x·q_y/q_x), and 0 where q_x = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoding.sampling import SamplingParams, distribution
+from model import Decoder, KVCache, LayerPlan, ModelConfig
+from model.layers import Positions, Sight, hiding, place
+from model.twins import Twins
+
+DEPTHS = 3  # deeper drafts are taken to be accepted like the last: on SmolLM2 an error of .01 at most
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the tokens that the target wrote after it, at least one each.
+
+    ``unused`` tokens of the budget were left when the text ended (0: the budget ended it).
+    """
+
+    prompt: tuple[int, ...]
+    written: tuple[int, ...]
+    unused: int = 0
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Probabilities of the draft for token t of text b, drafted as number d + 1 of its round: ``[B, D, M]`` float64.
+
+    M is the longest text's length. Entries beyond a text's length mean nothing, nor do those of t < d.
+
+    ``accept``      of the target accepting the draft, given that the text holds token t
+    ``confidence``  raw softmax probability that the draft gives token t
+    ``likeliest``   raw softmax probability of the draft's likeliest token
+    ``share``       of the draft drawing that token: 1 in greedy decoding
+    ``lengths``     ``[B]`` int64, tokens of each text; ``limits`` the same with the unused budget
+    """
+
+    accept: Tensor
+    confidence: Tensor
+    likeliest: Tensor
+    share: Tensor
+    lengths: Tensor
+    limits: Tensor
+
+
+class TargetEntries:
+    """A KVCache's stand-in for drafts: attention gets the target's entries, then those of the pass itself."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """``[1, K, n, D]`` new keys and values -> ``[1, K, S + n, D]``, the target's S positions first."""
+        return torch.cat((self.cache.keys[layer], keys), 2), torch.cat((self.cache.values[layer], values), 2)
+
+
+def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths: int, like: Tensor) -> Positions:
+    """Positions and masks of ``depths · count`` draft queries, depth by depth, on the device and in the dtype of like.
+
+    Query (d, i) is the draft's step at position ``first + i`` as number d of its round (from 0), so the round began at
+    position first + i - d. One pass can compute all of them at once, for three reasons. First, the text is known: an
+    accepted draft has the text's tokens, so the inputs of every step are known before any step has run. Steps whose
+    draft has left the text were rejected and need no computing. Second, all that a step takes from the past is keys
+    and values: before its round those of the target, which the target's pass over the text has left, and within its
+    round those that the draft wrote at depths 0 ... d on the way. So a step depends on its position and depth only,
+    not on the rounds before. Third, layer by layer, those keys and values are outputs of other queries of the same
+    pass: query (d, i) sees the target's entries at positions below first + i - d, and the entries of queries
+    (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of the pass. A mask says so, and the result is the loop's own.
+    """
+    target_length = first + count
+    angles = place(config, 0, target_length, like)
+    depth = torch.arange(depths, device=like.device).repeat_interleave(count)[:, None]
+    at = first + torch.arange(count, device=like.device).repeat(depths)[:, None]
+    began = at - depth
+    key = torch.arange(target_length, device=like.device)
+    of_target = key < began
+    of_draft = (began == began.T) & (depth >= depth.T)
+    sights = {}
+    for window in set(config.windows):
+        seen = torch.cat((of_target, of_draft), 1)
+        if window is not None:
+            seen &= torch.cat((key.expand_as(of_target), at.T.expand_as(of_draft)), 1) > at - window
+        mask = hiding(seen, like.dtype).repeat(config.num_heads // config.num_kv_heads, 1, 1)
+        sights[window] = Sight(len(at), target_length, mask)
+    return Positions(0, angles.cos[at[:, 0]], angles.sin[at[:, 0]], sights)
+
+
+class TargetPass:
+    """The target's pass over one text, and a plan's pass that reads the target's keys and values.
+
+    ``context`` ``[n]`` is the text without its last token; ``embedded`` and ``last`` ``[1, M, hidden]`` are the states
+    before the first and after the last layer, at the M positions whose logits predict the written tokens.
+    """
+
+    def __init__(self, model: Decoder, text: Continuation, depths: int) -> None:
+        self.depths = depths
+        self.context = torch.tensor([*text.prompt, *text.written[:-1]], device=model.device)
+        self.written = torch.tensor(text.written, device=model.device)[:, None]
+        cache, first = model.new_cache(len(self.context)), len(text.prompt) - 1
+        self.last = model.hidden(self.context[None], cache)[:, first:]
+        self.embedded = model.embed(self.context[None, first:])
+        self.entries = TargetEntries(cache)
+        self.positions = positions_at_all_depths(model.config, first, len(text.written), depths, self.last)
+
+    def draft_states(self, twins: Twins, plan: LayerPlan) -> Tensor:
+        """The states ``[D, M, hidden]`` after the plan's last sublayer."""
+        x = self.embedded.repeat(1, self.depths, 1)
+        for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
+            block = twins.block(layer, attention, mlp)
+            x = block(x, self.positions, self.entries, attention=attention > 0, mlp=mlp > 0)
+        return x[0].unflatten(0, (self.depths, -1))
+
+
+def accepted_by_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """The probability ``[M, 1]`` that a draft of each token was accepted, given that the text holds it; see above.
+
+    ``p`` and ``q`` ``[M, vocab]`` are the target's and the draft's distributions, ``tokens`` ``[M, 1]`` int64.
+    """
+    p, q = p.gather(1, tokens), q.gather(1, tokens)
+    # p can round to 0 where the text was written in other chunks than it is read.
+    return (q / p.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
+
+
+def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """The same for the exponential race."""
+    drafted = q.gather(1, tokens)
+    slower = torch.maximum(p, p.gather(1, tokens) * (q / drafted))
+    return torch.where(drafted > 0, 1 / slower.sum(-1, keepdim=True).clamp(min=1), 0.0)
+
+
+class Calibration:
+    """Texts that a target wrote, on which it measures the acceptance of any plan's drafts.
+
+    ``depths`` are computed exactly, deeper drafts taken to be like the last. The low-bit weights of all plans asked for
+    are kept, written out in the model's dtype: low-bit kernels are slow for many rows.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Decoder,
+        texts: Sequence[Continuation],
+        params: SamplingParams,
+        coupling: str = "ratio",
+        depths: int = DEPTHS,
+    ) -> None:
+        self.model, self.params, self.depths, self.twins = model, params, depths, Twins(model)
+        self.accepted = {"ratio": accepted_by_ratio, "race": accepted_by_race}[coupling]
+        self.passes = [TargetPass(model, text, depths) for text in texts]
+        self.lengths = torch.tensor([len(text.written) for text in texts])
+        self.limits = self.lengths + torch.tensor([text.unused for text in texts])
+
+    @torch.inference_mode()
+    def acceptance(self, plan: LayerPlan) -> Acceptance:
+        """The acceptance of the plan's drafts at every position and depth."""
+        found = torch.ones(4, len(self.passes), self.depths, int(self.lengths.max()), dtype=torch.float64)
+        head = self.twins.head(plan.head)
+        for text, columns, length in zip(self.passes, found.unbind(1), self.lengths, strict=True):
+            target = distribution(self.model.logits(text.last)[0], text.context, self.params).double()
+            for depth, states in enumerate(text.draft_states(self.twins, plan)):  # one at a time: logits are large
+                logits = self.model.logits(states[None], head)[0]
+                columns[:, depth, :length] = self._measure(logits, target, text).cpu()
+        return Acceptance(*found, self.lengths, self.limits)
+
+    def _measure(self, logits: Tensor, target: Tensor, text: TargetPass) -> Tensor:
+        """The four columns ``[4, M]`` of Acceptance, from the draft's logits and the target's distributions."""
+        draft, raw = distribution(logits, text.context, self.params).double(), logits.double().softmax(-1)
+        best = draft.argmax(-1, keepdim=True)
+        accept = self.accepted(target, draft, text.written)
+        columns = accept, raw.gather(1, text.written), raw.gather(1, best), draft.gather(1, best)
+        return torch.stack([column[:, 0] for column in columns])

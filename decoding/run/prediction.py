@@ -1,0 +1,158 @@
+"""Expected speed-up of drafts over plain decoding, from their acceptance and their costs, with the best draft length.
+
+Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Instead the rounds of the loop
+are walked along the texts: a dynamic programme carries, token by token, the probability that a round begins here, and
+the probability that a round is here with d tokens drafted. It counts rounds by the number of tokens they draft; their
+costs are multiplied in afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from decoding.run.acceptance import Acceptance
+from decoding.run.costs import LONGEST_DRAFT, CostTable
+
+GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The expected gain of drafts of up to ``gamma`` tokens that end early below confidence ``threshold`` (0: never).
+
+    ``speedup`` is over plain decoding. ``acceptance_rate`` is the accepted share of all drafted tokens, ``kept_share``
+    that of the drafted tokens up to the first rejected one: α in the formulas. ``kept_by_depth[d]`` is the same share
+    of drafts number d + 1 of their round (0 where no round gets there).
+    """
+
+    speedup: float
+    gamma: int
+    threshold: float
+    acceptance_rate: float
+    kept_share: float
+    kept_by_depth: tuple[float, ...]
+    tokens_per_round: float
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Expected numbers over all texts for each threshold and draft length: arrays ``[thresholds, gammas, depths]``.
+
+    ``drafted[..., k]`` rounds that draft k tokens; ``accepted[..., d]`` and ``rejected[..., d]`` drafts number d + 1 of
+    their round that the target accepts or is the first to reject. Depths run from 0 to the largest gamma.
+    """
+
+    drafted: np.ndarray
+    accepted: np.ndarray
+    rejected: np.ndarray
+
+
+def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: Sequence[float]) -> Rounds:
+    """The loop's rounds along the texts, which end as the loop ends them: by their last token or the budget.
+
+    Exact for drafts of full length, up to the depths that ``acceptance`` has. With a threshold, a draft whose token was
+    rejected goes on as long as a draft of the text itself would from there: what it would have drafted is not known.
+
+    The walk goes token by token through all texts at once and carries probabilities: ``begin``, that a round begins
+    at this token, and by the number d of tokens drafted so far ``live[d]``, that a round is here with all of them
+    accepted, and ``astray[d]``, that one was rejected and the draft goes on beyond it, for nothing but its cost.
+    Where a draft of d tokens ends, ``drafted[d]`` counts it. The next round begins after the token that the target
+    added: at the token after a rejected one (which the target replaced by the text's), after the bonus token of a
+    full draft, and, where a draft stops behind an unsure token, two tokens on (``soon``: the bonus comes between).
+    For γ = 2 and a text of 3 tokens kept with probabilities a, b, c: rounds begin at the first token surely, at the
+    second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
+    """
+    longest = max(gammas)
+    accept, unsure, sure_to_stop = _tables(acceptance, longest, thresholds)
+    lengths, limits = (np.asarray(each)[:, None, None] for each in (acceptance.lengths, acceptance.limits))
+    depth = np.arange(longest + 1)[:, None, None, None]
+    full = depth == np.array(gammas)
+    shape = (longest + 1, len(lengths), len(thresholds), len(gammas))  # depth, text, threshold, draft length
+    live, astray, drafted, accepted, rejected = np.zeros((5, *shape))
+    begin, soon = np.ones(shape[1:]), np.zeros(shape[1:])
+    for at in range(lengths.max() + longest):
+        written, row = at < lengths, min(at, lengths.max() - 1)
+        live[0] = begin * written
+        # A draft that runs over the end of a text has left it.
+        live, astray = live * written, astray + live * ~written
+        closing = full | (at >= limits - 1)
+        drafted += (live + astray) * closing
+        bonus = (live * closing).sum(0)
+        live, astray = live * ~closing, astray * ~closing
+        kept, lost = live * accept[..., row, :, None], live * (1 - accept[..., row, :, None])
+        stopped = kept * unsure[..., row, :, None]
+        wandering = lost + astray
+        halted = wandering * sure_to_stop[..., row, :, None] * written
+        drafted[1:] += (stopped + halted)[:-1]
+        accepted += kept
+        rejected += lost
+        begin, soon = bonus + lost.sum(0) + soon, stopped.sum(0)
+        live, astray = _deeper(kept - stopped), _deeper(wandering - halted)
+    return Rounds(*(np.moveaxis(each.sum(1), 0, -1) for each in (drafted, accepted, rejected)))
+
+
+def _tables(
+    acceptance: Acceptance, longest: int, thresholds: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Probabilities ``[depth, text, token, threshold]`` of: acceptance; the draft being unsure of the text's token, and
+    of a token that it draws."""
+    depths = np.minimum(np.arange(longest + 1), acceptance.accept.shape[1] - 1)
+
+    def table(values: Tensor) -> np.ndarray:
+        return np.asarray(values)[:, depths].swapaxes(0, 1)[..., None]
+
+    limits = np.array(thresholds)
+    unsure = (table(acceptance.confidence) < limits).astype(float)
+    # Only the likeliest token is looked at: exact in greedy decoding, and where no two tokens reach the threshold.
+    sure_to_stop = 1 - table(acceptance.share) * (table(acceptance.likeliest) >= limits)
+    sure_to_stop[..., limits == 0] = 0
+    return table(acceptance.accept), unsure, sure_to_stop
+
+
+def _deeper(state: np.ndarray) -> np.ndarray:
+    """The same probabilities one drafted token later."""
+    return np.concatenate((np.zeros_like(state[:1]), state[:-1]))
+
+
+def predict(
+    acceptance: Acceptance,
+    costs: CostTable,
+    gammas: Sequence[int] = GAMMAS,
+    thresholds: Sequence[float] = (0.0,),
+    *,
+    confidence: float = 0.0,
+    overhead: float = 0.0,
+) -> Prediction:
+    """The largest expected speed-up over all draft lengths and thresholds, all tokens over the cost of all rounds.
+
+    In plain steps, a round that drafts k tokens costs k · costs.draft + costs.verify[k] + overhead, and under a
+    threshold k · ``confidence`` more, to read the confidence of each token. Plain decoding costs 1 + ``overhead`` per
+    token. A tie goes to the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    """
+    rounds = expected_rounds(acceptance, gammas, thresholds)
+    tokens = int(acceptance.lengths.sum())
+    lengths = np.arange(max(gammas) + 1)
+    step = costs.draft + confidence * (np.array(thresholds) > 0)[:, None, None]
+    round_costs = lengths * step + np.array(costs.verify)[lengths] + overhead
+    speedups = tokens * (1 + overhead) / (rounds.drafted * round_costs).sum(-1)
+    best = np.unravel_index(np.argmax(speedups), speedups.shape)
+    gamma = gammas[best[1]]
+    drafted, accepted, rejected = rounds.drafted[best], rounds.accepted[best], rounds.rejected[best]
+    looked_at = accepted + rejected
+    return Prediction(
+        speedup=float(speedups[best]),
+        gamma=gamma,
+        threshold=thresholds[best[0]],
+        acceptance_rate=_share(accepted.sum(), (drafted * lengths).sum()),
+        kept_share=_share(accepted.sum(), looked_at.sum()),
+        kept_by_depth=tuple(map(_share, accepted[:gamma], looked_at[:gamma])),
+        tokens_per_round=float(tokens / drafted.sum()),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 0.0
