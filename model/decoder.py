@@ -50,6 +50,10 @@ class Decoder(nn.Module):
         """Make the low-bit copies that a plan asks for now, not while a text is timed."""
         self.twins.prepare(plan)
 
+    def forget_low_bits(self) -> None:
+        """Free all low-bit copies. They are made anew when a plan next asks for them."""
+        self.twins.clear()
+
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Fresh weights to train from: matrices and embedding normal with ``std``, biases 0, norms neutral."""
         for module in self.modules():

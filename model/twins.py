@@ -43,6 +43,11 @@ class Twins:
             self.block(layer, *bits)
         self.head(plan.head)
 
+    def clear(self) -> None:
+        """Forget all copies."""
+        for kept in (self.blocks, self.sublayers, self.heads):
+            kept.clear()
+
     def block(self, layer: int, attention: int, mlp: int) -> Any:
         """The block of this layer, its sublayers in so many bits (one of 0 bits is not to be called)."""
         block = self.model.layers[layer]

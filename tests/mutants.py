@@ -412,9 +412,9 @@ MUTANTS = [
         31,
         "exponentials of 24 bits decide between tens of thousands of tokens",
         KeyedRandomness,
-        "exponentials",
-        "((shifted(bits, 11) + 1).double() * 2.0**-53)",
-        "((shifted(bits, 40) + 1).double() * 2.0**-24)",
+        "complements",
+        "shifted(bits, 11, bits).neg_().add_(2**53 - 1).double().mul_(2.0**-53)",
+        "shifted(bits, 40, bits).neg_().add_(2**24 - 1).double().mul_(2.0**-24)",
         test_race.test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should,
     ),
 ]

@@ -24,7 +24,7 @@ class BreakEven(Policy):
     """
 
     PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # what to believe before anything was seen, and how firmly
-    START, SHARE, LARGEST_CREDIT = 1.0, 0.02, 6.0
+    START, SHARE, LARGEST_CREDIT = 4.0, 0.02, 6.0
 
     def __init__(
         self,

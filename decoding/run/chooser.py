@@ -1,7 +1,7 @@
-"""Which drafter and policy a request gets: the one place where that is decided.
+"""The draft of a request: the drafter and the policy that its options ask for.
 
 ``DRAFTERS`` names the ways to draft. A new one is a function that makes a ``Drafting`` and a line there;
-``FILE.py:Class`` names a class of the reader's own.
+``FILE.py:Class`` names a class of the user's.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
-from decoding.run.cost_file import kept_costs
+from decoding.run.cost_file import kept, kept_costs
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
+from decoding.run.importance import weigh_inputs, write_texts
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
@@ -30,15 +29,21 @@ from weights.cli.command_line import say
 from weights.cli.files import is_there, one_line
 from weights.draft_model import load_draft_model
 from weights.load import read_config
-from weights.memory import free_bytes, twin_bytes
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-GAMMA = 4  # tokens drafted a round where nothing else is said
-GAMMA_LOW_BITS = 5  # of drafts that are nearly always accepted
-PRIORS = {"low bits": 0.9, "lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any was seen
+GAMMA = 4  # tokens drafted per round where nothing else is said
+GAMMA_LOW_BITS = 5  # of drafts in a number of bits that the user names
+LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any was seen
 LONGEST_ADAPTIVE = 8  # of Draft & Verify's adaptive exit
 START_GREEDY, START_SAMPLED = 0.8, 0.5  # its first thresholds
+CONTEXTS = (CONTEXT, 1024, 4096)  # tokens of context at which costs are measured: the nearest to the prompt's length
+USEFUL_WITH = {  # the drafts on which an option has an effect; any but "none" where an option is not named
+    "plan": ("skip", "auto"),
+    "exit_layer": ("exit",),
+    "bits": ("lowbit", "exit", "skip"),
+    "draft_model": ("model",),
+}
 
 
 @dataclass(frozen=True)
@@ -64,32 +69,33 @@ class DraftOptions:
         """Raises InputError for a value out of range, and for an option that this kind of draft would ignore."""
         if self.kind not in DRAFTERS and ":" not in self.kind:
             raise InputError(f"no draft is called {self.kind!r:.80}: give {', '.join(DRAFTERS)} or FILE.py:Class")
-        FixedLength(self.gamma or 0)
-        if self.min_target_confidence is not None:
-            ConfidenceGate(FixedLength(0), self.min_target_confidence)
+        if self.gamma is not None and self.gamma < 0:
+            raise InputError(f"gamma must be at least 0, found {self.gamma}")
+        gate = self.min_target_confidence
+        if gate is not None and not 0 <= gate <= 1:
+            raise InputError(f"min-target-confidence must be from 0 to 1, found {gate}")
         if self.bits not in (None, *LOW_BITS):
-            raise InputError(f"--bits must be 4 or 8, found {self.bits}")
-        useful_with = {
-            "plan": ("skip", "auto"),
-            "exit_layer": ("exit",),
-            "bits": ("lowbit", "exit", "skip"),
-            "draft_model": ("model",),
-        }
+            raise InputError(f"--bits must be {', '.join(map(str, LOW_BITS))}, found {self.bits}")
         for name in ("plan", "exit_layer", "bits", "draft_model", "gamma", "adaptive", "min_target_confidence"):
-            kinds = useful_with.get(name, ("auto",))
-            useless = self.kind not in kinds if name in useful_with else self.kind == "none"
-            if getattr(self, name) is not None and useless:
-                option = "--" + name.replace("_", "-")
-                raise InputError(f"{option} has no effect with --draft {self.kind}: give --draft {kinds[0]}")
+            kinds, option = USEFUL_WITH.get(name), "--" + name.replace("_", "-")
+            if getattr(self, name) is None:
+                continue
+            if self.kind == "auto" and name in ("gamma", "adaptive"):
+                raise InputError(f"{option} has no effect with --draft auto, which chooses lengths: name another draft")
+            if self.kind not in kinds if kinds else self.kind == "none":
+                better = kinds[0] if kinds else "lowbit"
+                raise InputError(f"{option} has no effect with --draft {self.kind}: give --draft {better}")
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
     def needs(self, folder: Path, config: ModelConfig, *, split: bool = False) -> dict[str, Any]:
-        """What the draft adds to the memory estimate of a target: a model beside it, a longest draft, a plan's twins.
+        """The memory estimate's arguments that depend on the draft: a draft model, a longest draft, a plan in low bits.
 
-        Raises InputError for a draft model or a plan that cannot be read, and for low bits of a ``split`` target.
+        Bits that are chosen by measurement take part only if their copies fit, so they are not counted. Raises
+        InputError for a draft model or a plan that cannot be read, and for low bits of a ``split`` target.
         """
-        plan = find_plan(self, folder, config.num_layers)
+        measured = self.kind == "lowbit" and self.bits is None
+        plan = None if measured else find_plan(self, folder, config.num_layers)
         if split and plan and plan.plan.has_low_bits:
             if self.kind != "auto":
                 no_low_bits()
@@ -103,9 +109,10 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a choice depends on besides the options.
+    """The target of a choice and its circumstances.
 
-    The prepared target with its folder and tokenizer, the sampling parameters, and the longest text in tokens.
+    The prepared target with its folder and tokenizer, the sampling parameters, the longest text in tokens, the rule of
+    verification, and the tokens of the prompt, as far as it is known.
     """
 
     folder: Path
@@ -113,6 +120,13 @@ class Setting:
     tokenizer: Tokenizer
     params: SamplingParams
     positions: int
+    coupling: str = "ratio"
+    prompt: int = 0
+
+    @property
+    def context(self) -> int:
+        """The tokens of context at which costs are measured, one of ``CONTEXTS``."""
+        return min(CONTEXTS, key=lambda tokens: abs(tokens - self.prompt))
 
 
 @dataclass(frozen=True)
@@ -153,12 +167,14 @@ def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None)
     return ModelDrafter(model, cache, plan)
 
 
-def planned(model: Decoder, chosen: DraftPlan, name: str | None = None) -> Drafting:
+def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
     """The target under a layer plan, sharing its cache, with the policy that was chosen with the plan.
 
-    Its low-bit twins are made now. A line says so where they are not what the plan asks for.
+    Its low-bit copies are made now. A line says so where they are not those that the plan asks for.
     """
-    plan = chosen.plan
+    model, plan = setting.model, chosen.plan
+    if plan.has_low_bits and model.fast_bits:
+        weigh_inputs(model, setting.folder, setting.tokenizer)
     model.prepare(plan)
     if plan.has_low_bits and (trouble := low_bits_trouble(model)):
         say(trouble)
@@ -194,12 +210,47 @@ def early_exit(options: DraftOptions, setting: Setting) -> Drafting:
     layers = setting.model.num_layers
     chosen = find_plan(options, setting.folder, layers)
     name = f"exit at layer {layers - len(chosen.plan.skipped_mlp)} of {layers}"
-    return planned(setting.model, chosen, name + (f", in {options.bits} bits" if options.bits else ""))
+    return planned(setting, chosen, name + (f", in {options.bits} bits" if options.bits else ""))
 
 
 def low_bits(options: DraftOptions, setting: Setting) -> Drafting:
-    """All layers of the target, rounded to few bits."""
-    return planned(setting.model, find_plan(options, setting.folder, setting.model.num_layers))
+    """All layers of the target, rounded to few bits: those of --bits, else those that were measured to gain most."""
+    model = setting.model
+    if options.bits or not model.fast_bits:
+        return planned(setting, find_plan(options, setting.folder, model.num_layers))
+    table = bits_table(setting)
+    if table.best is None:
+        say(f"{bits_in_words(table)}: decoding plainly; --bits N drafts nevertheless")
+        return replace(plain(model), name="plain: no low bits gain here")
+    say(bits_in_words(table))
+    return planned(setting, measured_plan(table, model.num_layers))
+
+
+def bits_table(setting: Setting) -> BitsTable:
+    """What drafts in each number of bits gain: kept, or measured now."""
+    model, params, coupling = setting.model, setting.params, setting.coupling
+
+    def measure() -> BitsTable:
+        say("measuring once how many bits a draft needs here")
+        weigh_inputs(model, setting.folder, setting.tokenizer)
+        return measure_bits(model, write_texts(model, setting.tokenizer, params), params, coupling)
+
+    return kept(setting.folder, model, f"bits, {params}, {coupling}", BitsTable, measure)
+
+
+def measured_plan(table: BitsTable, layers: int) -> DraftPlan:
+    """The plan of the bits that gain most."""
+    best = table.best
+    plan = LayerPlan.full(layers).in_bits(table.bits[best])
+    return DraftPlan(plan, table.gamma[best], acceptance=table.acceptance[best])
+
+
+def bits_in_words(table: BitsTable) -> str:
+    """The predicted speed-up of every number of bits, in a line."""
+    if not table.bits:
+        return "drafts in low bits do not fit into the free memory"
+    gains = [f"{bits} bits {gain:.2f}" for bits, gain in zip(table.bits, table.speedup, strict=True)]
+    return "predicted speed of drafts, in times of plain decoding: " + ", ".join(gains)
 
 
 def skip(options: DraftOptions, setting: Setting) -> Drafting:
@@ -209,7 +260,7 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
         raise InputError(f"--draft skip needs --plan FILE: {setting.folder} has no plan.json of its own")
     if chosen.gamma == 0 and options.gamma is None:
         return replace(plain(setting.model), name="plain: by the plan, no draft pays")
-    return planned(setting.model, chosen)
+    return planned(setting, chosen)
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
@@ -221,23 +272,21 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
-    """Each round the best of lookup, the plan if there is one that pays, and low bits, as measured costs and past
-    acceptance say; with a fixed length or an adaptive exit the plan, else lookup.
-    """
-    model, chosen = setting.model, find_plan(options, setting.folder, setting.model.num_layers)
-    if chosen and chosen.plan.has_low_bits and not saves_in_low_bits(model):
-        chosen = None
-    pays = chosen is not None and (chosen.gamma != 0 or options.gamma is not None)
-    if options.adaptive or options.gamma is not None:
-        return planned(model, chosen) if pays else lookup(options, setting)
-    ways = {"plan": planned(model, chosen)} if pays else {}
-    low = DraftPlan(LayerPlan.full(model.num_layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
-    in_low_bits = pays and {*chosen.plan.attention, *chosen.plan.mlp} <= {*LOW_BITS}  # all sublayers: much the same
-    if not in_low_bits and has_room_for(low.plan, setting):
-        with suppress(torch.OutOfMemoryError):  # as plain decoding still fits, there is a draft less to choose from
-            ways["low bits"] = planned(model, low)
-    costs = {name: costs_of(way, setting) for name, way in ways.items()}
-    priors = PRIORS | ({"plan": chosen.acceptance} if pays and chosen.acceptance else {})
+    """Each round the best of lookup, the plan if there is one, and low bits, by measured costs and past acceptance."""
+    model, layers = setting.model, setting.model.num_layers
+    chosen = find_plan(options, setting.folder, layers)
+    ways: dict[str, Drafting] = {}
+    costs: dict[str, CostTable] = {}
+    priors = dict(LOOKUP_PRIORS)
+    table = bits_table(setting) if saves_in_low_bits(model) else BitsTable((), (), (), (), (), ())
+    plans = {"low bits": None if table.best is None else measured_plan(table, layers)}
+    if chosen and chosen.gamma != 0 and (saves_in_low_bits(model) or not chosen.plan.has_low_bits):
+        plans["plan"] = chosen
+    for name, draft in plans.items():
+        if draft and (not draft.plan.has_low_bits or has_memory_for(model, draft.plan)):
+            ways[name] = planned(setting, draft)
+            costs[name] = costs_of(ways[name], setting)
+            priors |= {name: draft.acceptance} if draft.acceptance else {}
     ways["lookup"] = lookup(options, setting)
     measured = next(iter(costs.values()), None)
     costs["lookup"] = replace(measured, draft=0.0) if measured else costs_of(ways["lookup"], setting)
@@ -250,29 +299,20 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def has_room_for(plan: LayerPlan, setting: Setting) -> bool:
-    """Whether low-bit twins would save time here, and fit into what memory is left."""
-    model = setting.model
-    # Besides the copies, the largest matrix is rounded in float32.
-    rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    needed = twin_bytes(model.config, model.dtype, plan) + rounding
-    return saves_in_low_bits(model) and needed < free_bytes(model.device)
-
-
 def saves_in_low_bits(model: Decoder) -> bool:
-    """Whether drafts in low bits can be faster here; a model that is split over processes has no twins."""
+    """Whether drafts in low bits can be faster here; a model that is split over processes has no copies."""
     return not isinstance(model, ParallelDecoder) and bool(model.fast_bits)
 
 
 def costs_of(way: Drafting, setting: Setting) -> CostTable:
-    """What a way to draft costs on this machine: kept ones, or measured now."""
-    model, params = setting.model, setting.params
+    """The costs of a way to draft on this machine: kept ones, or measured now."""
+    model, params, context = setting.model, setting.params, setting.context
 
     def measure() -> CostTable:
-        say(f"measuring once what drafts cost on this machine after {CONTEXT} tokens")
-        return measure_costs(model, way.model, way.plan, params)
+        say(f"measuring once what drafts cost on this machine after {context} tokens")
+        return measure_costs(model, way.model, way.plan, params, context=context)
 
-    return kept_costs(setting.folder, model, way.plan, params, measure)
+    return kept_costs(setting.folder, model, way.plan, params, measure, context)
 
 
 def own(options: DraftOptions, setting: Setting) -> Drafting:
@@ -311,12 +351,10 @@ def choose(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
-    """What drafts, with the policy that is its own. Raises InputError for bits that this device has no kernels for."""
+    """The draft with its default policy. Raises InputError for bits that this device has no kernels for."""
     fast = setting.model.fast_bits
     if options.bits and fast and options.bits not in fast:
-        raise InputError(
-            f"--bits {options.bits}: on this device drafts are faster in {fast[0]} bits only; give --bits {fast[0]}"
-        )
+        raise InputError(f"--bits {options.bits}: this device has kernels for {' and '.join(map(str, fast))} bits only")
     return DRAFTERS.get(options.kind, own)(options, setting)
 
 
@@ -329,7 +367,7 @@ def policy_maker(options: DraftOptions, params: SamplingParams, drafting: Drafti
     """How long to draft: --adaptive, else --gamma, else as the drafting has it; gated by the target's confidence."""
     chosen = drafting.chosen or DraftPlan(LayerPlan((), ()))
     gamma = chosen.gamma if options.gamma is None else options.gamma
-    fixed = options.gamma is not None or (options.adaptive is False and options.kind != "auto")
+    fixed = options.gamma is not None or options.adaptive is False
 
     def make() -> Policy:
         policy = drafting.new_policy()
@@ -347,10 +385,10 @@ def policy_maker(options: DraftOptions, params: SamplingParams, drafting: Drafti
 
 
 def find_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
-    """The plan under which a target of so many layers drafts for itself; None where it does not.
+    """The plan under which a target of this many layers drafts for itself; None where it does not.
 
-    An early exit, all layers in low bits, or the plan of --plan, else the model folder's own, if it has one: each
-    in the bits of --bits. Raises InputError for a plan that cannot be read.
+    An early exit, all layers in low bits, or the plan of --plan, else the model folder's, if it has one: each in the
+    bits of --bits. Raises InputError for a plan that cannot be read.
     """
     chosen, own_plan = None, folder / "plan.json"
     if options.kind == "exit":

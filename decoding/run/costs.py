@@ -1,7 +1,4 @@
-"""What a draft step and a verification cost on this machine: a value, measured once and kept.
-
-All costs are in units of one plain decoding step, so a table says directly what speculation can win.
-"""
+"""Costs of draft steps and of verification on this machine, in units of one round of plain decoding."""
 
 from __future__ import annotations
 
@@ -11,9 +8,13 @@ from typing import Any
 
 import torch
 
+from decoding.drafters import NoDraft
 from decoding.model_port import Model
+from decoding.policies import FixedLength
 from decoding.randomness import Place, SeededRandomness
 from decoding.sampling import SamplingParams, distribution
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
 from decoding.verify import verify_by_ratio
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS, LayerPlan
@@ -22,21 +23,28 @@ CONTEXT = 128  # tokens in the cache while measuring
 LONGEST_DRAFT = 8
 REPEATS = 7
 IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
-UNSTEADY = (
-    1.3  # how far a cost by medians may be from the same by fastest repeats, as a factor; else others compute here
-)
+UNSTEADY = 1.3  # factor between a cost by medians and by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
+LARGEST_COST = 1e6
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """``draft``: one draft step. ``verify[n - 1]``: verifying n tokens at once, so verify[0] is 1 by definition."""
+    """``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, its draft steps excluded.
+
+    So verify[0], a round without a draft, is 1 by definition.
+    """
 
     draft: float
     verify: tuple[float, ...]
     steady: bool = field(default=True, compare=False)  # whether the repeats agreed when this was measured
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that nothing can cost."""
+        if not self.verify or min(self.verify) <= 0 or max(self.draft, *self.verify) > LARGEST_COST:
+            raise ValueError(f"no table of costs: {self}")
 
     @property
     def longest_draft(self) -> int:
@@ -48,7 +56,7 @@ class CostTable:
 class SublayerCosts:
     """What the draft step of any layer plan costs, sublayer by sublayer, and what a round costs besides.
 
-    ``attention``, ``mlp``: one sublayer in 4, in 8 and in all its bits; ``base``: a draft step that skips them all
+    ``attention``, ``mlp``: one sublayer in each of ``BITS``; ``base``: a draft step that skips them all
     (embedding, head, distribution, draw), with the head in as many; ``confidence``: reading the confidence of a drafted
     token; ``verify`` as in CostTable; ``overhead``: what a round of the loop takes beyond its draft steps and its
     verification.
@@ -60,6 +68,11 @@ class SublayerCosts:
     confidence: float
     overhead: float
     verify: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for costs of other numbers of bits than ``BITS``."""
+        if {len(self.attention), len(self.mlp), len(self.base)} != {len(BITS)}:
+            raise ValueError(f"no table of costs: {self}")
 
     def draft(self, plan: LayerPlan) -> float:
         """A draft step under ``plan``."""
@@ -85,33 +98,55 @@ def measure_costs(
     params: SamplingParams = GREEDY,
     *,
     longest: int = LONGEST_DRAFT,
+    context: int = CONTEXT,
+    verify: tuple[float, ...] | None = None,
 ) -> CostTable:
-    """Time the loop's own steps with these sampling parameters, interleaved, and take medians; the first is warm-up.
+    """Time the loop's own steps with these sampling parameters, in turns, and take medians; the first is warm-up.
 
     ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
-    ``CONTEXT`` tokens stand before them.
+    ``context`` tokens stand before them. ``verify``: costs of verification that are known already.
     """
-    cache = filled_cache(target, longest)
-    steps = [verification(target, count, cache, params) for count in range(1, longest + 2)]
+    cache = filled_cache(target, max(longest, IN_A_ROW), context)
+    counts = range(1, longest + 2) if verify is None else ()
+    steps = [plain_rounds(target, cache, params)]
+    steps += [verification(target, count, cache, params, context) for count in counts]
     if draft_model is not None:
-        steps.append(draft_steps(draft_model, filled_cache(draft_model, IN_A_ROW), plan, params))
+        own_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
+        steps.append(draft_steps(draft_model, own_cache, plan, params, context=context))
     timings = take_turns(steps, REPEATS, target.device, PATIENCE)
-    plain, *rest = (took.median for took in timings)
-    verify_costs = (1.0, *(seconds / plain for seconds in rest[:longest]))
-    drifts = [took.median / took.fastest / (plain / timings[0].fastest) for took in timings]
+    plain = timings[0].median / IN_A_ROW
+    if verify is None:
+        one, *more = (took.median for took in timings[1 : longest + 2])
+        verify = (1.0, *(1 + (seconds - one) / plain for seconds in more))
+    drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
-    return CostTable(rest[-1] / IN_A_ROW / plain if draft_model is not None else 0.0, verify_costs, steady)
+    draft = timings[-1].median / IN_A_ROW / plain if draft_model is not None else 0.0
+    return CostTable(draft, verify, steady)
 
 
-def verification(target: Model, count: int, cache: Any, params: SamplingParams = GREEDY) -> Callable[[], None]:
+def plain_rounds(target: Model, cache: Any, params: SamplingParams) -> Callable[[], None]:
+    """``IN_A_ROW`` rounds of the loop without a draft, each one plain step with all that a round takes besides."""
+    drafter, policy = NoDraft(target.vocab_size, target.device), FixedLength(0)
+    randomness, prompt = SeededRandomness(0, target.device), [0] * (cache.length + 1)
+
+    def rounds() -> None:
+        for _ in speculate(target, cache, Text(prompt, Rules(IN_A_ROW), target), drafter, policy, params, randomness):
+            pass
+
+    return rounds
+
+
+def verification(
+    target: Model, count: int, cache: Any, params: SamplingParams = GREEDY, context: int = CONTEXT
+) -> Callable[[], None]:
     """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
     randomness = SeededRandomness(0, target.device)
-    tokens = torch.zeros(CONTEXT + count, dtype=torch.int64, device=target.device)
+    tokens = torch.zeros(context + count, dtype=torch.int64, device=target.device)
     draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
 
     def step() -> None:
-        probs = distribution(target(tokens[None, CONTEXT:], cache, CONTEXT)[0], tokens, params)
-        torch.stack(verify_by_ratio(probs, draft_probs, tokens[CONTEXT + 1 :], randomness, Place(CONTEXT))).tolist()
+        probs = distribution(target(tokens[None, context:], cache, context)[0], tokens, params)
+        torch.stack(verify_by_ratio(probs, draft_probs, tokens[context + 1 :], randomness, Place(context))).tolist()
 
     return step
 
@@ -122,15 +157,16 @@ def draft_steps(
     plan: LayerPlan | None,
     params: SamplingParams = GREEDY,
     count: int = IN_A_ROW,
+    context: int = CONTEXT,
 ) -> Callable[[], None]:
     """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
     randomness = SeededRandomness(0, model.device)
-    before = torch.zeros(CONTEXT + 1, dtype=torch.int64, device=model.device)
+    before = torch.zeros(context + 1, dtype=torch.int64, device=model.device)
 
     def steps() -> None:
-        cache.truncate(CONTEXT)
+        cache.truncate(context)
         text = before
-        for start in range(CONTEXT, CONTEXT + count):
+        for start in range(context, context + count):
             probs = distribution(model(text[None, start:], cache, start, plan)[0], text, params)
             text = torch.cat((text, randomness.draw(probs[0], Place(start))[None]))
         text.tolist()
@@ -138,8 +174,8 @@ def draft_steps(
     return steps
 
 
-def filled_cache(model: Model, longest: int) -> Any:
-    """A cache that holds ``CONTEXT`` tokens, with room for a draft of ``longest`` more."""
-    cache = model.new_cache(CONTEXT + longest + 1)
-    model.prefill(torch.zeros(1, CONTEXT, dtype=torch.int64, device=model.device), cache)
+def filled_cache(model: Model, longest: int, context: int = CONTEXT) -> Any:
+    """A cache that holds ``context`` tokens, with places for a draft of ``longest`` more."""
+    cache = model.new_cache(context + longest + 1)
+    model.prefill(torch.zeros(1, context, dtype=torch.int64, device=model.device), cache)
     return cache

@@ -18,7 +18,7 @@ from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.judge import Setup, race_bias, run_loop, self_draft
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
-from decoding.randomness import GOLDEN, KeyedRandomness, Place, Randomness, hashed, signed
+from decoding.randomness import GOLDEN, KeyedRandomness, Place, Randomness, hashed, mix, race, signed
 from decoding.rounds import Round
 from decoding.run.break_even import BreakEven
 from decoding.run.costs import CostTable
@@ -144,19 +144,25 @@ def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
     assert chi_square_tail(counts, expected) > FALSE_ALARM
 
 
+def numbers_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
+    """1 - u of every id at a place, ``[vocab]``."""
+    key = signed(mix(randomness.key, *place))
+    return randomness.complements(torch.tensor([key]), vocab)[0]
+
+
 def test_exponentials_are_those_of_uniform_numbers_independent_between_places_seeds_and_samples() -> None:
-    ids = torch.arange(20000)
+    count = 20000
     columns = [
-        torch.exp(-randomness.exponentials(ids, randomness.keys(place, 1))[0])
+        1 - numbers_of(randomness, place, count)
         for randomness in (KeyedRandomness(0), KeyedRandomness(1), KeyedRandomness(0, sample=1))
         for place in (Place(5), Place(6), Place(5, 1))
     ]
     for uniform in columns:
         assert uniform.min() > 0 and uniform.max() <= 1
         counts = torch.histc(uniform, 100, 0, 1)
-        assert chi_square_tail(counts, torch.full((100,), len(ids) / 100)) > FALSE_ALARM
+        assert chi_square_tail(counts, torch.full((100,), count / 100)) > FALSE_ALARM
     correlations = torch.corrcoef(torch.stack([*columns, columns[0].roll(1)])).fill_diagonal_(0)
-    assert correlations.abs().max() < 5 / math.sqrt(len(ids))
+    assert correlations.abs().max() < 5 / math.sqrt(count)
 
 
 def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() -> None:
@@ -164,10 +170,9 @@ def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() ->
 
     Among 30 million exponentials some 30 lie below 1e-6: all different, and spread as uniform numbers are.
     """
-    randomness, ids = KeyedRandomness(3), torch.arange(1_000_000)
-    columns = (randomness.exponentials(ids, key[None]) for key in randomness.keys(Place(0), 30))
-    small = [column[column < 1e-6] for column in columns]
-    tiny = torch.cat(small)
+    randomness = KeyedRandomness(3)
+    columns = (numbers_of(randomness, Place(place), 1_000_000) for place in range(30))
+    tiny = torch.cat([-torch.log1p(-column[column < 1e-6]) for column in columns])
     assert 8 < len(tiny) < 65, "30 are expected: five standard deviations"
     assert len(tiny.unique()) == len(tiny)
     steps = tiny / 2**-24
@@ -183,12 +188,12 @@ def test_the_hash_is_splitmix64() -> None:
 
 def test_no_impossible_token_wins() -> None:
     class AllZero(KeyedRandomness):
-        def exponentials(self, ids: Tensor, keys: Tensor) -> Tensor:
-            return torch.zeros(len(keys), len(ids), dtype=torch.float64)  # u = 1 throughout
+        def complements(self, keys: Tensor, vocab: int) -> Tensor:
+            return torch.zeros(len(keys), vocab, dtype=torch.float64)  # u = 1 throughout
 
     probs = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
     assert AllZero(0).draw(probs[0], Place(0)).item() == 1
-    first, of_zeros = AllZero(0).race(probs, torch.arange(3), torch.arange(2)).tolist()
+    first, of_zeros = race(probs, torch.zeros(2, 3, dtype=torch.float64)).tolist()
     assert first == 1 and of_zeros in range(3)
     assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
     assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
@@ -203,7 +208,8 @@ def test_racing_all_ids_of_all_rows_at_once_draws_the_same(rows: int, vocab: int
     randomness, place = KeyedRandomness(seed), Place(5, seed % 3)
     found = randomness.draw_each(probs, place)
     assert found.tolist() == [randomness.draw(row, place.after(number)).item() for number, row in enumerate(probs)]
-    at_once = randomness.race(probs, torch.arange(vocab), randomness.keys(place, rows))
+    gaps = torch.stack([numbers_of(randomness, place.after(number), vocab) for number in range(rows)])
+    at_once = race(probs, gaps)
     assert torch.equal(found[probs.any(1)], at_once[probs.any(1)])
 
 

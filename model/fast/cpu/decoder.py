@@ -55,6 +55,11 @@ class FastDecoder:
         """Make the low-bit copies that the plan asks for now."""
         self._weights(plan, 1)
 
+    def forget_low_bits(self) -> None:
+        """Free all low-bit copies, and the tables of plans, which hold their addresses."""
+        self.plans.clear()
+        self.low_bits.clear()
+
     def __call__(
         self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
