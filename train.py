@@ -33,30 +33,30 @@ from weights.training.report import LOG, PICTURE, Bar, append_log, losses_of, re
 
 MAX_NORM = 1.0
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
-LAST_RATE = 0.1  # of the peak learning rate, where the cosine ends
+LAST_RATE = 0.1  # share of the peak learning rate at the end
 HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 8
 
 
 def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_scratch: bool) -> list[float]:
-    """p(l, t) = S(t)·D(l)·p_max: the chance that a sample skips layer l (section 4.1.1, equations 1 and 2).
+    """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations 1 and 2).
 
     D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when training
-    continues from a checkpoint; from scratch it grows over the run likewise, exp(t·ln 2 / (T-1)) - 1.
+    continues from a checkpoint; from scratch it grows over the steps likewise, exp(t·ln 2 / (T-1)) - 1.
     """
-    grown = 2 ** (step / max(1, steps - 1)) - 1 if from_scratch else 1.0
-    return [grown * (2 ** (layer / max(1, num_layers - 1)) - 1) * largest for layer in range(num_layers)]
+    growth = 2 ** (step / max(1, steps - 1)) - 1 if from_scratch else 1.0
+    return [growth * (2 ** (layer / max(1, num_layers - 1)) - 1) * largest for layer in range(num_layers)]
 
 
 def exit_weights(
     num_layers: int, step: int, steps: int, *, scale: float, power: float, curriculum: str, rotation: int
 ) -> list[float]:
-    """ẽ(t, l): the share of leaving after layer l in the loss of step t (section 4.1.2, equations 4 to 6).
+    """Weights ẽ(t, l) of the exits' losses in step t (section 4.1.2, equations 4 to 6).
 
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the last; ẽ are these
-    made to sum to 1. ``rotational`` turns every R-th exit on, shifted by one each step; ``gradual`` one after
-    another from the last to the first, all by half of the run; ``none`` leaves them off. The last layer's loss is
-    always on. The paper's sums leave an exit after a quarter of the layers a sixteenth of the last one's
-    weight, too little for a short run: a ``power`` below 1 (the paper's) flattens them, s(l)^power · s(L-2)^(1-power).
+    divided by their sum. Curriculum ``rotational`` turns on every R-th exit, shifted by one each step; ``gradual``
+    turns on one exit after another from the last to the first, all by half of the steps; ``none`` leaves them off. The
+    last layer's loss is always on. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
+    too little for a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power · s(L-2)^(1-power).
     """
     last = num_layers - 1
     largest = last * (last - 1) / 2
@@ -74,9 +74,9 @@ def exit_weights(
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
-    """The hidden states after each layer, ``[batch, T, hidden]``, for ``[batch, T]`` ids.
+    """Hidden states ``[batch, T, hidden]`` after each layer, for token ids ``[batch, T]``.
 
-    ``kept`` bool ``[layers, batch]``: samples that pass a layer; the others skip it whole, without rescaling.
+    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip it whole, without rescaling.
     """
     x = model.embed(tokens)
     positions = place(model.config, 0, tokens.shape[1], x)
@@ -94,11 +94,10 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
 def recipe_loss(
     model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss ``[layers]`` (NaN: weight 0).
+    """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss ``[layers]`` (NaN: weight 0).
 
-    The target of an early exit is the token that follows, and to the share ``taught`` what the last layer makes of
-    it, its probabilities: drafts are judged by the model, not by the text. 0 is the paper's (for self-distillation
-    see arXiv 1905.08094).
+    The target of an early exit is the next token or, with the share ``taught``, the last layer's probabilities: drafts
+    are judged by the model, not by the text. The paper's share is 0 (for self-distillation see arXiv 1905.08094).
     """
     hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
     following, last = tokens[:, 1:].flatten(), len(weights) - 1
@@ -118,11 +117,11 @@ def recipe_loss(
 
 
 def learning_rate(step: int, steps: int, warm_up: int) -> float:
-    """The share of the peak: linear warm-up to it, then a cosine down to a tenth."""
+    """Share of the peak learning rate: linear warm-up to 1, then a cosine down to a tenth."""
     if step < warm_up:
         return (step + 1) / warm_up
-    turned = (step - warm_up) / max(1, steps - warm_up)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * turned))
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:
@@ -186,7 +185,7 @@ def backward(
 
 @torch.no_grad()
 def judge(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
-    """Held-out loss of every exit, and its greedy agreement with the full model; both by layer, 1 to L."""
+    """Held-out loss of every exit and its greedy agreement with the full model, each by layer, 1 to L."""
     generator, sums = torch.Generator().manual_seed(0), torch.zeros(2, model.num_layers, dtype=torch.float64)
     for _ in range(HELD_OUT_BATCHES):
         tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)

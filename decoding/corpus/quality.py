@@ -14,19 +14,14 @@ LONGEST_SENTENCES = 20  # largest mean number of words of a story's sentences
 LEAST_MENTIONED = 0.5  # smallest share of a prompt's subject words that its story names
 SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
 # Words of a request that are not its subject.
-COMMON = set(
-    re.findall(
-        r"\w+",
-        """
-        a about an and at because bedtime before begins behind boy by called child children class edge edges end
-        ends finds five for friend from funny gets girl happy has have he her him his home i in is it its kids learn
-        learned learns little look looking lose loses losing make making me much my named near new not of on one
-        paragraph place please repair sentence sentences share shares she short should simple six small so some
-        story take takes tale tell that the their them they thing things tiny to too took tries two under up very
-        way where which who with word words write you young your
-        """,
-    )
-)
+COMMON = """
+a about an and at because bedtime before begins behind boy by called child children class edge edges end
+ends finds five for friend from funny gets girl happy has have he her him his home i in is it its kids learn
+learned learns little look looking lose loses losing make making me much my named near new not of on one
+paragraph place please repair sentence sentences share shares she short should simple six small so some
+story take takes tale tell that the their them they thing things tiny to too took tries two under up very
+way where which who with word words write you young your
+"""
 
 
 def words_of(text: str) -> list[str]:
@@ -46,7 +41,7 @@ def mentioned(prompt: str, text: str) -> float:
 
     A word is named by any that begins like it, less an ending of up to two letters: "foxes" names a fox.
     """
-    asked = set(words_of(prompt)) - COMMON
+    asked = set(words_of(prompt)) - set(words_of(COMMON))
     said = words_of(text)
     named = [word for word in asked if any(other.startswith(word[: max(3, len(word) - 2)]) for other in said)]
     return len(named) / len(asked) if asked else 1.0
