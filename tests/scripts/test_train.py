@@ -207,22 +207,22 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     assert "tokens/s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("killed_after", "muon_rate"), [(2, 0), (3, 0.02)])
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
-    data: Path, tmp_path: Path, killed_after: int, muon_rate: float, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train.main(arguments(data, tmp_path / "whole", muon_rate=muon_rate)) == 0
+    """By AdamW and Muon; after a step that was not saved."""
+    assert train.main(arguments(data, tmp_path / "whole", muon_rate=0.02)) == 0
     backward = train.backward
 
     def killed(*inputs: Any) -> Tensor:
-        if inputs[3] == killed_after:
+        if inputs[3] == 3:
             raise KeyboardInterrupt
         return backward(*inputs)
 
     monkeypatch.setattr(train, "backward", killed)
-    assert train.main(arguments(data, tmp_path / "killed", muon_rate=muon_rate)) == 130
+    assert train.main(arguments(data, tmp_path / "killed", muon_rate=0.02)) == 130
     monkeypatch.setattr(train, "backward", backward)
-    assert train.main(arguments(data, tmp_path / "killed", muon_rate=muon_rate)) == 0
+    assert train.main(arguments(data, tmp_path / "killed", muon_rate=0.02)) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
     assert_same_state(tmp_path / "killed", tmp_path / "whole")
 
@@ -276,15 +276,6 @@ def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path)
     exits_of = [[row["exit_losses"] for row in log_of(tmp_path / run) if "loss" in row] for run in ("one", "two")]
     for exits, same in zip(*exits_of, strict=True):
         assert exits == pytest.approx(same, abs=2e-4)
-
-
-def test_processes_that_cannot_begin_say_why_in_one_line_each(data: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    given = arguments(data, tmp_path / "run", vocab_size=20)
-    run = subprocess.run([*torchrun, str(ROOT / "train.py"), *given], capture_output=True, text=True)
-    assert run.returncode != 0
-    assert 1 <= run.stderr.count("error: no tokenizer of 20 tokens can be learnt") <= 2
-    assert "[rank" not in run.stderr, "no traceback of a process; torchrun's own has no such mark"
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(data: Path, tmp_path: Path) -> None:
