@@ -134,7 +134,7 @@ class Rows:
 
     def pick(self, rows: int, generator: torch.Generator) -> Tensor:
         """Random rows, ``[rows, width]`` int64."""
-        starts = self.starts[torch.randint(len(self.starts), (rows,), generator=generator)]
+        starts = self.starts[torch.randint(len(self.starts), (rows,), generator=generator).numpy()]
         return torch.from_numpy(self.tokens[starts[:, None] + np.arange(self.width)].astype(np.int64))
 
 
