@@ -71,12 +71,3 @@ class KVCache:
         """Zero every position, for steps that read beyond the valid entries and mask them: 0 times NaN is NaN."""
         for entries in (*self.keys, *self.values):
             entries.zero_()
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, ``[n]`` int64, in this order, and forget the others.
-
-        Layer by layer, so that memory peaks at one layer more.
-        """
-        for layer in range(len(self.lengths)):
-            self.keys[layer] = self.keys[layer].index_select(0, rows)
-            self.values[layer] = self.values[layer].index_select(0, rows)

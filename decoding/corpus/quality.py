@@ -1,4 +1,4 @@
-"""Which written texts are worth learning from: those that do not repeat themselves and keep to what was asked."""
+"""Filter of written texts: those are kept that do not repeat themselves and keep to their prompt."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from dataclasses import replace
 
 from decoding.corpus.text_file import WrittenText
 
-SEQUENCE = 4  # words: so many in a row that were said before count as a repetition
-MOST_REPEATED = 0.05  # of a text's sequences
-LEAST_WORDS = 30
-LONGEST_SENTENCES = 20  # words, on average, of a story for children
-LEAST_MENTIONED = 0.5  # of what a story's prompt asks for
+SEQUENCE = 4  # words of a sequence that counts as repeated when it occurred before
+MOST_REPEATED = 0.05  # largest share of repeated sequences in a text
+LEAST_WORDS = 30  # of a text
+LONGEST_SENTENCES = 20  # largest mean number of words of a story's sentences
+LEAST_MENTIONED = 0.5  # smallest share of a prompt's subject words that its story names
 SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
-# What a request is made of besides its subject.
-COMMON = set(
-    re.findall(
-        r"\w+",
-        """
-        a about an and at because bedtime before begins behind boy by called child children class edge edges end
-        ends finds five for friend from funny gets girl happy has have he her him his home i in is it its kids learn
-        learned learns little look looking lose loses losing make making me much my named near new not of on one
-        paragraph place please repair sentence sentences share shares she short should simple six small so some
-        story take takes tale tell that the their them they thing things tiny to too took tries two under up very
-        way where which who with word words write you young your
-        """,
-    )
-)
+# Words of a request that are not its subject.
+COMMON = """
+a about an and at because bedtime before begins behind boy by called child children class edge edges end
+ends finds five for friend from funny gets girl happy has have he her him his home i in is it its kids learn
+learned learns little look looking lose loses losing make making me much my named near new not of on one
+paragraph place please repair sentence sentences share shares she short should simple six small so some
+story take takes tale tell that the their them they thing things tiny to too took tries two under up very
+way where which who with word words write you young your
+"""
 
 
 def words_of(text: str) -> list[str]:
@@ -42,38 +37,33 @@ def repetition(text: str) -> float:
 
 
 def mentioned(prompt: str, text: str) -> float:
-    """The share of what the prompt asks for that the text names: words other than ``COMMON``; 1 if it asks for nothing.
+    """The share of the prompt's words, other than ``COMMON``, that the text names; 1 where there are none.
 
     A word is named by any that begins like it, less an ending of up to two letters: "foxes" names a fox.
     """
-    asked = set(words_of(prompt)) - COMMON
+    asked = set(words_of(prompt)) - set(words_of(COMMON))
     said = words_of(text)
     named = [word for word in asked if any(other.startswith(word[: max(3, len(word) - 2)]) for other in said)]
     return len(named) / len(asked) if asked else 1.0
 
 
-def before_repetition(text: str) -> str:
-    """The longest beginning of whole sentences that repeats itself no more than ``MOST_REPEATED``; "" if none does."""
-    if repetition(text) <= MOST_REPEATED:
-        return text
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
+def before_repetition(text: str, finished: bool) -> str:
+    """The longest beginning of whole sentences that repeats itself no more than ``MOST_REPEATED``; "" if none does.
+
+    The end of a text that was not cut off, a ``finished`` one, ends a sentence too.
+    """
+    ends = [*(match.end() for match in SENTENCE_END.finditer(text)), *([len(text)] if finished else [])]
     return next((text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), "")
 
 
-def sentence_length(text: str) -> float:
-    """The mean number of words of a text's sentences; the whole text counts as one where none ends."""
-    return len(words_of(text)) / max(1, len(SENTENCE_END.findall(text)))
+def worth_learning(text: WrittenText, finished: bool = True) -> WrittenText | None:
+    """The text up to its last whole sentence before it begins to repeat itself.
 
-
-def worth_learning(text: WrittenText) -> WrittenText | None:
-    """The text up to where it begins to repeat itself.
-
-    None if little is left, or not what the prompt asked for, or sentences too long for a children's story.
+    None where that is short or, of a story, strays from its prompt or has sentences too long for children.
     """
-    response = before_repetition(text.response)
-    if len(words_of(response)) < LEAST_WORDS:
-        return None
+    response = before_repetition(text.response, finished)
+    words, sentences = len(words_of(response)), max(1, len(SENTENCE_END.findall(response)))
     strays = mentioned(text.prompt, response) < LEAST_MENTIONED
-    if text.kind == "story" and (strays or sentence_length(response) > LONGEST_SENTENCES):
+    if words < LEAST_WORDS or (text.kind == "story" and (strays or words / sentences > LONGEST_SENTENCES)):
         return None
-    return replace(text, response=response, finished=text.finished and response == text.response)
+    return replace(text, response=response)

@@ -1,10 +1,10 @@
-"""Requests for simple children's stories: a few lists of words whose combinations are many thousands of prompts."""
+"""Requests for children's stories: sentence forms and word lists, combined at random into thousands of prompts."""
 
 from __future__ import annotations
 
 import random
 
-# A form that says how long the story is to be gets one with an end, before a small model begins to repeat itself.
+# A form that states a length gets a story with an end: a small model does not begin to repeat itself before.
 FORMS = (
     "Write a short story about {who}.",
     "Write a short story about {who} {where}.",
@@ -48,7 +48,7 @@ LESSON = (
     *("to be brave", "that small friends can help", "to wait for spring", "to try again", "to be kind"),
     *("not to be afraid of the dark", "to look after a plant", "that everyone makes mistakes", "to keep a promise"),
 )
-# How a story may begin: its writer goes on from here, so that it is about what was asked from its first words.
+# Beginnings of stories. The model continues one, so that the story names its subject in its first words.
 OPENINGS = (
     *("Once upon a time, {who}", "One day, {who}", "One morning, {who}", "Long ago, {who}"),
     *("This is the story of {who}", "It was a fine day, and {who}"),
@@ -60,7 +60,7 @@ FEELING = (
 
 
 def story_request(rng: random.Random) -> tuple[str, str]:
-    """A prompt and the opening of its story: each form equally likely, their blanks filled at random."""
+    """A prompt and the opening of its story: a random form, its blanks filled at random."""
     words = {"who": WHO, "where": WHERE, "thing": THING, "lesson": LESSON, "feeling": FEELING}
     form = rng.choice(FORMS)
     blanks = {name: rng.choice(choices) for name, choices in words.items()}

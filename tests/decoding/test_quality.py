@@ -1,25 +1,20 @@
-"""What the corpus writer keeps: texts about what was asked for, up to where they begin to repeat themselves."""
+"""Filter of the corpus writer: texts about their prompt, up to where they begin to repeat themselves."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.corpus.quality import (
-    LONGEST_SENTENCES,
     MOST_REPEATED,
     before_repetition,
     mentioned,
     repetition,
-    sentence_length,
     words_of,
     worth_learning,
 )
-from decoding.corpus.text_file import TextFile, WrittenText
+from decoding.corpus.text_file import WrittenText
 
 FRESH = "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too fast for her."
 LOOP = " The ball rolled on and on. The ball rolled on and on. The ball rolled on and on."
@@ -49,36 +44,28 @@ def test_a_prompt_asks_for_its_own_words_and_not_for_those_of_every_request(
 
 
 def test_a_text_that_begins_to_repeat_itself_ends_before_it() -> None:
-    assert before_repetition(FRESH) == FRESH
-    kept = before_repetition(FRESH + LOOP)
+    assert before_repetition(FRESH, True) == FRESH
+    kept = before_repetition(FRESH + LOOP, True)
     assert kept == FRESH + " The ball rolled on and on." and repetition(kept) <= MOST_REPEATED
-    assert before_repetition("no end " * 9) == ""
+    assert before_repetition("no end " * 9, True) == ""
 
 
-def text_about(prompt: str, response: str) -> WrittenText:
-    return WrittenText("story", prompt, response, True, 0.7)
+@pytest.mark.parametrize(("text", "whole"), [('3.5 km. "No." And th', '3.5 km. "No."'), ("One.", "One."), ("no", "")])
+def test_a_text_that_was_cut_off_ends_with_its_last_whole_sentence(text: str, whole: str) -> None:
+    assert before_repetition(text, finished=False) == whole
+    assert before_repetition(text, finished=True) == text
 
 
-@pytest.mark.parametrize("long_enough", [FRESH + " Then the two of them went home and had some soup."])
-def test_what_is_kept_is_about_the_prompt_and_finished_only_if_it_is_whole(long_enough: str) -> None:
-    about = text_about("Write a story about a fox and a red ball.", long_enough)
+def story(prompt: str, response: str) -> WrittenText:
+    return WrittenText("story", prompt, response)
+
+
+def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences() -> None:
+    long_enough = FRESH + " Then the two of them went home and had some soup."
+    about = story("Write a story about a fox and a red ball.", long_enough)
     assert worth_learning(about) == about
-    cut = worth_learning(text_about(about.prompt, long_enough + LOOP))
-    assert cut is not None and not cut.finished and long_enough in cut.response
-    assert worth_learning(text_about("Write a story about a king.", long_enough)) is None
-    assert worth_learning(text_about(about.prompt, " ".join(words_of(long_enough)[:29]))) is None
-    unpunctuated = " ".join(words_of(long_enough)) + "."
-    assert sentence_length(unpunctuated) > LONGEST_SENTENCES > sentence_length(long_enough)
-    assert worth_learning(text_about(about.prompt, unpunctuated)) is None
-
-
-def test_the_texts_of_an_earlier_file_are_judged_and_written_once(tmp_path: Path) -> None:
-    count: Callable[[str], int] = len
-    earlier = TextFile(tmp_path / "earlier.jsonl", count)
-    texts = [text_about("p", f"{number} is the number.") for number in range(4)]
-    earlier.append(texts)
-    file = TextFile(tmp_path / "file.jsonl", count)
-    for _ in range(2):
-        file.take(tmp_path / "earlier.jsonl", lambda text: None if text.response.startswith("2") else text)
-    kept = TextFile(tmp_path / "file.jsonl", count)
-    assert (kept.lines, kept.beginnings) == (3, {text.response for text in texts if text.response[0] != "2"})
+    cut = worth_learning(story(about.prompt, long_enough + LOOP))
+    assert cut is not None and cut.response == long_enough + " The ball rolled on and on."
+    assert worth_learning(story("Write a story about a king.", long_enough)) is None
+    assert worth_learning(story(about.prompt, " ".join(words_of(long_enough)[:29]))) is None
+    assert worth_learning(story(about.prompt, " ".join(words_of(long_enough)) + ".")) is None, "one long sentence"

@@ -1,11 +1,10 @@
-"""Device names -> devices, and what to know of a device: the time, its speed."""
+"""Devices by name, the processor's name, and the allocator's settings."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import re
-import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -50,15 +49,3 @@ def keep_freed_memory() -> None:
     with suppress(OSError, AttributeError, TypeError):  # a C library without this setting
         for setting, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**28)):
             ctypes.CDLL(None).mallopt(setting, value)
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product, the most that training could use."""
-    size = 4096 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = []
-    for _ in range(8):
-        began = time.perf_counter()
-        (a @ b)[0, 0].item()  # reading one number waits for the product
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / sorted(times)[len(times) // 2]
