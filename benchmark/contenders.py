@@ -13,7 +13,7 @@ from decoding.run.costs import CostTable
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from weights.cli.files import is_there
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts and of growing texts
@@ -64,9 +64,9 @@ def contender(writer: Writer, drafting: Drafting, params: SamplingParams, eos_id
     """The loop with one way to draft, prefill included. The seed of a sampled text depends on its prompt only."""
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill, coupling = writer.begin(prompt), "race" if params.temperature else "ratio"
-        chance = chance_of(coupling, sum(prompt), writer.model.device)
-        sample = writer.write(writer.new_text(Rules(count, eos_ids=eos_ids)), drafting, params, chance)
+        prefill = writer.begin(prompt)
+        coupling = Coupling("race" if params.temperature else "ratio", sum(prompt))
+        sample = writer.write(writer.new_text(Rules(count, eos_ids=eos_ids)), drafting, params, coupling)
         return Written(sample.text.generated, sample.rounds, prefill)
 
     return write

@@ -18,9 +18,9 @@ from decoding.text import Rules, Text
 from decoding.verify import verify_by_ratio
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS, LayerPlan
+from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-LONGEST_DRAFT = 8
 REPEATS = 7
 IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
 UNSTEADY = 1.3  # factor between a cost by medians and by fastest repeats, above which other work disturbs it
