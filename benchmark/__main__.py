@@ -11,6 +11,7 @@ import platform
 import random
 import sys
 from datetime import datetime, timezone
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
@@ -42,9 +43,7 @@ STORIES = 24
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
+    names = partial(str.split, sep=",")
     parser = OneLineParser(prog="python -m benchmark", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
@@ -86,7 +85,7 @@ def check_options(options: argparse.Namespace) -> None:
         if given and not set(sections) & set(options.only):
             raise InputError(f"{option} concerns the sections {', '.join(sections)} only: add one of them to --only")
     for name, file in options.against.items():
-        if util.find_spec(PACKAGES[name].replace("-python", "").replace("-", "_")) is None:
+        if util.find_spec(name.replace(".", "_")) is None:
             raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
         if name == "transformers" and file:
             raise InputError("--against transformers takes no file: it reads the folder of --model")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,8 +19,6 @@ from weights.cli.files import one_line
 from weights.names import model_folder
 
 WARM_UP_TOKENS = 8
-
-Result = TypeVar("Result")
 
 
 def transformers_contenders(bench: Bench) -> dict[str, Contender]:
@@ -80,19 +79,21 @@ LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_con
 
 
 def library_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders of the libraries of --against; a line in place of each that fails with this model."""
+    """Contenders of the libraries of --against, less those that fail with this model."""
     found: dict[str, Contender] = {}
     for library in bench.options.against:
-        for name, write in (attempt(library, partial(LIBRARIES[library], bench)) or {}).items():
-            if attempt(name, partial(write, bench.prompts[0].ids, WARM_UP_TOKENS)):
-                found[name] = write
+        with saying_why_not(library):
+            for name, write in LIBRARIES[library](bench).items():
+                with saying_why_not(name):
+                    write(bench.prompts[0].ids, WARM_UP_TOKENS)
+                    found[name] = write
     return found
 
 
-def attempt(name: str, work: Callable[[], Result]) -> Result | None:
-    """The result of ``work``; None and a line where it fails, as a library may on a model that it does not know."""
+@contextmanager
+def saying_why_not(name: str) -> Iterator[None]:
+    """Reports any error in a line and goes on: a library may fail in any way on a model that it does not know."""
     try:
-        return work()
+        yield
     except Exception as error:
         say(f"{name}: not possible with this model: {one_line(error)}")
-        return None

@@ -29,9 +29,9 @@ from decoding.sampling import SamplingParams
 from model import LayerPlan
 from model.clock import Timing, now, take_turns
 from model.decoder import PREFILL_CHUNK
-from weights.memory import LONGEST_DRAFT, estimate, held_bytes, parameter_count, peak_bytes
+from weights.memory import estimate, held_bytes, parameter_count, peak_bytes
 
-LONGEST_VERIFICATION = 16
+LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7
 TEMPERATURES = (0.0, 0.7, 1.0)  # of stories
 FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
@@ -40,9 +40,9 @@ BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # to be read in a time that
 
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain steps."""
-    target, longest = bench.setting.model, LONGEST_VERIFICATION - 1
+    longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
     drafts = {"lookup": (None, None)} | {name: (draft.model, draft.plan) for name, draft in bench.drafts.items()}
-    bench.costs = {name: measure_costs(target, *draft, longest=longest) for name, draft in drafts.items()}
+    bench.costs = {name: measure_costs(bench.setting.model, *way, longest=longest) for name, way in drafts.items()}
     verify = enumerate(bench.costs["lookup"].verify, start=1)
     rows = [{"step": "verification", "tokens": count, "plain steps": cost} for count, cost in verify]
     return rows + [{"step": f"draft step, {name}", "plain steps": bench.costs[name].draft} for name in bench.drafts]
@@ -129,14 +129,12 @@ def stories_section(bench: Bench) -> list[Row]:
         contenders = {name: write for name, write in contenders.items() if not name.endswith(ADAPTIVE)}
         texts = time_texts(bench, contenders, prompts)
         for name, own in texts.items():
-            ids = [[token for token in text.tokens if token not in tokenizer.eos_ids] for text in own.written]
-            said = [tokenizer.decode(each) for each in ids]
-            about = [
-                mentioned(prompt.text, text) >= LEAST_MENTIONED for prompt, text in zip(prompts, said, strict=True)
-            ]
+            said = [tokenizer.decode(text.tokens) for text in own.written]
+            about = [mentioned(p.text, text) >= LEAST_MENTIONED for p, text in zip(prompts, said, strict=True)]
             row = {"temperature": temperature, "decoder": name} | text_columns(own, texts["plain"])
-            row |= {"tokens": statistics.median(map(len, ids)), "repeated": statistics.median(map(repetition, said))}
-            rows.append(row | {"about it": sum(about) / len(about)})
+            row |= {"tokens": statistics.median(len(text.tokens) for text in own.written)}
+            row |= {"repeated": statistics.median(map(repetition, said)), "about it": sum(about) / len(about)}
+            rows.append(row)
     return rows
 
 
@@ -176,11 +174,13 @@ def memory_section(bench: Bench) -> list[Row]:
     Measured are tensors: on CUDA the allocator's peak, on the CPU the most that torch's profiler sees allocated at
     once. Scratch memory of kernels is in neither.
     """
-    model, written = bench.setting.model, 2 * (LONGEST_DRAFT + 1)
+    model, gamma = bench.setting.model, 8
+    written = 2 * (gamma + 1)
     positions = min(PREFILL_CHUNK + PREFILL_CHUNK // 2, model.max_positions)
     prompt = [0] * max(1, positions - written)
-    drafting = planned(model, DraftPlan(LayerPlan.full(model.num_layers), LONGEST_DRAFT))
-    needed = estimate(model.config, model.dtype, positions, prompt=len(prompt), fast_on=model.device)
+    drafting = planned(model, DraftPlan(LayerPlan.full(model.num_layers), gamma))
+    size = {"prompt": len(prompt), "longest_draft": gamma, "fast_on": model.device}
+    needed = estimate(model.config, model.dtype, positions, **size)
     peak = peak_bytes(lambda: contender(Writer(model, positions), drafting, FILTERED)(prompt, written), model.device)
     decoding = f"cache and workspace, a prompt of {len(prompt)} tokens and {written} more"
     parts = {"weights": (held_bytes(model), needed.weights), decoding: (peak, needed.cache + needed.workspace)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from decoding.drafters import NoDraft
+from decoding.drafters import ModelDrafter, NoDraft
 from decoding.model_port import Model
 from decoding.policies import FixedLength
 from decoding.randomness import Place, SeededRandomness
@@ -152,24 +152,15 @@ def verification(
 
 
 def draft_steps(
-    model: Model,
-    cache: Any,
-    plan: LayerPlan | None,
-    params: SamplingParams = GREEDY,
-    count: int = IN_A_ROW,
-    context: int = CONTEXT,
+    model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, context: int = CONTEXT
 ) -> Callable[[], None]:
-    """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
-    randomness = SeededRandomness(0, model.device)
-    before = torch.zeros(context + 1, dtype=torch.int64, device=model.device)
+    """A draft of ``IN_A_ROW`` tokens by ``ModelDrafter``, read by the host at its end."""
+    drafter, text = ModelDrafter(model, cache, plan), Text([0] * (context + 1), Rules(IN_A_ROW), model)
+    policy, randomness = FixedLength(IN_A_ROW), SeededRandomness(0, model.device)
 
     def steps() -> None:
-        cache.truncate(context)
-        text = before
-        for start in range(context, context + count):
-            probs = distribution(model(text[None, start:], cache, start, plan)[0], text, params)
-            text = torch.cat((text, randomness.draw(probs[0], Place(start))[None]))
-        text.tolist()
+        drafter.rollback(len(text))
+        drafter.propose(text, IN_A_ROW, params, policy, randomness).tokens.tolist()
 
     return steps
 

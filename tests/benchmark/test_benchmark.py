@@ -346,6 +346,15 @@ def drafts_of(folder: Path, *options: str) -> dict[str, Drafting]:
     return model_drafts(bench.setting, bench.options)
 
 
+def test_a_verification_of_the_longest_draft_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "LONGEST_VERIFICATION", 2)
+    bench = bench_of(write_folder(tmp_path), "--quick", "--exit-layer", "2")
+    bench.drafts = model_drafts(bench.setting, bench.options)
+    rows = sections.costs_section(bench)
+    longest = max(draft.new_policy().gamma for draft in bench.drafts.values())
+    assert longest > 2 and [row["tokens"] for row in rows if "tokens" in row] == list(range(1, longest + 2))
+
+
 def test_a_folders_own_plan_is_measured_unless_it_says_not_to_draft(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))

@@ -86,3 +86,19 @@ def test_a_comparison_of_too_short_a_run_says_so(
     sample = texts.write_plainly(Rules(tokens), greedy, coupling)
     said = comparison(texts, sample, greedy, coupling)
     assert said.startswith("[1.00 times plain decoding") and ("too short" in said) == means_nothing
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_same_law_is_promised_only_where_the_draft_states_its_distribution_truly(
+    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from decoding.drafters import PromptLookup\n\n\nclass Own(PromptLookup):\n"
+        "    def __init__(self, model, cache):\n        super().__init__(model.vocab_size)\n"
+    )
+    options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", f"{file}:Own" if own else "lookup"]
+    sampled = ["--temperature", "1", "--coupling", "ratio", "--max-new-tokens", "9"]
+    assert generate.main([*options, *sampled, "--compare"]) == 0
+    said = capsys.readouterr().err
+    assert "another text of the same law" in said and ("if the drafter states its q truly" in said) == own
