@@ -41,10 +41,12 @@ BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # to be read in a time that
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain steps."""
     longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
-    drafts = {"lookup": (None, None)} | {name: (draft.model, draft.plan) for name, draft in bench.drafts.items()}
-    bench.costs = {name: measure_costs(bench.setting.model, *way, longest=longest) for name, way in drafts.items()}
-    verify = enumerate(bench.costs["lookup"].verify, start=1)
-    rows = [{"step": "verification", "tokens": count, "plain steps": cost} for count, cost in verify]
+    target = bench.setting.model
+    lookup = measure_costs(target, None, None, longest=longest)
+    drafts = bench.drafts.items()
+    tables = {name: measure_costs(target, way.model, way.plan, verify=lookup.verify) for name, way in drafts}
+    bench.costs = {"lookup": lookup} | tables
+    rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(lookup.verify, start=1)]
     return rows + [{"step": f"draft step, {name}", "plain steps": bench.costs[name].draft} for name in bench.drafts]
 
 
