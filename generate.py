@@ -21,7 +21,7 @@ from decoding.show.report import as_json, describe, sampling_in_words
 from decoding.show.streaming import TextStream
 from decoding.show.trace import LiveTrace, TraceConsole
 from decoding.text import Rules
-from decoding.verify import COUPLINGS, Chance, Coupling
+from decoding.verify import COUPLINGS, Coupling
 from model import InputError
 from weights.cli.command_line import OneLineParser, say
 from weights.cli.files import check_place, check_utf8
@@ -126,7 +126,7 @@ class Output:
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []
 
-    def write(self, writer: Writer, chance: Chance) -> Sample:
+    def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, showing it as it comes, and its line of statistics."""
         options, request = self.request.options, self.request
         text, policy = writer.new_text(request.rules), self.drafting.new_policy()
@@ -142,7 +142,7 @@ class Output:
                 views.callback(lambda: show(stream.flush() + "\n"))
             shown = {"policy": policy, "readers": readers, "observer": recording.observe if options.html else None}
             try:
-                sample = writer.write(text, self.drafting, request.params, chance, **shown)
+                sample = writer.write(text, self.drafting, request.params, coupling, **shown)
             except Interrupted as stopped:
                 sample = stopped.sample
         print(describe(sample, self.drafting.name, request.repeat_with), file=sys.stderr)
@@ -181,16 +181,18 @@ def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
     writer.begin(request.ids)
     if options.compare or request.device.type == "cuda":
         writer.warm_up(drafting, request.params)
-    output, chance = Output(request, drafting), partial(request.coupling.chance, request.device)
+    output = Output(request, drafting)
     try:
         for number in range(options.num_samples):
             if number:
                 print("-" * 20, file=output.file)
-            sample = output.write(writer, chance(number))
+            sample = output.write(writer, replace(request.coupling, sample=number))
             if sample.interrupted:
                 return 130
             if options.compare and number == 0:
-                print(comparison(writer, sample, request.params, chance(0)), file=sys.stderr)
+                exact = ":" not in options.draft  # a class of the user's may misstate its q
+                said = comparison(writer, sample, request.params, request.coupling, exact=exact)
+                print(said, file=sys.stderr)
     finally:  # what is complete is printed, whatever ends the rest
         output.close()
     return 0

@@ -1,7 +1,11 @@
-"""What everything costs on this machine, beside other libraries: ``python -m benchmark``."""
+"""Benchmark of this machine: every way to draft, other libraries, and the single steps they are made of.
+
+Begin with ``__main__``, whose ``SECTIONS`` name the measurements: of whole texts (``texts``), written by our loop
+(``contenders``) and by other libraries (``libraries``), and of single steps (``steps``). ``report`` shows them.
+"""
 
 from typing import Any
 
-import model  # noqa: F401 - first of all: it says how torch's threads wait
+import model  # noqa: F401 - imported first, because it decides how torch's threads wait
 
-Report = dict[str, Any]  # what --json writes; the tables and the picture are made from it
+Row = dict[str, Any]  # one line of a table by column names; --json writes the same

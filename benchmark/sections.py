@@ -1,245 +1,221 @@
-"""The sections: speed beside other ways to decode, and the steps, contexts and memory that it is made of."""
+"""Sections of the benchmark: costs of steps, speed of texts, growing texts, first tokens, memory, floor, stories.
+
+The first line of a section's docstring is the title of its table.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
-from benchmark import Report
-from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Prompt, Written, our_contender, our_contenders
-from benchmark.libraries import LIBRARIES
-from decoding.rounds import Round, Statistics
-from decoding.run.chooser import Drafting, planned
-from decoding.run.costs import CONTEXT, CostTable, draft_steps, filled_cache, verification
+from benchmark import Row
+from benchmark.contenders import ADAPTIVE, Bench, Contender, Prompt, Written, contender, our_contenders
+from benchmark.libraries import LIBRARIES, WARM_UP_TOKENS
+from decoding.corpus.quality import LEAST_MENTIONED, mentioned, repetition
+from decoding.rounds import Statistics
+from decoding.run.chooser import plain, planned
+from decoding.run.costs import CostTable, measure_costs
 from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
-from model import KVCache, LayerPlan
-from model.clock import now, take_turns
+from model import LayerPlan
+from model.clock import Timing, now, take_turns
 from model.decoder import PREFILL_CHUNK
-from weights.memory import LONGEST_DRAFT, estimate, held_bytes, parameter_count, peak_bytes
+from weights.memory import estimate, held_bytes, parameter_count, peak_bytes
 
-LONGEST_VERIFICATION = 16
-START = 16  # tokens on which two libraries should agree, before rounding leads their texts apart
-CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
-BANDWIDTH_BYTES = 1 << 28
-MORE_ON_GPU = 16  # times as many: it reads the others in 60 µs
+LONGEST_VERIFICATION = 16  # tokens
+STEP_REPEATS = 7
+TEMPERATURES = (0.0, 0.7, 1.0)  # of stories
 FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
-
-Key = tuple[str, str]  # kind and text of a prompt
-
-
-@dataclass
-class Result:
-    """What one contender did: seconds of each run, and the text with its rounds, which are the same in all."""
-
-    seconds: dict[Key, list[float]] = field(default_factory=dict)
-    prefill: dict[Key, list[float]] = field(default_factory=dict)
-    texts: dict[Key, list[int]] = field(default_factory=dict)
-    rounds: dict[Key, list[Round]] = field(default_factory=dict)
-
-    def add(self, key: Key, seconds: float, written: Written) -> None:
-        self.seconds.setdefault(key, []).append(seconds)
-        self.prefill.setdefault(key, []).append(written.prefill)
-        self.texts[key], self.rounds[key] = written.tokens, written.rounds
-
-    @property
-    def statistics(self) -> Statistics:
-        sums = Statistics()
-        for rounds in self.rounds.values():
-            for round in rounds:
-                sums.add(round)
-        return sums
+BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # to be read in a time that can be measured
 
 
-def run(
-    contenders: dict[str, Contender], prompts: list[Prompt], count: int, repeats: int, device: torch.device
-) -> dict[str, Result]:
-    """Every contender on every prompt, in turns, after one warm-up each."""
-    results = {name: Result() for name in contenders}
-    for contender in contenders.values():
-        contender.write(prompts[0][2], WARM_UP_TOKENS)
-    turns = [prompt for _ in range(repeats) for prompt in prompts]
-    for kind, text, ids in track(turns, "measuring", console=Console(stderr=True), transient=True):
-        for name, contender in contenders.items():
+def costs_section(bench: Bench) -> list[Row]:
+    """Costs of verifications and of draft steps, in plain steps."""
+    longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
+    target = bench.setting.model
+    lookup = measure_costs(target, None, None, longest=longest)
+    drafts = bench.drafts.items()
+    tables = {name: measure_costs(target, way.model, way.plan, verify=lookup.verify) for name, way in drafts}
+    bench.costs = {"lookup": lookup} | tables
+    rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(lookup.verify, start=1)]
+    return rows + [{"step": f"draft step, {name}", "plain steps": bench.costs[name].draft} for name in bench.drafts]
+
+
+class Texts(NamedTuple):
+    """One contender's texts by prompt, the same in all runs, and the median seconds of a run, prefill included."""
+
+    written: list[Written]
+    seconds: np.ndarray
+
+
+def time_texts(bench: Bench, contenders: dict[str, Contender], prompts: list[Prompt]) -> dict[str, Texts]:
+    """Texts of each contender. They take turns on each prompt, after one warm-up each."""
+    device, shape = bench.setting.model.device, (bench.options.repeats, len(prompts))
+    written = {name: [Written([])] * len(prompts) for name in contenders}
+    seconds = {name: np.zeros(shape) for name in contenders}
+    for write in contenders.values():
+        write(prompts[0].ids, WARM_UP_TOKENS)
+    for turn in track([*np.ndindex(shape)], "measuring", console=Console(stderr=True), transient=True):
+        prompt = turn[1]
+        for name, write in contenders.items():
             began = now(device)
-            written = contender.write(ids, count)
-            results[name].add((kind, text), now(device) - began, written)
-    return results
+            written[name][prompt] = write(prompts[prompt].ids, bench.options.max_new_tokens)
+            seconds[name][turn] = now(device) - began
+    return {name: Texts(written[name], np.median(seconds[name], axis=0)) for name in contenders}
 
 
-def speedups(result: Result, plain: Result, kind: str | None = None) -> list[float]:
-    """Plain's median time over this one's, prompt by prompt."""
-    return [
-        statistics.median(plain.seconds[key]) / statistics.median(times)
-        for key, times in result.seconds.items()
-        if kind is None or key[0] == kind
-    ]
+def text_columns(texts: Texts, plain: Texts) -> Row:
+    """Columns of every table of texts: speed-up over plain decoding, acceptance, texts equal to plain decoding's."""
+    sums = Statistics()
+    for round in (round for text in texts.written for round in text.rounds):
+        sums.add(round)
+    equal = sum(text.tokens == other.tokens for text, other in zip(texts.written, plain.written, strict=True))
+    return {
+        "speed-up": spread(plain.seconds / texts.seconds),
+        "accepted": sums.acceptance_rate,
+        "a round": sums.tokens_per_round or None,
+        "equal": f"{equal}/{len(texts.written)}",
+        "seconds": texts.seconds.tolist(),
+    }
 
 
-def predicted_speedups(result: Result, plain: Result, costs: CostTable) -> list[float]:
-    """The same from acceptance and costs, prompt by prompt.
+def predicted_speedups(texts: Texts, plain: Texts, costs: CostTable) -> list[float]:
+    """Speed-up on each prompt by measured costs and the rounds that occurred.
 
-    The rounds tell which draft lengths k occurred and how many rounds acceptance made of the text. Each is charged
-    k draft steps and the verification of k + 1 tokens (as in arXiv 2211.17192, theorem 3.8), in plain steps of this
-    text, and reading the prompt is charged what it took.
+    A round with a draft of k tokens is charged k draft steps and the verification of k + 1 tokens (as in arXiv
+    2211.17192, theorem 3.8), in plain steps of this text; the prompt is charged its own prefill.
     """
     predicted = []
-    for key, rounds in result.rounds.items():
-        total = statistics.median(plain.seconds[key])
-        step = (total - statistics.median(plain.prefill[key])) / len(plain.texts[key])
-        steps = sum(len(round.drafted) * costs.draft + costs.verify[len(round.drafted)] for round in rounds)
-        predicted.append(total / (statistics.median(result.prefill[key]) + step * steps))
+    for text, other, total in zip(texts.written, *plain, strict=True):
+        step = (total - other.prefill) / len(other.tokens)
+        lengths = [len(round.drafted) for round in text.rounds]
+        steps = sum(length * costs.draft + costs.verify[length] for length in lengths)
+        predicted.append(total / (text.prefill + step * steps))
     return predicted
 
 
-def measure_speed(bench: Bench, costs: dict[str, CostTable]) -> list[Report]:
-    """One row for each contender: tokens a second, speed-up over plain decoding, agreement with its texts."""
-    model, count = bench.model, bench.options.max_new_tokens
-    contenders = our_contenders(bench.setting, bench.drafts) | bench.others
-    results = run(contenders, bench.prompts, count, bench.options.repeats, model.device)
-    plain = results["plain"]
-    kinds = list(dict.fromkeys(kind for kind, _ in plain.seconds))
-    rows = []
-    for name, result in results.items():
-        table, sums = costs.get(contenders[name].costs or ""), result.statistics
-        predicted = predicted_speedups(result, plain, table) if table else []
-        row = {
-            "name": name,
-            "tokens_per_second": spread([count / statistics.median(times) for times in result.seconds.values()]),
-            "speed_up": spread(speedups(result, plain)),
-            "speed_up_by_kind": {kind: statistics.median(speedups(result, plain, kind)) for kind in kinds},
-            "predicted": spread(predicted) if predicted else None,
-            "acceptance_rate": sums.acceptance_rate,
-            "tokens_per_round": sums.tokens_per_round or None,
-            "texts": len(plain.texts),
-            "equal": sum(result.texts[key] == text for key, text in plain.texts.items()),
-            "equal_start": sum(result.texts[key][:START] == text[:START] for key, text in plain.texts.items()),
-            "seconds": {f"{kind}: {text}": times for (kind, text), times in result.seconds.items()},
-        }
-        rows.append(row)
+def speed_section(bench: Bench) -> list[Row]:
+    """Greedy texts, prefill included: medians over the prompts (lowest-highest), medians by kind of prompt."""
+    prompts = [prompt for prompt in bench.prompts if prompt.kind != "stories"]
+    kinds = np.array([prompt.kind for prompt in prompts])
+    texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries, prompts)
+    rows, plain = [], texts["plain"]
+    for name, own in texts.items():
+        costs, speedups = bench.costs.get(name.removesuffix(ADAPTIVE)), plain.seconds / own.seconds
+        row = {"decoder": name, "tokens/s": spread(bench.options.max_new_tokens / own.seconds)}
+        row["predicted"] = spread(predicted_speedups(own, plain, costs)) if costs else None
+        by_kind = {kind: float(np.median(speedups[kinds == kind])) for kind in dict.fromkeys(kinds.tolist())}
+        rows.append(row | text_columns(own, plain) | by_kind)
     return rows
 
 
-def spread(values: list[float]) -> Report:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+def stories_section(bench: Bench) -> list[Row]:
+    """Stories, as long as the model makes them: medians over the stories (lowest-highest).
 
-
-def measure_steps(bench: Bench) -> Report:
-    """Verifications of 1 to 16 tokens, and for each model draft its step and what that step keeps, all in turns.
-
-    "kept" is the forward pass alone, the sublayers that the plan keeps and the head; "excess" is what the whole step,
-    with distribution, draw and synchronisation, takes beyond it: it should stay below a twentieth of a plain step.
+    They are plain decoding's whatever drafts; "about it" is the share that mentions the subject of its prompt.
     """
-    model, drafts = bench.model, bench.drafts
-    longest = max([LONGEST_VERIFICATION, *(draft.new_policy().gamma + 1 for draft in drafts.values())])
-    cache = filled_cache(model, longest)
-    steps = [verification(model, count, cache) for count in range(1, longest + 1)]
-    for draft in drafts.values():
-        own = cache if draft.model is model else filled_cache(draft.model, longest)
-        steps += [draft_steps(draft.model, own, draft.plan, count=1), kept_part(draft, own)]
-    timings = take_turns(steps, bench.step_repeats, model.device)
-    plain, verify, rest = timings[0], timings[:longest], timings[longest:]
-    report: Report = {
-        "verify": [took.row(f"verifying {n} tokens", plain, tokens=n) for n, took in enumerate(verify, start=1)],
-        "draft": [],
-        "kept": [],
-    }
-    for name, step, kept in zip(drafts, rest[::2], rest[1::2], strict=True):
-        excess = (step.median - kept.median) / plain.median
-        report["draft"].append(step.row(f"draft step, {name}", plain, draft=name, excess=excess))
-        report["kept"].append(kept.row(f"its sublayers and head, {name}", plain, draft=name))
-    return report
+    rows, tokenizer = [], bench.setting.tokenizer
+    prompts = [prompt for prompt in bench.prompts if prompt.kind == "stories"]
+    for temperature in TEMPERATURES:
+        setting = replace(bench.setting, params=SamplingParams(temperature))
+        contenders = our_contenders(setting, bench.drafts, frozenset(tokenizer.eos_ids))
+        contenders = {name: write for name, write in contenders.items() if not name.endswith(ADAPTIVE)}
+        texts = time_texts(bench, contenders, prompts)
+        for name, own in texts.items():
+            said = [tokenizer.decode(text.tokens) for text in own.written]
+            about = [mentioned(p.text, text) >= LEAST_MENTIONED for p, text in zip(prompts, said, strict=True)]
+            row = {"temperature": temperature, "decoder": name} | text_columns(own, texts["plain"])
+            row |= {"tokens": statistics.median(len(text.tokens) for text in own.written)}
+            row |= {"repeated": statistics.median(map(repetition, said)), "about it": sum(about) / len(about)}
+            rows.append(row)
+    return rows
 
 
-def kept_part(draft: Drafting, cache: KVCache) -> Callable[[], Tensor]:
-    """The forward pass of a draft step."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=draft.model.device)
-    return lambda: draft.model(token, cache, CONTEXT, draft.plan)
+def context_section(bench: Bench) -> list[Row]:
+    """Plain steps that complete a text of n tokens, and their ratio to the first.
 
-
-def cost_tables(steps: Report) -> dict[str, CostTable]:
-    """The cost table of each model draft, and of lookup, whose drafts cost nothing."""
-    verify = tuple(row["ratio"] for row in steps["verify"])
-    drafts = {row["draft"]: CostTable(row["ratio"], verify) for row in steps["draft"]}
-    return {"lookup": CostTable(0.0, verify)} | drafts
-
-
-def measure_context(bench: Bench) -> list[Report]:
-    """A plain step with more and more tokens before it. They are zeros, which take as long to read as others."""
-    model = bench.model
-    lengths = [length for length in bench.some(CONTEXTS) if length < model.max_positions]
-    cache = model.new_cache(max(lengths, default=0) + 1)
+    The tokens before are zeros, which take as long to read as others.
+    """
+    model = bench.setting.model
+    cache = model.new_cache(max(bench.lengths))
     for tensor in [*cache.keys, *cache.values]:
         tensor.zero_()  # pages that nobody has written to are one page of zeros, quickly read
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
 
     def step(length: int) -> None:
-        cache.lengths = [length] * model.num_layers
-        model(token, cache, length)[0, -1].argmax().item()
+        cache.lengths = [length - 1] * model.num_layers
+        model(token, cache, length - 1)[0, -1].argmax().item()
 
-    times = take_turns([partial(step, length) for length in lengths], bench.step_repeats, model.device)
-    return [took.row(f"after {n} tokens", times[0], tokens=n) for n, took in zip(lengths, times, strict=True)]
+    times = take_turns([partial(step, length) for length in bench.lengths], STEP_REPEATS, model.device)
+    return [{"tokens": n, **timed(took, times[0])} for n, took in zip(bench.lengths, times, strict=True)]
 
 
-def measure_first_token(bench: Bench) -> list[Report]:
-    """From an empty cache to the first token, for prompts of several lengths, by us and by the libraries of --against.
+def first_token_section(bench: Bench) -> list[Row]:
+    """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
+    model, lengths = bench.setting.model, bench.lengths
+    contenders = {"plain": contender(Writer(model, max(lengths)), plain(model), SamplingParams())}
+    contenders |= {name: write for name, write in bench.libraries.items() if name in LIBRARIES}
+    cases = [(name, length) for name in contenders for length in lengths]
+    steps = [partial(contenders[name], [0] * length, 1) for name, length in cases]
+    times = dict(zip(cases, take_turns(steps, bench.options.repeats, model.device), strict=True))
+    return [{"decoder": name, "tokens": n, **timed(times[name, n], times["plain", n])} for name, n in cases]
 
-    A ratio is to our shortest prompt, a library's to our prompt of the same length.
+
+def memory_section(bench: Bench) -> list[Row]:
+    """Memory of weights and of decoding, as measured and as estimated from the config.
+
+    Measured are tensors: on CUDA the allocator's peak, on the CPU the most that torch's profiler sees allocated at
+    once. Scratch memory of kernels is in neither.
     """
-    model, lengths = bench.model, bench.prompt_lengths
-
-    def read(length: int) -> None:
-        prompt, cache = torch.zeros(1, length, dtype=torch.int64, device=model.device), model.new_cache(length)
-        model.prefill(prompt[:, :-1], cache)
-        model(prompt[:, -1:], cache, length - 1)[0, -1].argmax().item()
-
-    others = [name for name in LIBRARIES if name in bench.others]
-    steps = [partial(read, length) for length in lengths]
-    steps += [partial(bench.others[name].write, [0] * length, 1) for name in others for length in lengths]
-    times = iter(take_turns(steps, bench.options.repeats, model.device))
-    ours = [next(times) for _ in lengths]
-    rows = [took.row(f"prompt of {n} tokens", ours[0], tokens=n) for n, took in zip(lengths, ours, strict=True)]
-    for name in others:
-        rows += [next(times).row(f"{name}, {n} tokens", own, tokens=n) for n, own in zip(lengths, ours, strict=True)]
-    return rows
-
-
-def measure_memory(bench: Bench) -> list[Report]:
-    """What the model holds, and what decoding takes at most beyond that, beside the estimate from the config.
-
-    Measured are bytes of tensors: on CUDA the allocator's peak, on the CPU the most that torch's profiler sees
-    allocated at once. Scratch memory of kernels is in neither.
-    """
-    model = bench.model
+    model, gamma = bench.setting.model, 8
+    written = 2 * (gamma + 1)
     positions = min(PREFILL_CHUNK + PREFILL_CHUNK // 2, model.max_positions)
-    prompt = [0] * max(1, positions - 2 * (LONGEST_DRAFT + 1))
-    drafting = planned(model, DraftPlan(LayerPlan.full(model.num_layers), LONGEST_DRAFT))
-
-    def decode() -> None:
-        our_contender(Writer(model, positions), drafting, params=FILTERED).write(prompt, positions - len(prompt))
-
-    needed = estimate(model.config, model.dtype, positions, prompt=len(prompt), fast_on=model.device)
-    measured = peak_bytes(decode, model.device)
-    decoding = f"cache and workspace, a prompt of {len(prompt)} tokens and {positions - len(prompt)} more"
-    return [
-        {"part": "weights", "measured": held_bytes(model), "estimated": needed.weights},
-        {"part": decoding, "measured": measured, "estimated": needed.cache + needed.workspace},
-    ]
+    prompt = [0] * max(1, positions - written)
+    drafting = planned(model, DraftPlan(LayerPlan.full(model.num_layers), gamma))
+    size = {"prompt": len(prompt), "longest_draft": gamma, "fast_on": model.device}
+    needed = estimate(model.config, model.dtype, positions, **size)
+    peak = peak_bytes(lambda: contender(Writer(model, positions), drafting, FILTERED)(prompt, written), model.device)
+    decoding = f"cache and workspace, a prompt of {len(prompt)} tokens and {written} more"
+    parts = {"weights": (held_bytes(model), needed.weights), decoding: (peak, needed.cache + needed.workspace)}
+    return [{"part": part, "MB": held / 1e6, "estimated MB": size / 1e6} for part, (held, size) in parts.items()]
 
 
-def measure_floor(bench: Bench) -> Report:
-    """The fastest that plain decoding could be: every weight read once a token (of an untied embedding one row)."""
-    config, device = bench.model.config, bench.model.device
+def floor_section(bench: Bench) -> list[Row]:
+    """Floor of a plain step: every weight read once (of an untied embedding one row)."""
+    model, config = bench.setting.model, bench.setting.model.config
     read = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
-    weights, size = read * bench.model.dtype.itemsize, BANDWIDTH_BYTES * (1 if device.type == "cpu" else MORE_ON_GPU)
-    block = torch.ones(size // 4, device=device)
-    bandwidth = size / take_turns([block.sum], 7, device)[0].fastest
-    return {"weight_bytes": weights, "bytes_per_second": bandwidth, "seconds_per_token": weights / bandwidth}
+    block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
+    speed = block.nbytes / take_turns([block.sum], STEP_REPEATS, model.device)[0].fastest
+    size = read * model.dtype.itemsize
+    return [{"MB": size / 1e6, "GB/s": speed / 1e9, "ms": 1e3 * size / speed, "tokens/s": speed / size}]
+
+
+def spread(values: Iterable[float]) -> Row:
+    values = list(map(float, values))
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def timed(took: Timing, unit: Timing) -> Row:
+    """Columns of a timed step: milliseconds, and the ratio to another's."""
+    seconds = {"median": took.median, "lowest": took.fastest, "highest": took.slowest}
+    return {"ms": {name: 1e3 * value for name, value in seconds.items()}, "ratio": took.median / unit.median}
+
+
+SECTIONS = {  # in the order in which they are measured: a predicted speed needs the costs
+    "costs": costs_section,
+    "speed": speed_section,
+    "context": context_section,
+    "first-token": first_token_section,
+    "memory": memory_section,
+    "floor": floor_section,
+    "stories": stories_section,
+}

@@ -1,11 +1,10 @@
-"""The two rules of verification, side by side: what makes speculation exact."""
+"""Rules of verification: the ratio rule and the race. Under either, speculation has the target's distribution."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,13 +62,6 @@ def verify_by_race(
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]
 
 
-class Chance(NamedTuple):
-    """Randomness, and the rule of verification that goes with it."""
-
-    randomness: Randomness
-    verify: Verify = verify_by_ratio
-
-
 COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
     "ratio": (SeededRandomness, verify_by_ratio),
     "race": (KeyedRandomness, verify_by_race),
@@ -78,17 +70,21 @@ COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness],
 
 @dataclass(frozen=True)
 class Coupling:
-    """Which rule decides, and the seed: all that a drawn text depends on besides what is asked for.
+    """Rule of verification and seed: all that a drawn text depends on besides its request.
 
-    ``name`` is by default "race" where a seed is given and "ratio" where none is; a seed that is not given is made up.
-    Raises InputError for a seed outside 64 bits.
+    ``name`` is a key of ``COUPLINGS``; ``sample`` numbers the texts of one request.
     """
 
     name: str
     seed: int
+    sample: int = 0
 
     @staticmethod
     def of(name: str | None, seed: int | None) -> Coupling:
+        """The race where a seed is given and the ratio rule where none is, unless named; a missing seed is made up.
+
+        Raises InputError for a seed outside 64 bits.
+        """
         if seed is not None and not 0 <= seed < 2**64:
             raise InputError(f"--seed must be from 0 to 2^64 - 1, found {seed}")
         name = name or ("ratio" if seed is None else "race")
@@ -98,12 +94,11 @@ class Coupling:
         """The options that repeat the text."""
         return f"--seed {self.seed} --coupling {self.name}"
 
-    def chance(self, device: torch.device, sample: int = 0) -> Chance:
-        """All the chance of the sample of this number."""
-        return chance_of(self.name, self.seed, device, sample)
+    def randomness(self, device: torch.device | str = "cpu") -> Randomness:
+        """Randomness of the text, from its beginning."""
+        return COUPLINGS[self.name][0](self.seed, device, self.sample)
 
-
-def chance_of(coupling: str, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> Chance:
-    """All the chance of one text: by the ratio rule, or by the race, under which a seed means a text."""
-    make, rule = COUPLINGS[coupling]
-    return Chance(make(seed, device, sample), rule)
+    @property
+    def verify(self) -> Verify:
+        """The rule that goes with this randomness."""
+        return COUPLINGS[self.name][1]

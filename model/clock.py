@@ -1,4 +1,4 @@
-"""The one clock: time on a device, and comparisons timed in turns, so that a busy moment slows all alike."""
+"""Clock of a device, and timing in turns, so that a busy moment of the machine slows all steps alike."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 
 def now(device: torch.device) -> float:
-    """Seconds, read once everything asked of the device is done."""
+    """Seconds, read after all work that was given to the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``work`` keeps the device busy: on a GPU by its own events, to the microsecond."""
+    """Seconds of ``work`` on the device: on a GPU by its events, to the microsecond."""
     if device.type != "cuda":
         began = now(device)
         work()
@@ -36,7 +35,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median of ``count`` measurements, the fastest and the slowest of them."""
+    """Seconds of ``count`` measurements: their median, the fastest and the slowest."""
 
     median: float
     fastest: float
@@ -46,10 +45,6 @@ class Timing:
     @staticmethod
     def of(seconds: list[float]) -> Timing:
         return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-
-    def row(self, name: str, unit: Timing, **more: object) -> dict[str, Any]:
-        """A row of a report: what was timed, and the ratio to another time."""
-        return {"name": name, **asdict(self), "ratio": self.median / unit.median, **more}
 
 
 @torch.inference_mode()

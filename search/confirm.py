@@ -15,7 +15,7 @@ from decoding.run.prediction import Prediction
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from search.study import Candidate, predict_plan
 
@@ -68,8 +68,9 @@ def confirm(
         for _ in range(REPEATS):
             for number, contender in enumerate(contenders):
                 writer.begin(text.prompt)
-                chance = chance_of(coupling, seed, model.device)
-                sample = writer.write(writer.new_text(Rules(max_new_tokens, eos_ids)), contender, params, chance)
+                sample = writer.write(
+                    writer.new_text(Rules(max_new_tokens, eos_ids)), contender, params, Coupling(coupling, seed)
+                )
                 best[number], written[number] = min(best[number], sample.seconds), sample.statistics.tokens
                 for round in sample.rounds:
                     sums[number].add(round)

@@ -400,12 +400,12 @@ MUTANTS = [
     Mutant(
         30,
         "draft and residual come from one keyed stream under the ratio rule",
-        R,
-        "chance_of",
-        "return Chance(make(seed, device, sample), rule)",
-        "chance = Chance(make(seed, device, sample), rule)\n"
-        "    chance.randomness.draw = KeyedRandomness(seed, device, sample).draw\n"
-        "    return chance",
+        R.Coupling,
+        "randomness",
+        "return COUPLINGS[self.name][0](self.seed, device, self.sample)",
+        "randomness = COUPLINGS[self.name][0](self.seed, device, self.sample)\n"
+        "    randomness.draw = KeyedRandomness(self.seed, device, self.sample).draw\n"
+        "    return randomness",
         of(test_race.test_over_seeds_the_first_token_has_the_targets_law, "ratio"),
     ),
     Mutant(

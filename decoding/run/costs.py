@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from decoding.drafters import NoDraft
+from decoding.drafters import ModelDrafter, NoDraft
 from decoding.model_port import Model
 from decoding.policies import FixedLength
 from decoding.randomness import Place, SeededRandomness
@@ -18,9 +18,9 @@ from decoding.text import Rules, Text
 from decoding.verify import verify_by_ratio
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS, LayerPlan
+from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-LONGEST_DRAFT = 8
 REPEATS = 7
 IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
 UNSTEADY = 1.3  # factor between a cost by medians and by fastest repeats, above which other work disturbs it
@@ -152,24 +152,15 @@ def verification(
 
 
 def draft_steps(
-    model: Model,
-    cache: Any,
-    plan: LayerPlan | None,
-    params: SamplingParams = GREEDY,
-    count: int = IN_A_ROW,
-    context: int = CONTEXT,
+    model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, context: int = CONTEXT
 ) -> Callable[[], None]:
-    """Steps that draft ``count`` tokens as ModelDrafter does: one after another, and read by the host at the end."""
-    randomness = SeededRandomness(0, model.device)
-    before = torch.zeros(context + 1, dtype=torch.int64, device=model.device)
+    """A draft of ``IN_A_ROW`` tokens by ``ModelDrafter``, read by the host at its end."""
+    drafter, text = ModelDrafter(model, cache, plan), Text([0] * (context + 1), Rules(IN_A_ROW), model)
+    policy, randomness = FixedLength(IN_A_ROW), SeededRandomness(0, model.device)
 
     def steps() -> None:
-        cache.truncate(context)
-        text = before
-        for start in range(context, context + count):
-            probs = distribution(model(text[None, start:], cache, start, plan)[0], text, params)
-            text = torch.cat((text, randomness.draw(probs[0], Place(start))[None]))
-        text.tolist()
+        drafter.rollback(len(text))
+        drafter.propose(text, IN_A_ROW, params, policy, randomness).tokens.tolist()
 
     return steps
 

@@ -18,7 +18,7 @@ from decoding.run.chooser import Drafting, make_steps, plain
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
-from decoding.verify import Chance, chance_of
+from decoding.verify import Coupling
 from model import Decoder, KVCache
 from model.clock import now
 
@@ -102,7 +102,7 @@ class Writer:
         text: Text,
         drafting: Drafting,
         params: SamplingParams,
-        chance: Chance,
+        coupling: Coupling,
         *,
         policy: Policy | None = None,
         readers: Sequence[Reader] = (),
@@ -114,7 +114,8 @@ class Writer:
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
         drafter = self.drafter(drafting)
-        rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer=observer)
+        drawn = coupling.randomness(self.model.device), coupling.verify
+        rounds = speculate(self.model, self.cache, text, drafter, policy, params, *drawn, observer=observer)
         try:
             with closing(rounds):
                 began = now(self.model.device)
@@ -132,9 +133,9 @@ class Writer:
             sample.trouble = getattr(self.model, "trouble", None)
         return sample
 
-    def write_plainly(self, rules: Rules, params: SamplingParams, chance: Chance) -> Sample:
+    def write_plainly(self, rules: Rules, params: SamplingParams, coupling: Coupling) -> Sample:
         """The same request without a draft: what speculation is compared with."""
-        return self.write(self.new_text(rules), self.plain, params, chance)
+        return self.write(self.new_text(rules), self.plain, params, coupling)
 
     def warm_up(self, drafting: Drafting, params: SamplingParams) -> None:
         """Write a few tokens, with the draft and without, to be thrown away before anything is timed.
@@ -144,4 +145,4 @@ class Writer:
         wanted = max(WARM_UP_TOKENS, drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
         for way in (drafting, self.plain):
-            self.write(self.new_text(rules), way, params, chance_of("ratio", 0, self.model.device))
+            self.write(self.new_text(rules), way, params, Coupling("ratio", 0))

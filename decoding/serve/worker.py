@@ -17,7 +17,7 @@ from decoding.serve.live import Watch, WatchedDrafter, opening
 from decoding.serve.orders import Defaults, Order, Refusal
 from decoding.show.labels import Labels
 from decoding.show.streaming import TextStream
-from decoding.verify import Chance
+from decoding.verify import Coupling
 from model import Decoder, InputError
 from weights.cli.command_line import say
 from weights.cli.files import one_line
@@ -194,9 +194,9 @@ class Worker:
             runs.append((self.writer.plain, 0))
         for choice, (way, number) in enumerate(runs):
             write = self._write_watched if order.watched else self._write_text
-            write(job, choice, way, order.coupling.chance(self.setting.model.device, number))
+            write(job, choice, way, replace(order.coupling, sample=number))
 
-    def _write_text(self, job: Job, choice: int, drafting: Drafting, chance: Chance) -> None:
+    def _write_text(self, job: Job, choice: int, drafting: Drafting, coupling: Coupling) -> None:
         """A text, of which the client is told what a terminal would show after each round."""
         text = self.writer.new_text(job.order.rules)
         stream = TextStream(text)
@@ -206,10 +206,10 @@ class Worker:
             if job.order.streams and (piece := stream.pull()):
                 job.tell(Piece(choice, piece))
 
-        sample = self.writer.write(text, drafting, job.order.params, chance, readers=[read])
+        sample = self.writer.write(text, drafting, job.order.params, coupling, readers=[read])
         job.tell(Written(choice, sample))
 
-    def _write_watched(self, job: Job, choice: int, drafting: Drafting, chance: Chance) -> None:
+    def _write_watched(self, job: Job, choice: int, drafting: Drafting, coupling: Coupling) -> None:
         """A text, of which the page is shown everything."""
         order, policy, device = job.order, drafting.new_policy(), self.setting.model.device
         watch = Watch(lambda data: job.tell(Shown(data)), self.labels, choice, policy, order.params, device)
@@ -217,7 +217,7 @@ class Worker:
         watched = replace(drafting, new_drafter=lambda cache: drafter)
         shown = {"policy": policy, "readers": [watch.add], "observer": watch.observe}
         try:
-            sample = self.writer.write(self.writer.new_text(order.rules), watched, order.params, chance, **shown)
+            sample = self.writer.write(self.writer.new_text(order.rules), watched, order.params, coupling, **shown)
         finally:
             self.writer.drafters.pop(watched.new_drafter, None)
         watch.close(sample)

@@ -1,4 +1,4 @@
-"""A written text in a line of statistics, and as the JSON object that other programs read."""
+"""Statistics of a written text: as a line, and as the JSON object that other programs read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decoding.sampling import SamplingParams
 
 
 def describe(sample: Sample, how: str, repeat_with: str) -> str:
-    """The line of statistics; ``how`` names the draft, ``repeat_with`` the options that repeat a drawn text."""
+    """The line of statistics; ``how`` names the draft, ``repeat_with`` the options that repeat a sampled text."""
     s = sample.statistics
     line = f"[{s.tokens} tokens in {sample.seconds:.2f} s: {sample.tokens_per_second:.1f} tokens/s; {how}"
     if s.acceptance_rate is not None:
@@ -41,7 +41,7 @@ def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
 
 
 def sampling_in_words(params: SamplingParams, repeat_with: str) -> str:
-    """The parameters that are in force, and the options that repeat a drawn text."""
+    """The sampling parameters that have an effect, and the options that repeat a sampled text."""
     filters = {"top-k": (params.top_k, 0), "top-p": (params.top_p, 1), "min-p": (params.min_p, 0)}
     in_force = {name: value for name, (value, off) in filters.items() if value != off} if params.temperature else {}
     if params.repetition_penalty != 1:

@@ -1,4 +1,4 @@
-"""The text as it can be shown at once: never half a character, never what may yet be taken back."""
+"""Streamed text: the part of a growing text that will stay as it is."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from decoding.text import Text
 
 
 class TextStream:
-    """Follows a text that grows, and says what of it has become certain.
+    """Stream of a growing text's new characters.
 
-    Held back until it is decided: bytes of an unfinished UTF-8 character, an end of the text that may grow into a stop
-    string, and the tokens that a banned word may yet take back.
+    Held back until it is certain: an unfinished UTF-8 character, an end of the text that may grow into a stop string,
+    and tokens that a banned word may still take back.
     """
 
     def __init__(self, text: Text) -> None:
@@ -20,11 +20,11 @@ class TextStream:
         self.shown = text.prompt_bytes
 
     def pull(self) -> str:
-        """What has become certain since the last call, perhaps nothing."""
+        """Characters that have become certain since the last call, perhaps none."""
         return self._up_to(self.text.certain, final=self.text.finish is not None)
 
     def flush(self) -> str:
-        """What is still held back, when nothing more will come: of a text that was broken off, say."""
+        """Characters that are still held back, when no more tokens will come, as after Ctrl-C."""
         return self._up_to(len(self.text.data) if self.text.cut is None else self.text.cut, final=True)
 
     def _up_to(self, end: int, final: bool) -> str:

@@ -1,7 +1,7 @@
-"""The run as it happens: drafted tokens appear dim, are accepted, rejected or discarded, and the target adds one.
+"""Coloured trace of the rounds: drafted tokens appear dim, are accepted, rejected or discarded; the target adds one.
 
-On a terminal the last lines are redrawn as each round comes in, with a footer below them until the text ends. Where
-the output goes into a file or a pipe, or has no colours, signs say the same.
+On a terminal the last line is redrawn as each round comes in, with a footer below it until the text ends. Where the
+output goes into a file or a pipe, or has no colours, signs stand for the colours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from rich.cells import cell_len, chop_cells
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -21,28 +20,27 @@ from decoding.policies import Policy
 from decoding.rounds import Round, Statistics
 from decoding.show.labels import Labels, visible
 
-PAUSE = 0.06  # seconds a viewer is given to see a draft before its verdict
-STYLES = {
-    "accepted": "green",
-    "rejected": "red strike",
-    "discarded": "dim strike",
-    "own": "bold blue",
-    "taken back": "yellow",
+PAUSE = 0.06  # seconds for which a draft is shown before its verdict
+VERDICTS = {  # verdict -> its name in the legend, its style, and the signs around it where there are no colours
+    "accepted": ("accepted", "green", "[", "]"),
+    "rejected": ("rejected", "red strike", "{-", "-}"),
+    "discarded": ("discarded", "dim strike", "{~", "~}"),
+    "own": ("residual or bonus", "bold blue", "", ""),
+    "taken back": ("", "yellow", "", ""),
 }
-SIGNS = {"accepted": ("[", "]"), "rejected": ("{-", "-}"), "discarded": ("{~", "~}")}
 
 
 class TraceConsole(Console):
-    """A console that leaves it to the program what to do when the reader of its output has gone."""
+    """Console that raises BrokenPipeError when the reader of its output has gone; rich's would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class LiveTrace:
-    """Shows the rounds of one text on a console; a context manager, so that the terminal is always given back.
+    """Trace of one text on a console; a context manager, so that the terminal is restored in any case.
 
-    What is settled is printed for good; only the line being written, and the footer, are redrawn.
+    Full lines are printed for good; only the line being written and the footer are redrawn.
     """
 
     def __init__(self, console: Console, labels: Labels, policy: Policy, *, pause: float = PAUSE) -> None:
@@ -53,11 +51,12 @@ class LiveTrace:
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self.kept = bytearray()  # the bytes of the tokens kept so far
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.statistics, self.seconds = Statistics(), 0.0
-        self.line = Text()  # what is still redrawn: the last line of the text
+        self.statistics, self.drafted, self.seconds = Statistics(), 0, 0.0
+        self.line = Text()  # the last line of the text, which is still redrawn
 
     def __enter__(self) -> LiveTrace:
-        self.console.print(self.legend(), soft_wrap=not self.redraws)
+        legend = Text(" ").join(self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items() if name)
+        self.console.print(legend, soft_wrap=not self.redraws)
         if self.redraws:
             self.live.start()
         return self
@@ -73,7 +72,7 @@ class LiveTrace:
     def add(self, round: Round, seconds: float) -> None:
         """Show a round; ``seconds`` is the time that decoding has taken so far."""
         self.statistics.add(round)
-        self.seconds = seconds
+        self.drafted, self.seconds = len(round.drafted), seconds
         try:
             if self.redraws and round.drafted and not self.signs:
                 self._draw(Text(self._undecided(round.drafted), style="dim"))
@@ -81,26 +80,21 @@ class LiveTrace:
         finally:  # Ctrl-C during the pause loses nothing
             self._settle(self.text_of(round))
 
-    def legend(self) -> Text:
-        """One line that explains the colours, or the signs."""
-        names = {"accepted": "accepted", "rejected": "rejected", "discarded": "discarded", "own": "residual or bonus"}
-        return Text(" ").join(self._styled(text, verdict) for verdict, text in names.items())
-
     def footer(self) -> Text:
-        """Speed and acceptance so far, and what the policy will do next."""
+        """Speed and acceptance so far, length of the last draft, and the policy's threshold for the next."""
         s = self.statistics
         parts = [f"{s.tokens / self.seconds:.1f} tokens/s" if self.seconds else "0 tokens/s"]
         if s.acceptance_rate is not None:
             parts.append(f"{s.acceptance_rate:.0%} accepted")
         parts.append(f"{s.tokens_per_round:.2f} tokens a round")
-        if self.policy.gamma:
-            parts.append(f"draft length {self.policy.draft_length()}")
+        if s.drafted:
+            parts.append(f"last draft length {self.drafted}")
         if self.policy.threshold is not None:
             parts.append(f"threshold {self.policy.threshold:.3f}")
         return Text(" · ".join(parts), style="dim")
 
     def text_of(self, round: Round) -> Text:
-        """The round's tokens in order, each run with its verdict's style or signs, and what was taken back.
+        """The round's tokens in order, with the styles or signs of their verdicts, and the tokens taken back.
 
         A character whose bytes are spread over tokens appears with the token that completes it.
         """
@@ -111,22 +105,18 @@ class LiveTrace:
                 shown = self._undecided(tokens, after=failed)
                 failed += tokens
             else:
-                shown = self._append(tokens)
+                self.kept += self._bytes(tokens)
+                shown = self._decode(tokens, self.decoder)
             text.append_text(self._styled(shown, verdict))
         if round.retracted:
             text.append_text(self._styled(f'<taken back: "{self._take_back(round.retracted)}">', "taken back"))
         return text
 
     def _styled(self, text: str, verdict: str) -> Text:
+        _, style, before, after = VERDICTS[verdict]
         if self.signs:
-            before, after = SIGNS.get(verdict, ("", ""))
             return Text(before + text + after if text else "")
-        return Text(text, style=STYLES[verdict])
-
-    def _append(self, tokens: list[int]) -> str:
-        """The text that these tokens add to what is kept."""
-        self.kept += self._bytes(tokens)
-        return self._decode(tokens, self.decoder)
+        return Text(text, style=style)
 
     def _undecided(self, tokens: list[int], after: Sequence[int] = ()) -> str:
         """The text that these drafted tokens would add ``after`` others, of which none is kept either."""
@@ -154,25 +144,14 @@ class LiveTrace:
         return b"".join(map(self.labels.token_bytes, tokens))
 
     def _settle(self, text: Text) -> None:
-        """Text that will not change any more: lines that are full are printed for good."""
+        """Add text that will not change any more; full lines are printed for good."""
         if not self.redraws:
             self.console.print(text, end="", soft_wrap=True)
             return
-        *paragraphs, self.line = (self.line + text).split("\n", allow_blank=True)
-        for paragraph in paragraphs:
-            self.console.print(self._print_full_lines(paragraph))
-        self.line = self._print_full_lines(self.line)
-        self._draw(Text())
-
-    def _print_full_lines(self, text: Text) -> Text:
-        """Print what fills lines of the console, broken after spaces where there are any; returns the rest."""
-        while cell_len(text.plain) > self.console.width:
-            fitting = len(chop_cells(text.plain, self.console.width)[0]) or 1
-            cut = text.plain.rfind(" ", 0, fitting + 1) + 1 or fitting
-            line, text = text.divide([cut])
-            line.rstrip()
+        *full, self.line = (self.line + text).wrap(self.console, self.console.width)
+        for line in full:
             self.console.print(line)
-        return text
+        self._draw(Text())
 
     def _draw(self, undecided: Text) -> None:
         self.live.update(Group(self.line + undecided, self.footer()), refresh=True)

@@ -12,7 +12,7 @@ from decoding.run.chooser import Drafting, DraftOptions, Setting, choose
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from weights.cli.prompt import encode_prompt
@@ -57,7 +57,7 @@ class Loaded:
         for drafting in [writer.plain, *self.draftings]:
             writer.begin(prompt)
             text = writer.new_text(rules)
-            sample = writer.write(text, drafting, params, chance_of("race", seed))
+            sample = writer.write(text, drafting, params, Coupling("race", seed))
             texts[drafting.name, len(texts)] = text.generated
             assert (sample.statistics.drafted > 0) == (drafting is not writer.plain)
         (_, plain), *others = texts.items()
@@ -98,7 +98,7 @@ def test_a_larger_budget_only_continues_the_text(loaded: Loaded, params: str) ->
         writer = Writer(loaded.setting.model, len(prompt) + budget)
         writer.begin(prompt)
         text = writer.new_text(Rules(budget))
-        writer.write(text, loaded.draftings[1], PARAMS[params], chance_of("race", 3))
+        writer.write(text, loaded.draftings[1], PARAMS[params], Coupling("race", 3))
         texts.append(text.generated)
     if loaded.setting.model.row_invariant:
         assert texts[1][:12] == texts[0]

@@ -237,8 +237,8 @@ def write(
     with torch.inference_mode():
         model.prefill(torch.tensor([prompt[:-1]]), cache)
     text = Text(prompt, rules, model, lambda token: b"abcdefg"[token : token + 1])
-    chance = verify.chance_of("race", seed, sample=sample)
-    list(speculate(model, cache, text, drafter_of(kind, model, cache), policy, params, *chance))
+    race = verify.Coupling("race", seed, sample)
+    list(speculate(model, cache, text, drafter_of(kind, model, cache), policy, params, race.randomness(), race.verify))
     return text
 
 
@@ -316,7 +316,7 @@ def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     model, request, runs = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2), 3000
     counts = torch.zeros(3, dtype=torch.float64)
     for seed in range(runs):
-        randomness = verify.chance_of(coupling, seed).randomness
+        randomness = verify.Coupling(coupling, seed).randomness()
         tokens, _ = run_loop(model, request, Setup(), randomness, coupling=coupling)
         counts[tokens[0]] += 1
     assert chi_square_tail(counts, p * runs) > FALSE_ALARM

@@ -18,7 +18,7 @@ from decoding.randomness import KeyedRandomness, Place
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from model import Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import ROWS, StaticStep
@@ -72,9 +72,10 @@ def text_by(
     with torch.inference_mode():
         model.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
     text = Text(start, Rules(60), model)
-    chance = chance_of(coupling, seed, model.device)
+    rule = Coupling(coupling, seed)
+    drawn = rule.randomness(model.device), rule.verify
     drafts = DRAFTERS[drafter](model, cache)
-    assert list(speculate(model, cache, text, drafts, FixedLength(4 if drafter != "none" else 0), params, *chance))
+    assert list(speculate(model, cache, text, drafts, FixedLength(4 if drafter != "none" else 0), params, *drawn))
     return text.generated
 
 
@@ -188,7 +189,7 @@ def test_a_round_waits_for_the_device_once(drafter: str) -> None:
     with torch.inference_mode():
         static.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
     text = Text(start, Rules(40), static)
-    chance = chance_of("race", 7, static.device)
+    race = Coupling("race", 7)
     waits, rounds = [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.showwarning", lambda *told, **more: waits.append(str(told[0])))
@@ -198,7 +199,16 @@ def test_a_round_waits_for_the_device_once(drafter: str) -> None:
         torch.cuda.set_sync_debug_mode("warn")
         try:
             policy = FixedLength(4 if drafter != "none" else 0)
-            for _ in speculate(static, cache, text, DRAFTERS[drafter](static, cache), policy, params, *chance):
+            for _ in speculate(
+                static,
+                cache,
+                text,
+                DRAFTERS[drafter](static, cache),
+                policy,
+                params,
+                race.randomness(static.device),
+                race.verify,
+            ):
                 rounds += 1
         finally:
             torch.cuda.set_sync_debug_mode("default")

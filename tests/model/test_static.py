@@ -18,7 +18,7 @@ from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from model import LayerPlan
 from model.fast import gpu
 from model.fast.gpu import ROWS, SMALLEST, StaticDecoder
@@ -104,7 +104,7 @@ def test_memory_that_was_made_while_costs_were_measured_serves_texts() -> None:
     assert not cache.keys[0].is_inference() and len(model.memories) <= 2
     writer = Writer(model, 12)
     writer.begin([1, 2, 3])
-    sample = writer.write(writer.new_text(Rules(5)), writer.plain, SamplingParams(), chance_of("ratio", 0))
+    sample = writer.write(writer.new_text(Rules(5)), writer.plain, SamplingParams(), Coupling("ratio", 0))
     assert len(sample.text.generated) == 5 and sample.trouble is None
 
 

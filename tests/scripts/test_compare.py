@@ -18,7 +18,7 @@ from decoding.run import writer
 from decoding.run.compare import comparison, logit_gap
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from tests.folders import write_folder
 from weights.load import load_model
 
@@ -64,13 +64,13 @@ def test_the_gap_is_that_of_the_two_logits_after_the_common_text(tmp_path: Path)
 def test_texts_that_differ_are_told_with_their_first_difference(tmp_path: Path) -> None:
     """A draft that changes the text would be a defect: here the sample is falsified."""
     model = load_model(write_folder(tmp_path))
-    texts, greedy, chance = writer.Writer(model, 40), SamplingParams(), chance_of("ratio", 0)
+    texts, greedy, coupling = writer.Writer(model, 40), SamplingParams(), Coupling("ratio", 0)
     texts.begin([5, 9, 2])
-    sample = texts.write_plainly(Rules(8), greedy, chance)
-    said = comparison(texts, sample, greedy, chance)
+    sample = texts.write_plainly(Rules(8), greedy, coupling)
+    said = comparison(texts, sample, greedy, coupling)
     assert "same text" in said
     sample.text.tokens[3 + 4] ^= 1
-    assert "the texts differ from token 4 on" in comparison(texts, sample, greedy, chance)
+    assert "the texts differ from token 4 on" in comparison(texts, sample, greedy, coupling)
 
 
 @pytest.mark.parametrize(("tokens", "seconds", "means_nothing"), [(8, 9.0, True), (60, 0.1, True), (60, 9.0, False)])
@@ -79,10 +79,26 @@ def test_a_comparison_of_too_short_a_run_says_so(
 ) -> None:
     """Few tokens, or many in a moment."""
     texts = writer.Writer(load_model(write_folder(tmp_path)), 80)
-    greedy, chance = SamplingParams(), chance_of("ratio", 0)
+    greedy, coupling = SamplingParams(), Coupling("ratio", 0)
     texts.begin([5, 9, 2])
     ticks = count(step=seconds / tokens)  # one before each round and one after it
     monkeypatch.setattr(writer, "now", lambda device: next(ticks))
-    sample = texts.write_plainly(Rules(tokens), greedy, chance)
-    said = comparison(texts, sample, greedy, chance)
+    sample = texts.write_plainly(Rules(tokens), greedy, coupling)
+    said = comparison(texts, sample, greedy, coupling)
     assert said.startswith("[1.00 times plain decoding") and ("too short" in said) == means_nothing
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_same_law_is_promised_only_where_the_draft_states_its_distribution_truly(
+    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from decoding.drafters import PromptLookup\n\n\nclass Own(PromptLookup):\n"
+        "    def __init__(self, model, cache):\n        super().__init__(model.vocab_size)\n"
+    )
+    options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", f"{file}:Own" if own else "lookup"]
+    sampled = ["--temperature", "1", "--coupling", "ratio", "--max-new-tokens", "9"]
+    assert generate.main([*options, *sampled, "--compare"]) == 0
+    said = capsys.readouterr().err
+    assert "another text of the same law" in said and ("if the drafter states its q truly" in said) == own

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from model import Decoder
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> li
     """What the production loop writes after a prompt when nothing is drafted."""
     writer = Writer(model, len(prompt) + NEW_TOKENS)
     writer.begin(prompt)
-    return writer.write_plainly(Rules(NEW_TOKENS, eos_ids), SamplingParams(), chance_of("ratio", 0)).text.generated
+    return writer.write_plainly(Rules(NEW_TOKENS, eos_ids), SamplingParams(), Coupling("ratio", 0)).text.generated
 
 
 def test_text_ends_at_every_id_that_generate_ends_at(

@@ -1,4 +1,4 @@
-"""The one look of every picture: dark ink on white paper of its own, so that light and dark pages both can show it."""
+"""Style of every picture: dark ink on a white background, so that light and dark pages both can show it."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ STYLE = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
-    "figure.constrained_layout.w_pad": 0.15,  # inches of paper around
+    "figure.constrained_layout.w_pad": 0.15,  # inches of margin
     "figure.constrained_layout.h_pad": 0.12,
     "svg.hashsalt": "pictures",  # the same picture is the same file
 }
 
 
 def write_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw in this look and write the file, atomically, as what its name ends in. Raises OSError when it cannot."""
+    """Draw in this style and write the file, atomically, in the format of its suffix. Raises OSError on failure."""
     form = path.suffix[1:]
     with rc_context(STYLE), atomic_path(path) as temporary:
         draw().savefig(temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
 
 
 def legend_below(axes: Axes, columns: int = 4) -> None:
-    """Name what these axes show below them, where it covers nothing."""
+    """A legend of the axes' figure below it, where it covers nothing."""
     axes.get_figure(root=False).legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
 
 
 def count_along(axis: Axis) -> None:
-    """This axis counts: its ticks are whole numbers."""
+    """Ticks of the axis at whole numbers only."""
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
