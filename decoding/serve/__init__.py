@@ -1,6 +1,6 @@
 """Local server of one model: OpenAI's endpoints and a live page. Begin with ``app``, its routes.
 
-``requests`` checks what is asked, ``worker`` writes texts in order, ``completions`` and ``live`` say what clients get.
+``requests`` reads JSON, ``worker`` writes texts in order, ``completions`` and ``live`` send them to clients.
 """
 
 from __future__ import annotations

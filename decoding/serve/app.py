@@ -1,4 +1,4 @@
-"""Server: its routes, the guard before them, and its course from the first check to Ctrl-C."""
+"""Server: its address, its routes and the guard before them, its start and its end."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ HEADERS = [
 
 
 class Guard:
-    """Middleware that admits requests to the server's own names, from its own page or none, up to MAX_REQUESTS at once.
+    """Middleware that admits requests to the server's own names, from its own page or none, up to a limit at once.
 
     A page of another site may send requests here through the reader's browser. The browser then says where they come
     from; and if the page has its own name resolve to this machine (DNS rebinding), the Host is that name. An address
     in numbers cannot be resolved to another.
     """
 
-    def __init__(self, app: ASGIApp, own_name: str) -> None:
-        self.app, self.own_name = app, own_name
+    def __init__(self, app: ASGIApp, host_name: str) -> None:
+        self.app, self.host_name = app, host_name
         self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,21 +74,21 @@ class Guard:
         hosts, origin = headers.getlist("host"), headers.get("origin")
         if self.active >= MAX_REQUESTS:
             return Refusal(f"{MAX_REQUESTS} requests are being answered: try again", status=503, code="overloaded")
-        if len(hosts) != 1 or not self.is_own(hosts[0]):
+        if len(hosts) != 1 or not self.is_name(hosts[0]):
             return Refusal("the Host is none of this server's names: use its address", status=403, code="host")
         is_foreign = origin is not None and origin.partition("://")[2].lower() != hosts[0].lower()
         if is_foreign or (path != "/" and headers.get("sec-fetch-site", "none") not in ("none", "same-origin")):
             return Refusal("pages of other sites may not use this server", status=403, code="origin")
         return None
 
-    def is_own(self, host: str) -> bool:
+    def is_name(self, host: str) -> bool:
         """Whether a Host names this server: localhost, an address in numbers, or the name of the command line."""
         match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?", host)
         name = match[1].strip("[]").lower() if match else ""
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in ("localhost", self.own_name.lower())
+            return name in ("localhost", self.host_name.lower())
         return True
 
 
@@ -125,7 +125,7 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def make_app(worker: Worker, reader: RequestReader, own_name: str) -> Starlette:
+def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette:
     """The routes, behind the guard."""
     page, model = live_page(reader), {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
 
@@ -152,7 +152,7 @@ def make_app(worker: Worker, reader: RequestReader, own_name: str) -> Starlette:
             texts("/v1/completions", Completion, write_completion),
             texts("/live", LiveText, write_live),
         ],
-        middleware=[Middleware(Guard, own_name=own_name)],
+        middleware=[Middleware(Guard, host_name=host_name)],
         exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), respond_to_error),
     )
 
@@ -160,7 +160,7 @@ def make_app(worker: Worker, reader: RequestReader, own_name: str) -> Starlette:
 class Server(uvicorn.Server):
     """Server of one model on a socket. When it stops, the texts end before the connections do."""
 
-    def __init__(self, command_line: CommandLine, listener: socket.socket, own_name: str) -> None:
+    def __init__(self, command_line: CommandLine, listener: socket.socket, host_name: str) -> None:
         """Load the model. Raises InputError where it cannot be loaded, or does not fit."""
         folder, capacity = command_line.folder, context_length(command_line)
         tokenizer, options = Tokenizer(folder), TextOptions.of(command_line.options)
@@ -168,7 +168,7 @@ class Server(uvicorn.Server):
         self.worker = Worker(Setting(folder, model, tokenizer, options.params, capacity), options.draft)
         self.listener = listener
         config = uvicorn.Config(
-            make_app(self.worker, RequestReader(command_line, tokenizer, capacity), own_name),
+            make_app(self.worker, RequestReader(command_line, tokenizer, capacity), host_name),
             log_level="critical",
             access_log=False,
             lifespan="off",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sse_starlette import EventSourceResponse
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from decoding.run.chooser import Drafting, DraftOptions, Setting, make_drafting, with_policy
@@ -77,11 +77,10 @@ class Job:
         first = await self.messages.get()
         if isinstance(first, InputError):
             raise first
-        response: Response = JSONResponse(first)
-        if self.request.asked.stream:
-            # The grace period: a server that stops ends its streams with an error (Worker.stop).
-            timeouts = {"send_timeout": SEND_TIMEOUT, "shutdown_grace_period": SEND_TIMEOUT}
-            response = EventSourceResponse(self._stream(first), sep="\n", **timeouts)
+        # A grace period, because a server that stops ends its streams with an error (Worker.stop).
+        timeouts = {"send_timeout": SEND_TIMEOUT, "shutdown_grace_period": SEND_TIMEOUT}
+        streams = self.request.asked.stream
+        response = EventSourceResponse(self._stream(first), sep="\n", **timeouts) if streams else JSONResponse(first)
         await response(scope, receive, send)
 
     async def _stream(self, message: Any) -> AsyncIterator[str]:
@@ -135,7 +134,7 @@ class Worker:
             self.changed.notify()
 
     def work(self) -> None:
-        """Write the texts of what is submitted, until ``stop``."""
+        """Write the texts of all submitted jobs, until ``stop``."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.jobs or not self.open)
@@ -165,7 +164,7 @@ class Worker:
     def write(self, job: Job, text: Text, drafting: Drafting, number: int, **watched: Any) -> Sample:
         """Write one text, with the random numbers of sample ``number``: the only place where a text is written.
 
-        ``watched``: the readers and the like of ``Writer.write``. Raises what they raise.
+        ``watched``: the optional arguments of ``Writer.write``, whose errors pass.
         """
         options = job.request.options
         chance = options.coupling.chance(self.setting.model.device, number)

@@ -17,15 +17,7 @@ from hypothesis import strategies as st
 
 import generate
 from decoding.run.chooser import DraftOptions
-from decoding.serve.requests import (
-    MAX_GAMMA,
-    MAX_SAMPLES,
-    Chat,
-    Completion,
-    LiveText,
-    RequestReader,
-    TextRequest,
-)
+from decoding.serve.requests import MAX_GAMMA, MAX_SAMPLES, Chat, Completion, LiveText, RequestReader, TextRequest
 from model import InputError
 from tests.folders import END
 from tests.serving import chat_folder
@@ -36,24 +28,7 @@ NAMES = [
     *("repetition_penalty", "seed", "coupling", "max_tokens", "max_completion_tokens", "stop", "ban", "draft", "gamma"),
     *("adaptive", "exit_layer", "min_target_confidence", "beside", "plan", "draft_model", "logprobs", "user"),
 ]
-LIKELY = [
-    "a",
-    "exit",
-    "none",
-    "skip",
-    "race",
-    "x.py:C",
-    "",
-    0,
-    1,
-    3,
-    0.5,
-    -1,
-    True,
-    None,
-    ["a"],
-    {"include_usage": True},
-]
+LIKELY = ["a", "exit", "none", "skip", "race", "x.py:C", "", 0, 1, 3, 0.5, -1, True, None, ["a"]]
 MESSAGE = {"role": "user", "content": "the hen"}
 
 

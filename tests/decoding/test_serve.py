@@ -228,52 +228,30 @@ def said(content: Any) -> dict[str, Any]:
 # What is asked for, and the status, the field and a part of the message of the error.
 WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
     "no messages": (("chat/completions", {}), 400, "messages", "messages is missing"),
-    "empty messages": (chats(), 400, "messages", "must have at least 1 item"),
-    "messages of another kind": (("chat/completions", {"messages": "hello"}), 400, "messages", "messages must be"),
     "a message that is text": (chats("hello"), 400, "messages[0]", "messages[0] must be an object"),
-    "no role": (chats({"content": "a"}), 400, "messages[0].role", "is missing"),
     "a tool": (chats({"role": "tool", "content": "a"}), 400, "messages[0].role", "found 'tool'"),
     "no content": (chats(said("a"), {"role": "assistant"}), 400, "messages[1].content", "is missing"),
     "content that is null": (chats(said(None)), 400, "messages[0].content", "is missing"),
     "content of no parts": (chats(said([])), 400, "messages[0].content", "at least 1 item"),
-    "an image": (
-        chats(said([{"type": "image_url", "image_url": {"url": "file:///etc"}}])),
-        400,
-        "messages[0].content[0].type",
-        "must be 'text', found 'image_url'",
-    ),
-    "content in numbers": (chats(said([1])), 400, "messages[0].content[0]", "must be an object"),
+    "an image": (chats(said([{"type": "image_url"}])), 400, "messages[0].content[0].type", "must be 'text'"),
     "no prompt": (("completions", {}), 400, "prompt", "prompt is missing"),
     "an empty prompt": (("completions", {"prompt": " "}), 400, "prompt", "prompt is empty"),
     "two prompts": (("completions", {"prompt": ["a", "b"]}), 400, "prompt", "prompt must be a valid string"),
-    "a prompt of ids": (("completions", {"prompt": [1]}), 400, "prompt", "prompt must be a valid string"),
     "half a surrogate": (("completions", b'{"prompt": "\\ud800"}'), 400, None, "not valid JSON"),
     "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
     "temperature in words": (texts(temperature="hot"), 400, "temperature", "temperature must be a valid number"),
     "temperature below 0": (texts(temperature=-1), 400, "temperature", "must be greater than or equal to 0, found -1"),
     "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "temperature", "finite"),
-    "temperature of 400 digits": (
-        ("completions", b'{"prompt": "a", "temperature": 1%s}' % (b"0" * 400)),
-        400,
-        "temperature",
-        "must be a valid number",
-    ),
     "top_p 0": (texts(top_p=0), 400, "top_p", "top_p must be greater than 0"),
-    "true tokens": (texts(max_tokens=True), 400, "max_tokens", "max_tokens must be a valid integer"),
     "no tokens": (texts(max_tokens=0), 400, "max_tokens", "max_tokens must be greater than or equal to 1"),
-    "no tokens at all": (texts(max_completion_tokens=0), 400, "max_completion_tokens", "must be greater"),
     "a seed of 65 bits": (texts(seed=2**64), 400, "seed", "seed must be less than"),
     "no samples": (texts(n=0), 400, "n", "n must be greater than or equal to 1"),
-    "too many samples": (texts(n=17), 400, "n", "n must be less than or equal to 16"),
     "too many stops": (texts(stop=["a"] * 17), 400, "stop", "stop must have at most 16 items"),
-    "a long stop": (texts(stop="a" * 129), 400, "stop[0]", "must have at most 128 characters"),
     "an empty stop": (texts(stop=""), 400, "stop[0]", "must have at least 1 character"),
-    "a ban in numbers": (texts(ban=[1]), 400, "ban[0]", "must be a valid string"),
     "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "draft must be one of"),
     "a draft model": (texts(draft="model"), 400, "draft", "draft must be one of"),
     "a draft by plan": (texts(draft="skip"), 400, "draft", "draft must be one of"),
     "a plan's path": (texts(plan="/etc/passwd"), 400, "plan", "plan is not served here"),
-    "a model's path": (texts(draft_model="/tmp"), 400, "draft_model", "draft_model is not served here"),
     "a long draft": (texts(gamma=33), 400, "gamma", "gamma must be less than or equal to 32"),
     "no such exit": (texts(exit_layer=5), 400, "exit_layer", "exit_layer must be from 1 to 4, found 5"),
     "an exit of no use": (texts(draft="none", exit_layer=2), 400, "exit_layer", "no effect with draft none"),
@@ -287,10 +265,7 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
     "tools": (texts(tools=[{}]), 400, "tools", "tools is not served here"),
     "a list": (("completions", []), 400, None, "the body must be an object"),
     "no JSON": (("completions", b"{'a': 1}"), 400, None, "not valid JSON"),
-    "nothing": (("completions", b""), 400, None, "not valid JSON"),
-    "no UTF-8": (("completions", b'{"prompt": "\xff"}'), 400, None, "not valid JSON"),
     "a deep nest": (("completions", b"[" * 100_000), 400, None, "not valid JSON"),
-    "a number of 5000 digits": (("completions", b'{"n": %s}' % (b"9" * 5000)), 400, None, "not valid JSON"),
     "too much": (texts(suffix="a" * MAX_BODY), 413, None, "more than 1048576 bytes"),
     "another page": (("nowhere", {}), 404, None, "Not Found"),
 }
@@ -320,19 +295,8 @@ def test_bits_without_kernels_are_refused_in_the_words_of_requests(
 
 
 def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
-    idle = {
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "logprobs": None,
-        "echo": False,
-        "user": "me",
-        "metadata": {"a": 1},
-        "response_format": {"type": "text"},
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": True,
-        "best_of": 1,
-    }
+    idle = {"frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "echo": False, "user": "me", "best_of": 1}
+    idle |= {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True}
     assert served.text(prompt=PROMPT, **idle) == served.text(prompt=PROMPT)
 
 
