@@ -165,10 +165,10 @@ class Server(uvicorn.Server):
         folder, capacity = command_line.folder, context_length(command_line)
         tokenizer, options = Tokenizer(folder), TextOptions.of(command_line.options)
         model = accelerate(load_model(folder, command_line.dtype, command_line.device))
-        self.worker = Worker(Setting(folder, model, tokenizer, options.params, capacity), options.draft)
-        self.listener = listener
+        setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
+        self.worker, self.listener = Worker(setting, options.draft), listener
         config = uvicorn.Config(
-            make_app(self.worker, RequestReader(command_line, tokenizer, capacity), host_name),
+            make_app(self.worker, RequestReader(command_line, tokenizer, capacity, self.worker.bits), host_name),
             log_level="critical",
             access_log=False,
             lifespan="off",

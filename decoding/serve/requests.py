@@ -197,16 +197,18 @@ class CommandLine(Protocol):
 
 
 class RequestReader:
-    """Reader of requests for texts of up to ``capacity`` positions, prompt included; from any thread."""
+    """Reader of requests for texts of up to ``capacity`` positions, prompt included; from any thread.
 
-    def __init__(self, command_line: CommandLine, tokenizer: Tokenizer, capacity: int) -> None:
+    Low-bit drafts are in ``bits`` bits: memory is counted for copies of the weights in one width.
+    """
+
+    def __init__(self, command_line: CommandLine, tokenizer: Tokenizer, capacity: int, bits: int) -> None:
         self.config, self.options = command_line.config, command_line.options
-        self.tokenizer, self.capacity = tokenizer, capacity
+        self.tokenizer, self.capacity, self.bits = tokenizer, capacity, bits
         self.name = command_line.folder.resolve().name  # of the model, in requests
         has_plan = self.options.plan is not None or is_there(command_line.folder / "plan.json")
         missing = {"skip": not has_plan, "model": self.options.draft_model is None}
         self.drafts = [kind for kind in DRAFTERS if not missing.get(kind)]  # never a file, a folder or a class
-        self.bits = self.options.bits or LOW_BITS[0]  # the one width of low-bit copies that memory is counted for
         self.encoding = threading.Lock()  # a tokenizer is told how to read control tokens just before it encodes
 
     def read(self, kind: type[Completion | Chat], body: bytes) -> TextRequest:

@@ -22,6 +22,7 @@ from decoding.serve.requests import Refusal, TextRequest
 from decoding.show.labels import Labels
 from decoding.text import Text
 from model import InputError
+from model.plan import LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
 
@@ -109,6 +110,8 @@ class Worker:
         self.writer = Writer(setting.model, setting.positions, tokenizer.token_bytes)
         self.made: dict[DraftOptions, Drafting] = {}
         drafting = self.drafting(draft, setting.params)
+        widths = {*drafting.plan.attention, *drafting.plan.mlp}.intersection(LOW_BITS) if drafting.plan else ()
+        self.bits = max(widths, default=LOW_BITS[0])  # of the low-bit copies that requests may ask for
         self.writer.begin(tokenizer.encode("a")[:1])
         self.writer.warm_up(drafting, setting.params)
         self.jobs: deque[Job] = deque()  # the first is being written

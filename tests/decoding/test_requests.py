@@ -32,9 +32,9 @@ LIKELY = ["a", "exit", "none", "skip", "race", "x.py:C", "", 0, 1, 3, 0.5, -1, T
 MESSAGE = {"role": "user", "content": "the hen"}
 
 
-def reader_of(folder: Path, *arguments: str) -> RequestReader:
+def reader_of(folder: Path, *arguments: str, bits: int = 4) -> RequestReader:
     line = generate.Request(generate.parse_arguments(["--serve", "0", "--model", str(folder), *arguments]))
-    return RequestReader(line, Tokenizer(folder), 64)
+    return RequestReader(line, Tokenizer(folder), 64, bits)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(fol
     assert (exits.exit_layer, exits.gamma) == (3, 5)
     assert lookup == DraftOptions("lookup") and none == DraftOptions("none")
     assert read(changed, Completion, prompt="a", gamma=2).options.draft == replace(exits, gamma=2)
-    in_bits = reader_of(folder, "--draft", "exit", "--bits", "8")
+    in_bits = reader_of(folder, "--draft", "exit", "--bits", "8", bits=8)
     assert read(in_bits, Completion, prompt="a", draft="lowbit").options.draft == DraftOptions("lowbit", bits=8)
     with_model = reader_of(folder, "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2")
     assert read(with_model, Completion, prompt="a").options.draft.gamma == 2

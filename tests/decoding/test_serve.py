@@ -291,7 +291,15 @@ def test_bits_without_kernels_are_refused_in_the_words_of_requests(
     monkeypatch.setattr(type(served.worker.setting.model), "fast_bits", (8,))
     status, answer = served.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "bits": 4, "stream": True})
     error = json.loads(answer)["error"]
-    assert (status, error["param"]) == (400, "bits") and "in 8 bits only; give bits 8" in error["message"]
+    assert (status, error["param"]) == (400, "bits") and "kernels for 8 bits only" in error["message"]
+
+
+def test_low_bits_of_requests_are_those_of_the_command_line(folder: Path) -> None:
+    with serving("--model", str(folder), "--draft", "exit", "--bits", "8") as running:
+        assert running.worker.bits == 8
+        assert running.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "max_tokens": 2})[0] == 200
+        status, answer = running.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "bits": 4})
+        assert status == 400 and b"bits must be 8: a second width needs another server" in answer
 
 
 def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
