@@ -6,21 +6,20 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from decoding.run.chooser import DRAFTERS, Drafting, DraftOptions, Setting, choose
+from decoding.run.chooser import DRAFTERS, Drafting, Setting, choose
 from decoding.run.compare import comparison
+from decoding.run.options import TextOptions
 from decoding.run.writer import Interrupted, Sample, Writer
-from decoding.sampling import SamplingParams
-from decoding.serve import Defaults, serve
+from decoding.serve import serve
 from decoding.show.labels import Labels
 from decoding.show.page import Heading, Recording, write_page
 from decoding.show.report import as_json, describe, sampling_in_words
 from decoding.show.streaming import TextStream
 from decoding.show.trace import LiveTrace, TraceConsole
-from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
 from model import InputError
 from weights.cli.command_line import OneLineParser, say
@@ -82,14 +81,11 @@ class Request:
     def __init__(self, options: argparse.Namespace, processes: Processes = ALONE) -> None:
         for value in (options.system or "", *options.stop, *options.ban):
             check_utf8("text of --system, --stop or --ban", value)
-        self.params = SamplingParams(*(getattr(options, field.name) for field in fields(SamplingParams)))
-        self.draft = DraftOptions(options.draft, *(getattr(options, field.name) for field in fields(DraftOptions)[1:]))
-        self.rules = Rules(options.max_new_tokens, stop_strings=options.stop, banned=options.ban)
+        self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
         if options.num_samples < 1:
             raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
         if options.html is not None:
             check_place(options.html)
-        self.coupling = Coupling.of(options.coupling, options.seed)
         self.repeat_with = str(self.coupling) if options.temperature else ""
         self.folder, self.device = model_folder(options.model), processes.pick_device(options.device)
         self.config = read_config(self.folder)
@@ -130,7 +126,7 @@ class Output:
         """Write one sample, showing it as it comes, and its line of statistics."""
         options, request = self.request.options, self.request
         text, policy = writer.new_text(request.rules), self.drafting.new_policy()
-        stream, recording = TextStream(text), Recording(policy, request.params)
+        stream, recording = TextStream(text), Recording(policy, request.params, self.labels)
         self.recordings.append(recording)
         readers = [recording.add]
         with ExitStack() as views:
@@ -160,7 +156,7 @@ class Output:
             facts = [("Model", request.folder.name), ("Draft", self.drafting.name), ("Sampling", sampling)]
             rule = {"greedy": request.params.temperature == 0, "race": request.coupling.name == "race"}
             heading = Heading(request.prompt, facts, self.drafting.plan, **rule)
-            write_page(options.html, heading, self.recordings, self.labels)
+            write_page(options.html, heading, self.recordings)
             say(f"the run round by round: {options.html}")
 
 
@@ -168,7 +164,7 @@ def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
     """Check, load, choose, write; returns the exit status."""
     request = Request(options, processes)
     if options.serve:
-        return serve(options.serve, Defaults.of(request))
+        return serve(options.serve, request)
     fits = request.check_memory()
     if options.dry_run:
         print(fits)

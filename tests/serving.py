@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import generate
-from decoding.serve import Defaults
 from decoding.serve.app import Server, bind
 from decoding.serve.worker import Worker
 from tests.folders import LLAMA, write_folder
@@ -40,6 +39,10 @@ class Served:
     @property
     def worker(self) -> Worker:
         return self.server.worker
+
+    @property
+    def idle(self) -> bool:
+        return not self.worker.jobs
 
     @property
     def address(self) -> str:
@@ -79,7 +82,7 @@ def serving(*arguments: str) -> Iterator[Served]:
     request = generate.Request(generate.parse_arguments(["--serve", "0", *arguments]))
     listener, host = bind("0")
     with listener:
-        server = Server(Defaults.of(request), listener, host)
+        server = Server(request, listener, host)
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()
         until(lambda: server.started)
@@ -99,7 +102,8 @@ def until(true: Callable[[], Any], patience: float = 60.0) -> None:
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The messages of an event stream; [DONE] as it is."""
+    """The messages of an event stream; [DONE] as it is. Comments only keep the connection open."""
     assert stream.endswith(b"\n\n")
-    data = [event.removeprefix(b"data: ") for event in stream.removesuffix(b"\n\n").split(b"\n\n")]
+    events = stream.removesuffix(b"\n\n").split(b"\n\n")
+    data = [event.removeprefix(b"data: ") for event in events if not event.startswith(b":")]
     return [each.decode() if each == b"[DONE]" else json.loads(each) for each in data]

@@ -107,13 +107,14 @@ class Writer:
         policy: Policy | None = None,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
+        drafter: Drafter | None = None,
     ) -> Sample:
         """Write a text that holds the prompt to its end. Raises Interrupted on Ctrl-C.
 
-        ``policy`` is a fresh one of the drafting by default. What the ``readers`` take is not decoding time.
+        ``policy`` and ``drafter`` are the drafting's by default. What the ``readers`` take is not decoding time.
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
-        drafter = self.drafter(drafting)
+        drafter = drafter or self.drafter(drafting)
         drawn = coupling.randomness(self.model.device), coupling.verify
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *drawn, observer=observer)
         try:

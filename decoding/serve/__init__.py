@@ -1,25 +1,36 @@
-"""A local server: OpenAI's endpoints and a live page, of one model. Needs two libraries that nothing else here does."""
+"""Local server of one model: OpenAI's endpoints and a live page. Begin with ``app``, its routes.
+
+``requests`` reads JSON, ``worker`` writes texts in order, ``completions`` and ``live`` send them to clients.
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from decoding.serve.orders import Defaults
 from model import InputError
 from weights.cli.processes import Processes
 
-__all__ = ["Defaults", "serve"]
+if TYPE_CHECKING:
+    from decoding.serve.requests import CommandLine
+
+LIBRARIES = ("pydantic", "sse-starlette", "starlette", "uvicorn")
+WITHOUT_EFFECT = ("prompt", "prompt_file", "dry_run", "compare", "trace", "html", "json")
 
 
-def serve(address: str, defaults: Defaults) -> int:
+def serve(address: str, command_line: CommandLine) -> int:
     """Serve the model at ``[HOST:]PORT`` until Ctrl-C, or SIGTERM. Raises InputError where that is not possible."""
+    for name in WITHOUT_EFFECT:
+        if getattr(command_line.options, name):
+            option = "a prompt" if name == "prompt" else "--" + name.replace("_", "-")
+            raise InputError(f"{option} has no effect with --serve: leave it out")
     if Processes.started().several:
         raise InputError("--serve runs in one process, for now: start it without torchrun")
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+    if missing := [name for name in LIBRARIES if find_spec(name.replace("-", "_")) is None]:
         raise InputError(
-            f"--serve needs {' and '.join(missing)}: run make serve, or pip install -r requirements-serve.txt"
+            f"--serve needs {', '.join(missing)}: run make serve, or pip install -r requirements-serve.txt"
         )
     from decoding.serve.app import run
 
-    run(address, defaults)
+    run(address, command_line)
     return 0

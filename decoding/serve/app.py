@@ -1,4 +1,4 @@
-"""The server: its routes, who may use them, and its life from the first check to Ctrl-C."""
+"""Server: its address, its routes and the guard before them, its start and its end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from decoding.serve.answers import Answer, CompletionForm, Form, LiveForm, error_response
-from decoding.serve.live import live_page
-from decoding.serve.orders import LONGEST_GAMMA, Defaults, Fields, Order, Orders, Refusal, parse_body
-from decoding.serve.worker import Worker
+from decoding.run.chooser import Setting
+from decoding.run.options import TextOptions
+from decoding.serve.completions import write_completion
+from decoding.serve.live import live_page, write_live
+from decoding.serve.requests import MAX_GAMMA, Chat, CommandLine, Completion, LiveText, Refusal, RequestReader
+from decoding.serve.worker import Job, Worker
 from model import InputError, LayerPlan
 from model.fast import accelerate
+from model.plan import LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
 from weights.load import load_model, read_config
@@ -33,9 +36,9 @@ from weights.memory import Memory, check_fits, estimate, free_bytes
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-LARGEST_BODY = 1 << 20  # bytes
-BODY_PATIENCE = 30.0  # seconds in which a request's body must have come
-MOST_CONNECTIONS = 128
+MAX_BODY = 1 << 20  # bytes
+BODY_TIMEOUT = 30.0  # seconds for a request's whole body
+MAX_REQUESTS = 128  # answered at once, those that wait in the queue included
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 HEADERS = [
     ("x-content-type-options", "nosniff"),
@@ -47,115 +50,125 @@ HEADERS = [
 
 
 class Guard:
-    """Lets in who came by one of the server's own names, and from no page but its own.
+    """Middleware that admits requests to the server's own names, from its own page or none, up to a limit at once.
 
     A page of another site may send requests here through the reader's browser. The browser then says where they come
     from; and if the page has its own name resolve to this machine (DNS rebinding), the Host is that name. An address
     in numbers cannot be resolved to another.
     """
 
-    def __init__(self, app: ASGIApp, own_name: str) -> None:
-        self.app, self.own_name = app, own_name
+    def __init__(self, app: ASGIApp, host_name: str) -> None:
+        self.app, self.host_name = app, host_name
+        self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self.refusal(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
-        await (self.app if refusal is None else error_response(refusal))(scope, receive, send)
+        refusal = self.refusal(Headers(scope=scope), scope["path"])
+        self.active += 1
+        try:
+            await (error_response(refusal) if refusal else self.app)(scope, receive, send)
+        finally:
+            self.active -= 1
 
     def refusal(self, headers: Headers, path: str) -> Refusal | None:
-        """Why a request is not let in; None where it is."""
+        """Why a request is refused; None where it is admitted."""
         hosts, origin = headers.getlist("host"), headers.get("origin")
-        if len(hosts) != 1 or not self.is_own(hosts[0]):
+        if self.active >= MAX_REQUESTS:
+            return Refusal(f"{MAX_REQUESTS} requests are being answered: try again", status=503, code="overloaded")
+        if len(hosts) != 1 or not self.is_name(hosts[0]):
             return Refusal("the Host is none of this server's names: use its address", status=403, code="host")
-        if origin is not None and origin.partition("://")[2].lower() != hosts[0].lower():
-            return Refusal("pages of other sites may not use this server", status=403, code="origin")
-        if path != "/" and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        is_foreign = origin is not None and origin.partition("://")[2].lower() != hosts[0].lower()
+        if is_foreign or (path != "/" and headers.get("sec-fetch-site", "none") not in ("none", "same-origin")):
             return Refusal("pages of other sites may not use this server", status=403, code="origin")
         return None
 
-    def is_own(self, host: str) -> bool:
-        """Whether a Host names this server: localhost, an address in numbers, or what it was started with."""
+    def is_name(self, host: str) -> bool:
+        """Whether a Host names this server: localhost, an address in numbers, or the name of the command line."""
         match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?", host)
         name = match[1].strip("[]").lower() if match else ""
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in ("localhost", self.own_name.lower())
+            return name in ("localhost", self.host_name.lower())
         return True
 
 
-async def read_body(request: Request) -> Fields:
-    """The JSON object of a request. Raises Refusal where it is too large, too slow or none."""
+def error_response(error: InputError) -> JSONResponse:
+    """An error in OpenAI's JSON."""
+    refusal = Refusal.of(error)
+    retry = {"retry-after": "1"} if refusal.status in (429, 503) else None
+    return JSONResponse(refusal.data(), refusal.status, retry)
+
+
+async def respond_to_error(request: Request, error: Exception) -> Response:
+    """Response to any error that comes before the response of a request."""
+    if isinstance(error, HTTPException):  # no such page, or not by this method
+        error = Refusal(error.detail, status=error.status_code)
+    if not isinstance(error, InputError):
+        say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
+        error = Refusal("the request could not be answered", status=500)
+    return error_response(error)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request. Raises Refusal where it is too large, too slow or not said to be JSON."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("send JSON, with the header Content-Type: application/json", status=415)
     body = bytearray()
     try:
-        with anyio.fail_after(BODY_PATIENCE):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > LARGEST_BODY:
-                    raise Refusal(f"the body has more than {LARGEST_BODY} bytes", status=413)
-    except TimeoutError:
+        with anyio.fail_after(BODY_TIMEOUT):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY:
+                    raise Refusal(f"the body has more than {MAX_BODY} bytes", status=413)
+    except (TimeoutError, ClientDisconnect):
         raise Refusal("the body did not come in time", status=408) from None
-    except ClientDisconnect:
-        raise Refusal("the body broke off") from None
-    return parse_body(bytes(body))
+    return bytes(body)
 
 
-def make_app(worker: Worker, orders: Orders, own_name: str) -> Starlette:
+def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette:
     """The routes, behind the guard."""
-    defaults, page = orders.defaults, live_page(orders.defaults)
+    page, model = live_page(reader), {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
 
-    def route(path: str, take: Callable[[Fields], Order], form: Callable[[Order], Form]) -> Route:
-        async def answer(request: Request) -> Answer:
-            order = await asyncio.to_thread(take, await read_body(request))  # a long prompt takes a while to encode
-            return Answer(worker, order, form(order))
+    def texts(path: str, kind: type[Completion | Chat], write: Callable[..., None]) -> Route:
+        async def respond(request: Request) -> Job:
+            # In another thread: a long prompt takes a while to encode.
+            job = Job(await asyncio.to_thread(reader.read, kind, await read_body(request)), write)
+            worker.submit(job)
+            return job
 
-        return Route(path, answer, methods=["POST"])
+        return Route(path, respond, methods=["POST"])
 
-    async def show_page(request: Request) -> Response:
-        return HTMLResponse(page)
-
-    async def list_models(request: Request) -> Response:
-        model = {"id": defaults.name, "object": "model", "created": 0, "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def no_icon(request: Request) -> Response:
-        return Response(status_code=204)
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):  # no such page, or not by this method
-            error = Refusal(error.detail, status=error.status_code)
-        if not isinstance(error, InputError):
-            say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
-            error = Refusal("the request could not be answered", status=500)
-        return error_response(error)
+    async def show_model(request: Request) -> Response:
+        reader.check_model(request.path_params["name"])
+        return JSONResponse(model)
 
     return Starlette(
         routes=[
-            Route("/", show_page),
-            Route("/favicon.ico", no_icon),
-            Route("/v1/models", list_models),
-            route("/v1/chat/completions", orders.chat, lambda order: CompletionForm(order, defaults.name, chat=True)),
-            route("/v1/completions", orders.completion, lambda order: CompletionForm(order, defaults.name, chat=False)),
-            route("/live", orders.live, lambda order: LiveForm()),
+            Route("/", lambda request: HTMLResponse(page)),
+            Route("/favicon.ico", lambda request: Response(status_code=204)),
+            Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
+            Route("/v1/models/{name:path}", show_model),
+            texts("/v1/chat/completions", Chat, write_completion),
+            texts("/v1/completions", Completion, write_completion),
+            texts("/live", LiveText, write_live),
         ],
-        middleware=[Middleware(Guard, own_name=own_name)],
-        exception_handlers={InputError: refuse, HTTPException: refuse, Exception: refuse},
+        middleware=[Middleware(Guard, host_name=host_name)],
+        exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), respond_to_error),
     )
 
 
 class Server(uvicorn.Server):
-    """Serves one model on a socket until it is told to stop; then the texts end before the connections do."""
+    """Server of one model on a socket. When it stops, the texts end before the connections do."""
 
-    def __init__(self, defaults: Defaults, listener: socket.socket, own_name: str) -> None:
+    def __init__(self, command_line: CommandLine, listener: socket.socket, host_name: str) -> None:
         """Load the model. Raises InputError where it cannot be loaded, or does not fit."""
-        capacity = room(defaults)
-        tokenizer = Tokenizer(defaults.folder)
-        model = accelerate(load_model(defaults.folder, defaults.dtype, defaults.device))
-        self.worker, self.listener = Worker(model, tokenizer, defaults, capacity), listener
-        app = make_app(self.worker, Orders(defaults, tokenizer, capacity), own_name)
+        folder, capacity = command_line.folder, context_length(command_line)
+        tokenizer, options = Tokenizer(folder), TextOptions.of(command_line.options)
+        model = accelerate(load_model(folder, command_line.dtype, command_line.device))
+        setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
+        self.worker, self.listener = Worker(setting, options.draft), listener
         config = uvicorn.Config(
-            app,
+            make_app(self.worker, RequestReader(command_line, tokenizer, capacity, self.worker.bits), host_name),
             log_level="critical",
             access_log=False,
             lifespan="off",
@@ -163,7 +176,6 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             headers=HEADERS,
-            limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=3,
         )
         super().__init__(config)
@@ -194,52 +206,50 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def room(defaults: Defaults) -> int:
-    """Positions of the cache: the model's context, or as much of it as there is memory for."""
-    draft_model = defaults.draft.draft_model
+def context_length(command_line: CommandLine) -> int:
+    """Positions of the cache: the model's context, or as much of it as memory holds.
+
+    Memory is counted for low-bit copies of all weights, in the widest width: requests get one width only.
+    """
+    config, device, draft_model = command_line.config, command_line.device, command_line.options.draft_model
     draft = read_config(model_folder(draft_model)) if draft_model else None
-    positions = min(config.max_positions for config in (defaults.config, draft) if config)
+    positions = min(each.max_positions for each in (config, draft) if each)
     if positions < 2:
-        raise InputError(f"the model's context of {positions} has no room for a text")
+        raise InputError(f"the model's context of {positions} tokens is too short for a text")
 
     def needed() -> Memory:
-        low_bits = LayerPlan.full(defaults.config.num_layers).in_bits(8)  # a request may ask for them
-        more = {"draft": draft, "fast_on": defaults.device, "longest_draft": LONGEST_GAMMA, "plan": low_bits}
-        return estimate(defaults.config, defaults.dtype, positions, prompt=positions - 1, **more)
+        low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
+        more = {"draft": draft, "fast_on": device, "longest_draft": MAX_GAMMA, "plan": low_bits}
+        return estimate(config, command_line.dtype, positions, prompt=positions - 1, **more)
 
-    while positions > SHORTEST_CONTEXT and needed().total > free_bytes(defaults.device):
+    while positions > SHORTEST_CONTEXT and needed().total > free_bytes(device):
         positions //= 2
-    check_fits(needed(), defaults.device)
-    if positions < defaults.config.max_positions:
-        say(f"context: {positions} of the model's {defaults.config.max_positions} tokens")
+    check_fits(needed(), device)
+    if positions < config.max_positions:
+        say(f"context: {positions} of the model's {config.max_positions} tokens")
     return positions
 
 
 def bind(address: str) -> tuple[socket.socket, str]:
-    """A socket of ``[HOST:]PORT`` (127.0.0.1 where no host is named; port 0: any that is free), and the host.
+    """A listening socket of ``[HOST:]PORT`` (port 0: any that is free), and the host: 127.0.0.1 where none is named.
 
-    Raises InputError where none is free.
+    Raises InputError where there is none.
     """
-    match = re.fullmatch(r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):)?([0-9]{1,5})", address)
-    if not match or int(match[3]) > 65535:
-        raise InputError(f"--serve takes [HOST:]PORT, such as 8000 or 127.0.0.1:8000, found {address!r:.80}")
-    host, port = match[1] or match[2] or "127.0.0.1", int(match[3])
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-    except OSError as error:
-        raise InputError(f"--serve {address}: {error.strerror}: give another address or port") from None
-    return listener, host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, int(port)), family=family), host
+    except (OSError, ValueError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "there is no such port"
+        raise InputError(f"--serve {address:.80}: {why}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
 
 
-def run(address: str, defaults: Defaults) -> None:
+def run(address: str, command_line: CommandLine) -> None:
     """Load the model, print the address and serve until Ctrl-C (KeyboardInterrupt)."""
     listener, host = bind(address)  # before anything is loaded
     with listener:
-        server = Server(defaults, listener, host)
-        listener.listen()
+        server = Server(command_line, listener, host)
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}/", flush=True)
         say("Ctrl-C ends it")

@@ -1,179 +1,161 @@
-"""One model and one writer, and the jobs that wait for them in order."""
+"""Queue of jobs, and the one worker that writes their texts."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from decoding.rounds import Round
+from sse_starlette import EventSourceResponse
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
 from decoding.run.chooser import Drafting, DraftOptions, Setting, make_drafting, with_policy
 from decoding.run.writer import Sample, Writer
 from decoding.sampling import SamplingParams
-from decoding.serve.live import Watch, WatchedDrafter, opening
-from decoding.serve.orders import Defaults, Order, Refusal
+from decoding.serve.requests import Refusal, TextRequest
 from decoding.show.labels import Labels
-from decoding.show.streaming import TextStream
-from decoding.verify import Coupling
-from model import Decoder, InputError
+from decoding.text import Text
+from model import InputError
+from model.plan import LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
-from weights.tokenizer import Tokenizer
 
-PLACES = 16  # jobs that may wait; one more is being written
-MOST_UNREAD = 1000  # rounds that may wait for a page to read them
-
-
-@dataclass(frozen=True)
-class Piece:
-    """More of a text: what has become certain of it."""
-
-    choice: int
-    text: str
+SEND_TIMEOUT = 30.0  # seconds for a client to take a message
+MAX_WAITING = 16  # jobs in the queue, besides the one being written
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Something for the live page to show, as it will read it."""
-
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Written:
-    """A text is complete."""
-
-    choice: int
-    sample: Sample
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last event of a job: it is done, or this went wrong."""
-
-    error: InputError | None = None
-
-
-Event = Piece | Shown | Written | Ended
-
-
-class Gone(Exception):
-    """Nobody waits for this text any more."""
+class ClientGone(Exception):
+    """The client has disconnected."""
 
 
 class Job:
-    """An order, and what has happened to it that its client has not been told.
+    """A request in the queue, and its response: JSON messages in a stream, or a single one.
 
-    ``tell`` and ``check`` are for the thread that writes; everything else happens in the event loop it was made in.
-    What is unread is bounded: pieces of a text join up, and a page that falls too far behind is given up.
+    ``write`` writes the texts and sends the messages, in the worker's thread. The response runs in the event loop that
+    the job was made in. A text has an end, and so has the number of unread messages.
     """
 
-    def __init__(self, order: Order) -> None:
-        self.order, self.loop = order, asyncio.get_running_loop()
+    def __init__(self, request: TextRequest, write: Callable[[Job, Worker, Drafting], None]) -> None:
+        self.request, self.write, self.loop = request, write, asyncio.get_running_loop()
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()  # the last is None, or an error
         self.gone = threading.Event()
-        self.unread: deque[Event] = deque()
-        self.news = asyncio.Event()
 
     def check(self) -> None:
-        """Raises Gone once nobody waits any more."""
+        """Raises ClientGone once the client has disconnected."""
         if self.gone.is_set():
-            raise Gone
+            raise ClientGone
 
-    def tell(self, event: Event) -> None:
-        """Let the client know. Raises Gone."""
+    def send(self, message: Any) -> None:
+        """Send a message. Raises ClientGone."""
         self.check()
-        self.end_with(event)
+        self.close(message)
 
-    def end_with(self, event: Event) -> None:
-        """Let the client know, if there still is one."""
+    def close(self, message: Any) -> None:
+        """Send the last message, whether or not there still is a client."""
         with suppress(RuntimeError):  # the event loop is closed: the server has stopped
-            self.loop.call_soon_threadsafe(self.take_in, event)
+            self.loop.call_soon_threadsafe(self.messages.put_nowait, message)
 
-    def take_in(self, event: Event) -> None:
-        last = self.unread[-1] if self.unread else None
-        if isinstance(event, Piece) and isinstance(last, Piece) and event.choice == last.choice:
-            self.unread[-1] = Piece(event.choice, last.text + event.text)
-        elif isinstance(event, Shown) and len(self.unread) >= MOST_UNREAD:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond (ASGI) until the client disconnects. Raises an error that comes before any message."""
+        response = asyncio.create_task(self._respond(scope, receive, send))
+        disconnect = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait((response, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            if response.done():
+                response.result()
+        finally:
             self.gone.set()
-            self.unread = deque([Ended(Refusal("the page does not read what it asked for"))])
-        elif not (isinstance(last, Ended)):
-            self.unread.append(event)
-        self.news.set()
+            response.cancel()
+            disconnect.cancel()
 
-    async def read(self) -> list[Event]:
-        """All that is unread, once there is something."""
-        await self.news.wait()
-        self.news.clear()
-        events = list(self.unread)
-        self.unread.clear()
-        return events
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        first = await self.messages.get()
+        if isinstance(first, InputError):
+            raise first
+        # A grace period, because a server that stops ends its streams with an error (Worker.stop).
+        timeouts = {"send_timeout": SEND_TIMEOUT, "shutdown_grace_period": SEND_TIMEOUT}
+        streams = self.request.asked.stream
+        response = EventSourceResponse(self._stream(first), sep="\n", **timeouts) if streams else JSONResponse(first)
+        await response(scope, receive, send)
+
+    async def _stream(self, message: Any) -> AsyncIterator[str]:
+        while message is not None and not isinstance(message, InputError):
+            yield message if isinstance(message, str) else json.dumps(message)
+            message = await self.messages.get()
+        if message is not None:
+            yield json.dumps(Refusal.of(message).data())
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Worker:
-    """Writes job after job, in the order in which they came."""
+    """Writes the texts of one job after another, in the order in which they came."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, defaults: Defaults, capacity: int) -> None:
-        """Raises InputError where the drafting of the command line is not possible."""
+    def __init__(self, setting: Setting, draft: DraftOptions) -> None:
+        """Raises InputError where the command line's ``draft`` is not possible."""
+        self.setting, tokenizer = setting, setting.tokenizer
+        self.name = setting.folder.resolve().name  # of the model, to clients
         control = {token: name for name, token in tokenizer.vocabulary.special.items()}
-        self.name, self.labels = defaults.name, Labels(tokenizer.token_bytes, control)
-        self.setting = Setting(defaults.folder, model, tokenizer, defaults.params, capacity)
-        self.writer = Writer(model, capacity, tokenizer.token_bytes)
+        self.labels = Labels(tokenizer.token_bytes, control)
+        self.writer = Writer(setting.model, setting.positions, tokenizer.token_bytes)
         self.made: dict[DraftOptions, Drafting] = {}
-        drafting = self.drafting(defaults.draft, defaults.params)
+        drafting = self.drafting(draft, setting.params)
+        widths = {*drafting.plan.attention, *drafting.plan.mlp}.intersection(LOW_BITS) if drafting.plan else ()
+        self.bits = max(widths, default=LOW_BITS[0])  # of the low-bit copies that requests may ask for
         self.writer.begin(tokenizer.encode("a")[:1])
-        self.writer.warm_up(drafting, defaults.params)
-        self.waiting: deque[Job] = deque()
-        self.current: Job | None = None
+        self.writer.warm_up(drafting, setting.params)
+        self.jobs: deque[Job] = deque()  # the first is being written
         self.changed, self.open = threading.Condition(), True
 
-    def submit(self, job: Job) -> int:
-        """Let a job wait; returns how many are before it. Raises Refusal when too many wait."""
+    def submit(self, job: Job) -> None:
+        """Put a job in the queue. Raises Refusal where it is full; jobs whose client has gone do not count."""
         with self.changed:
             if not self.open:
                 raise Refusal("the server is stopping", status=503)
-            if len(self.waiting) >= PLACES:
-                raise Refusal(f"{PLACES} requests wait already: try again", status=429, code="queue_full")
-            self.waiting.append(job)
+            if sum(not other.gone.is_set() for other in self.jobs) > MAX_WAITING:
+                raise Refusal(f"{MAX_WAITING} requests wait already: try again", status=429, code="queue_full")
+            self.jobs.append(job)
             self.changed.notify()
-            return len(self.waiting) - (self.current is None)
-
-    def leave(self, job: Job) -> None:
-        """Nobody waits for this job any more: its text ends with the round that is being written."""
-        job.gone.set()
-        with self.changed, suppress(ValueError):
-            self.waiting.remove(job)
 
     def stop(self) -> None:
-        """Write nothing more. Those who wait are told so."""
+        """End all jobs with an error, and ``work`` with the round that is being written."""
         with self.changed:
             self.open = False
-            stopped = [*self.waiting, *([self.current] if self.current else [])]
-            self.waiting.clear()
+            for job in self.jobs:
+                job.gone.set()
+                job.close(Refusal("the server is stopping", status=503))
             self.changed.notify()
-        for job in stopped:
-            job.gone.set()
-            job.end_with(Ended(Refusal("the server is stopping", status=503)))
 
     def work(self) -> None:
-        """Write what is submitted, until told to stop."""
+        """Write the texts of all submitted jobs, until ``stop``."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.waiting or not self.open)
+                self.changed.wait_for(lambda: self.jobs or not self.open)
                 if not self.open:
                     return
-                self.current = self.waiting.popleft()
-            self.current.end_with(Ended(self._outcome(self.current)))
+                job = self.jobs[0]
+            job.close(self._outcome(job))
             with self.changed:
-                self.current = None
+                self.jobs.popleft()
 
     def _outcome(self, job: Job) -> InputError | None:
-        """Do the job; returns what went wrong, which must not end the server."""
+        """Write the texts of a job. Returns the error that it ended with, none of which ends the server."""
         try:
-            self._write(job)
-        except Gone:
+            job.check()
+            drafting = self.drafting(job.request.options.draft, job.request.options.params)
+            self.writer.begin(job.request.ids)
+            job.write(job, self, drafting)
+        except ClientGone:
             return None
         except InputError as error:
             return error
@@ -182,51 +164,19 @@ class Worker:
             return Refusal("the text could not be written", status=500)
         return None
 
-    def _write(self, job: Job) -> None:
-        job.check()
-        order = job.order
-        drafting = self.drafting(order.draft, order.params)
-        self.writer.begin(order.ids)
-        if order.watched:
-            job.tell(Shown(opening(self.name, order, drafting)))
-        runs = [(drafting, number) for number in range(order.samples)]
-        if order.beside:
-            runs.append((self.writer.plain, 0))
-        for choice, (way, number) in enumerate(runs):
-            write = self._write_watched if order.watched else self._write_text
-            write(job, choice, way, replace(order.coupling, sample=number))
+    def write(self, job: Job, text: Text, drafting: Drafting, number: int, **watched: Any) -> Sample:
+        """Write one text, with the random numbers of sample ``number``: the only place where a text is written.
 
-    def _write_text(self, job: Job, choice: int, drafting: Drafting, coupling: Coupling) -> None:
-        """A text, of which the client is told what a terminal would show after each round."""
-        text = self.writer.new_text(job.order.rules)
-        stream = TextStream(text)
-
-        def read(round: Round, seconds: float) -> None:
-            job.check()
-            if job.order.streams and (piece := stream.pull()):
-                job.tell(Piece(choice, piece))
-
-        sample = self.writer.write(text, drafting, job.order.params, coupling, readers=[read])
-        job.tell(Written(choice, sample))
-
-    def _write_watched(self, job: Job, choice: int, drafting: Drafting, coupling: Coupling) -> None:
-        """A text, of which the page is shown everything."""
-        order, policy, device = job.order, drafting.new_policy(), self.setting.model.device
-        watch = Watch(lambda data: job.tell(Shown(data)), self.labels, choice, policy, order.params, device)
-        drafter = WatchedDrafter(self.writer.drafter(drafting), watch.drafted)
-        watched = replace(drafting, new_drafter=lambda cache: drafter)
-        shown = {"policy": policy, "readers": [watch.add], "observer": watch.observe}
-        try:
-            sample = self.writer.write(self.writer.new_text(order.rules), watched, order.params, coupling, **shown)
-        finally:
-            self.writer.drafters.pop(watched.new_drafter, None)
-        watch.close(sample)
+        ``watched``: the optional arguments of ``Writer.write``, whose errors pass.
+        """
+        options = job.request.options
+        coupling = replace(options.coupling, sample=number)
+        return self.writer.write(text, drafting, options.params, coupling, **watched)
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """What a request drafts with. Raises InputError where that is not possible.
+        """The drafting that a request asks for, made once. Raises InputError where it is not possible.
 
-        What may be large is made once. Costs are those of the command line's sampling, so that no request need wait
-        for another measurement.
+        Its costs are those of the command line's sampling, so that no request waits for another measurement.
         """
         made_of = replace(options, min_target_confidence=None)
         if options.kind not in ("auto", "skip"):  # these alone look at the draft length before the policy does

@@ -11,8 +11,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +23,63 @@ from decoding.policies import Policy
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.show.details import Detail, examine
-from decoding.show.labels import Labels
 from model import InputError, LayerPlan
+from model.clock import now
 from weights.cli.files import atomic_path
 
 TEMPLATE = Path(__file__).with_name("page.html")
 DIGITS = 6  # of a probability: more than a reader compares, and a file half as large
 
 
-@dataclass
 class Recording:
-    """The rounds of one text as they come in, the exit threshold each was drafted under, and the probabilities behind.
+    """Rounds of one text as the page shows them, with their probabilities, exit thresholds and token labels.
 
-    ``observe`` is to be handed to the loop, which calls it before the round is ``add``ed.
+    ``observe`` is the loop's observer (``decoding.speculate.Observer``); ``add`` takes each round after it. ``show``
+    gets every new part at once, for a page that is open while the text is written. ``seconds`` are those of decoding:
+    the time that examining took is left out.
     """
 
-    policy: Policy
-    params: SamplingParams
-    rounds: list[Round] = field(default_factory=list)
-    details: list[list[Detail]] = field(default_factory=list)
-    thresholds: list[float | None] = field(default_factory=list)
-    seconds: float = 0.0
+    def __init__(
+        self,
+        policy: Policy,
+        params: SamplingParams,
+        label: Callable[[int], str],
+        show: Callable[[dict[str, Any]], None] = lambda part: None,
+    ) -> None:
+        self.policy, self.params, self.label, self.show = policy, params, label, show
+        self.rounds: list[dict[str, Any]] = []
+        self.labels: dict[int, str] = {}
+        self.finish, self.seconds = "interrupted", 0.0
+        self.threshold = policy.threshold
+        self.details: list[Detail] = []
+        self.examining = 0.0  # seconds
 
-    def __post_init__(self) -> None:
-        self.threshold = self.policy.threshold
-        self.seen: list[Detail] = []
+    def draft(self, draft: Draft) -> None:
+        """Show a draft that is not verified yet."""
+        began = now(draft.tokens.device)
+        if tokens := draft.tokens.tolist():
+            self._show("draft", tokens, tokens=tokens)
+        self.examining += now(draft.tokens.device) - began
 
     def observe(self, draft: Draft, logits: Tensor, probs: Tensor, accepted: int, token: Tensor) -> None:
-        """Note what draft and target thought of each token (see ``decoding.speculate.Observer``)."""
-        self.seen = examine(draft, logits, probs, accepted, token, self.params)
+        """Keep the probabilities of the round that ``add`` takes next."""
+        began = now(logits.device)
+        self.details = examine(draft, logits, probs, accepted, token, self.params)
+        self.examining += now(logits.device) - began
 
     def add(self, round: Round, seconds: float) -> None:
-        """Take in a round; ``seconds`` is the time that decoding has taken so far."""
-        self.rounds.append(round)
-        self.details.append(self.seen)
-        self.thresholds.append(self.threshold)
+        """Add a round; ``seconds`` is the time that decoding has taken so far, examining included."""
+        data = round_data(round, self.details, self.threshold)
+        self.rounds.append(data)
         self.threshold = self.policy.threshold  # the policy has learnt from this round already
-        self.seconds = seconds
+        self.finish, self.seconds = round.finish or self.finish, seconds - self.examining
+        self._show("round", named_tokens(data["tokens"]), round=data, finish=round.finish, seconds=self.seconds)
+
+    def _show(self, kind: str, named: Iterable[int], **facts: Any) -> None:
+        """Show a part of the given kind, with the labels of the tokens named there that had none."""
+        new = {token: self.label(token) for token in named if token not in self.labels}
+        self.labels |= new
+        self.show({"kind": kind, "labels": new, **facts})
 
 
 @dataclass(frozen=True)
@@ -73,12 +93,13 @@ class Heading:
     race: bool = False  # which of the two rules of verification decided
 
 
-def render_page(heading: Heading, recordings: Iterable[Recording], labels: Labels) -> str:
+def render_page(heading: Heading, recordings: Iterable[Recording]) -> str:
     """The whole page as HTML."""
-    samples = [_sample(recording) for recording in recordings]
-    shown = [token for sample in samples for round in sample["rounds"] for token in round["tokens"]]
-    named = {token: labels(token) for token in sorted(named_tokens(shown))}
-    return fill({**heading_data(heading), "samples": samples, "labels": named})
+    samples, labels = [], {}
+    for recording in recordings:
+        samples.append({"rounds": recording.rounds, "finish": recording.finish, "seconds": recording.seconds})
+        labels |= recording.labels
+    return fill({**heading_data(heading), "samples": samples, "labels": labels})
 
 
 def fill(data: dict[str, Any], live: str = "") -> str:
@@ -89,16 +110,16 @@ def fill(data: dict[str, Any], live: str = "") -> str:
 
 
 def heading_data(heading: Heading) -> dict[str, Any]:
-    """A heading as the page reads it."""
+    """JSON of a heading."""
     plan = heading.plan
     bits = plan and {"attention": plan.attention, "mlp": plan.mlp}
     facts = {"prompt": heading.prompt, "facts": heading.facts, "plan": bits}
     return {**facts, "greedy": heading.greedy, "race": heading.race}
 
 
-def write_page(path: Path, heading: Heading, recordings: Iterable[Recording], labels: Labels) -> None:
+def write_page(path: Path, heading: Heading, recordings: Iterable[Recording]) -> None:
     """Write the page, atomically. Raises InputError when the file cannot be written."""
-    page = render_page(heading, recordings, labels)
+    page = render_page(heading, recordings)
     try:
         with atomic_path(path) as temporary:
             temporary.write_text(page, encoding="utf-8")
@@ -122,15 +143,8 @@ def _content_security_policy(page: str) -> str:
     return "; ".join(allowed)
 
 
-def _sample(recording: Recording) -> dict[str, Any]:
-    parts = zip(recording.rounds, recording.details, recording.thresholds, strict=True)
-    finish = recording.rounds[-1].finish if recording.rounds else None
-    rounds = [round_data(*part) for part in parts]
-    return {"rounds": rounds, "finish": finish or "interrupted", "seconds": recording.seconds}
-
-
 def round_data(round: Round, details: Sequence[Detail], threshold: float | None) -> dict[str, Any]:
-    """A round as the page reads it, with the exit threshold it was drafted under."""
+    """JSON of a round, with the exit threshold it was drafted under."""
     return {
         "position": round.position,
         "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), details, strict=False)],
@@ -157,9 +171,8 @@ def _short(probability: float) -> float:
     return float(f"{probability:.{DIGITS}g}")
 
 
-def named_tokens(shown: Iterable[dict[str, Any]]) -> set[int]:
-    """Every token that the page names in showing these: themselves, and the likeliest beside them."""
-    shown = list(shown)
-    return {token["id"] for token in shown} | {
-        other for token in shown for side in ("draftTop", "targetTop") for other, _ in token[side]
-    }
+def named_tokens(tokens: Iterable[dict[str, Any]]) -> Iterator[int]:
+    """Ids of every token that the page names in showing these: their own, and the likeliest beside them."""
+    for token in tokens:
+        yield token["id"]
+        yield from (other for other, _ in [*token["draftTop"], *token["targetTop"]])

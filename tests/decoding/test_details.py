@@ -10,8 +10,7 @@ from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
-from decoding.show.details import TOP, Detail, likeliest
-from decoding.show.page import Recording
+from decoding.show.details import TOP, Detail, examine, likeliest
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
@@ -26,12 +25,11 @@ def write(model: Decoder, params: SamplingParams, *, details: bool) -> tuple[lis
     cache = model.new_cache(model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([PROMPT[:-1]]), cache)
-    recording = Recording(FixedLength(GAMMA), params)
+    seen: list[list[Detail]] = []
     text, drafter = Text(PROMPT, Rules(24), model), ModelDrafter(model, cache, EXIT)
-    rest, observer = (drafter, FixedLength(GAMMA), params, SeededRandomness(1)), recording.observe if details else None
-    for round in speculate(model, cache, text, *rest, observer=observer):
-        recording.add(round, 0.0)
-    return recording.rounds, recording.details
+    observer = (lambda *facts: seen.append(examine(*facts, params))) if details else None
+    rest = (drafter, FixedLength(GAMMA), params, SeededRandomness(1))
+    return [*speculate(model, cache, text, *rest, observer=observer)], seen
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -39,7 +37,7 @@ def test_looking_changes_nothing(params: SamplingParams) -> None:
     model = tiny_model("llama", vocab=VOCAB)
     looked, details = write(model, params, details=True)
     assert len(details) == len(looked) and all(details)
-    assert (looked, [[]] * len(looked)) == write(model, params, details=False)
+    assert (looked, []) == write(model, params, details=False)
 
 
 @pytest.mark.parametrize("params", PARAMS)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from decoding.serve import worker as worker_room
-from decoding.serve.live import Watch
+from decoding.serve import worker
+from decoding.show.page import Recording
 from tests.browser import find, look
 from tests.serving import CONTEXT, Served, chat_folder, serving, until
 
@@ -38,7 +38,7 @@ def opened(browser: WebDriver, served: Served) -> Iterator[WebDriver]:
     assert browser.get_log("browser") == []
     assert browser.execute_script("return window.ran") is None, "a text was run"
     browser.get("about:blank")
-    until(lambda: served.worker.current is None)
+    until(lambda: served.idle)
 
 
 def ask(browser: WebDriver, **fields: object) -> None:
@@ -95,13 +95,13 @@ def test_two_columns_end_with_equal_texts_clocks_and_a_replay(opened: WebDriver)
 def test_a_draft_is_dim_until_its_verdict_comes(
     opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict, observe = threading.Event(), Watch.observe
+    verdict, observe = threading.Event(), Recording.observe
 
-    def hesitate(watch: Watch, *seen: Any) -> None:
+    def hesitate(recording: Recording, *seen: Any) -> None:
         verdict.wait(60)
-        observe(watch, *seen)
+        observe(recording, *seen)
 
-    monkeypatch.setattr(Watch, "observe", hesitate)
+    monkeypatch.setattr(Recording, "observe", hesitate)
     ask(opened, budget="8")
     wait(opened, lambda browser: browser.find_elements("css selector", "#text .pending .chip"))
     assert not opened.find_elements("css selector", "#text button.chip"), "no verdict yet"
@@ -128,19 +128,19 @@ def test_the_probabilities_of_both_columns_are_under_the_pointer(opened: WebDriv
 
 
 def test_stop_ends_the_text_here_and_there(opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    observe = Watch.observe
+    observe = Recording.observe
 
-    def dawdle(watch: Watch, *seen: Any) -> None:
+    def dawdle(recording: Recording, *seen: Any) -> None:
         time.sleep(0.02)  # a round: else a fast machine has written the whole text before the click
-        observe(watch, *seen)
+        observe(recording, *seen)
 
-    monkeypatch.setattr(Watch, "observe", dawdle)
+    monkeypatch.setattr(Recording, "observe", dawdle)
     ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
     wait(opened, lambda browser: browser.find_elements("css selector", "#text button.chip"))
     find(opened, "#stop").click()
     wait(opened, finished)
     assert find(opened, "#notice").text == "Stopped."
-    until(lambda: served.worker.current is None)
+    until(lambda: served.idle)
     told = find(opened, "#stats").text
     assert "Ended by\ninterrupted" in told
     tokens = int(re.search(r"Tokens\n(\d+)", told)[1])
@@ -153,23 +153,24 @@ def test_stop_ends_the_text_here_and_there(opened: WebDriver, served: Served, mo
 def test_leaving_the_page_ends_its_text(opened: WebDriver, served: Served) -> None:
     ask(opened, budget=str(CONTEXT))
     wait(opened, lambda browser: browser.find_elements("css selector", "#text button.chip"))
-    job = served.worker.current
+    (job,) = served.worker.jobs
     opened.get("about:blank")
-    until(lambda: served.worker.current is None)
-    assert job is not None and job.gone.is_set()
+    until(lambda: served.idle)
+    assert job.gone.is_set()
 
 
 def test_what_is_wrong_is_said_on_the_page(opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_room, "PLACES", 0)
+    monkeypatch.setattr(worker, "MAX_WAITING", -1)
     ask(opened)
     wait(opened, finished)
     assert "requests wait already" in find(opened, "#notice").text
-    assert all("429" in entry["message"] for entry in opened.get_log("browser")), "the browser's own remark"
     monkeypatch.undo()
     monkeypatch.setattr(served.worker.writer, "begin", lambda ids: 1 / 0)
     ask(opened)
     wait(opened, finished)
     assert find(opened, "#notice").text == "the text could not be written"
+    statuses = [re.search(r"status of (\d+)", entry["message"])[1] for entry in opened.get_log("browser")]
+    assert statuses == ["429", "500"], "the browser's own remarks"
 
 
 def test_tokens_that_look_like_markup_are_text(

@@ -45,6 +45,7 @@ PIECES = [
     " " + "long" * 40,
     " the",
 ]
+LABELS = Labels(lambda token: PIECES[token].encode(), {})
 PLAN = LayerPlan.early_exit(3, 2)
 PROMPT = "<h1 onclick=alert(1)>Write</h1>"
 
@@ -58,7 +59,7 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
         model.prefill(torch.tensor([prompt[:-1]]), cache)
     text = Text(prompt, Rules(24, banned=[banned] if banned else []), model, lambda token: PIECES[token].encode())
     policy, params = AdaptiveExit(0.2, 4), SamplingParams(temperature)
-    recording = Recording(policy, params)
+    recording = Recording(policy, params, LABELS)
     drafter, randomness = ModelDrafter(model, cache, PLAN), SeededRandomness(seed)
     rounds = speculate(model, cache, text, drafter, policy, params, randomness, observer=recording.observe)
     for number, round in enumerate(rounds, 1):
@@ -68,18 +69,17 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
 
 def long_run(rounds: int) -> Recording:
     """Rounds of four drafted tokens, of which none to all are accepted in turn."""
-    recording, position = Recording(FixedLength(4), SamplingParams(1.0)), 3
+    recording, position = Recording(FixedLength(4), SamplingParams(1.0), LABELS), 3
     for number in range(rounds):
         accepted, length = number % 5, 4
-        recording.seen = [Detail(6, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)])] * (length + 1)
+        recording.details = [Detail(6, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)])] * (length + 1)
         recording.add(Round(position, [6] * length, accepted, [6] * accepted + [8]), number / 4)
         position += accepted + 1
     return recording
 
 
 def page_of(*recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN, race: bool = False) -> str:
-    labels = Labels(lambda token: PIECES[token].encode(), {})
-    return render_page(Heading(PROMPT, [("Model", "<b>tiny</b>")], plan, greedy, race), recordings, labels)
+    return render_page(Heading(PROMPT, [("Model", "<b>tiny</b>")], plan, greedy, race), recordings)
 
 
 def data_of(page: str) -> Any:
@@ -103,25 +103,29 @@ def test_the_page_is_one_file_with_the_elements_of_its_template_only() -> None:
     assert data_of(page)["labels"]["4"] == "{{data}} {{policy}}"
 
 
-def test_the_page_holds_what_the_rounds_hold() -> None:
-    recording = recorded(1)
-    data = data_of(page_of(recording))
+def test_the_page_holds_what_the_rounds_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Round, list[Detail]]] = []
+    add = Recording.add
+    monkeypatch.setattr(
+        Recording, "add", lambda self, round, seconds: seen.append((round, self.details)) or add(self, round, seconds)
+    )
+    data = data_of(page_of(recorded(1)))
     assert data["plan"] == {"attention": [16, 16, 0], "mlp": [16, 16, 0]}
     ((sample),) = data["samples"]
-    assert sample["finish"] == "length" and sample["seconds"] == len(recording.rounds) / 4
+    assert sample["finish"] == "length" and 0 < sample["seconds"] < len(sample["rounds"]) / 4, "without examining"
     assert sample["rounds"][0]["threshold"] == 0.2, "the threshold a round was drafted under, not the one it led to"
-    for shown, round, details in zip(sample["rounds"], recording.rounds, recording.details, strict=True):
+    assert any(round["threshold"] != 0.2 for round in sample["rounds"])
+    for shown, (round, details) in zip(sample["rounds"], seen, strict=True):
         assert [(token["id"], token["verdict"]) for token in shown["tokens"]] == round.verdicts()
         assert details
         for token, detail in zip(shown["tokens"], details, strict=False):
             assert token["p"] == pytest.approx(detail.target_prob, rel=1e-5)
             assert token["q"] == (detail.draft_prob and pytest.approx(detail.draft_prob, rel=1e-5))
             assert [other for other, _ in token["targetTop"]] == [other for other, _ in detail.target_top]
-    assert any(threshold != 0.2 for threshold in recording.thresholds)
 
 
 def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
-    data = data_of(page_of(Recording(AdaptiveExit(0.5), SamplingParams()), plan=None))
+    data = data_of(page_of(Recording(AdaptiveExit(0.5), SamplingParams(), LABELS), plan=None))
     assert data["plan"] is None
     assert data["samples"] == [{"rounds": [], "finish": "interrupted", "seconds": 0.0}]
 
@@ -198,8 +202,7 @@ def visible_chips(browser: WebDriver) -> list[str]:
 
 
 def chips_of(recording: Recording, rounds: int) -> list[str]:
-    labels = Labels(lambda token: PIECES[token].encode(), {})
-    return [labels(token).strip() for round in recording.rounds[:rounds] for token, _ in round.verdicts()]
+    return [LABELS(token["id"]).strip() for round in recording.rounds[:rounds] for token in round["tokens"]]
 
 
 def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Recording]) -> None:
@@ -219,8 +222,9 @@ def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Record
     assert find(opened, "#where").text == f"Round 2 of {last}"
     words = find(opened, "#cache-words").text
     second = recordings[0].rounds[1]
-    after = second.position + len(second.emitted) - 1
-    assert f"Round 2: {second.position - 1} entries, {second.position + len(second.drafted)} after" in words
+    position, drafted = second["position"], second["drafted"]
+    after = position + second["emitted"] - 1
+    assert f"Round 2: {position - 1} entries, {position + drafted} after" in words
     assert f" {after} after rollback" in words
 
 
@@ -239,21 +243,19 @@ def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: lis
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    pairs = zip(recordings[0].rounds, recordings[0].details, strict=True)
-    details = [detail for round, seen in pairs for detail in zip(round.verdicts(), seen, strict=False)]
+    tokens = [token for round in recordings[0].rounds for token in round["tokens"]]
     chips = opened.find_elements("css selector", "#text .chip")
 
     def told(at: int) -> None:
-        (_, verdict), detail = details[at]
-        said = find(opened, "#inspector").text
-        assert shown_number(detail.target_prob) in said
-        if detail.draft_prob is not None:
-            assert shown_number(detail.draft_prob) in said
-        if verdict in ("accepted", "rejected") and detail.draft_prob:
-            assert verdict in said.lower()
-            assert shown_number(min(1, detail.target_prob / detail.draft_prob)) in said
+        token, said = tokens[at], find(opened, "#inspector").text
+        assert shown_number(token["p"]) in said
+        if token["q"] is not None:
+            assert shown_number(token["q"]) in said
+        if token["verdict"] in ("accepted", "rejected") and token["q"]:
+            assert token["verdict"] in said.lower()
+            assert shown_number(min(1, token["p"] / token["q"])) in said
         rows = opened.find_elements("css selector", "#inspector .row")
-        assert len(rows) == len(detail.draft_top) + len(detail.target_top)
+        assert len(rows) == len(token["draftTop"]) + len(token["targetTop"])
 
     ActionChains(opened).move_to_element(chips[1]).perform()
     told(1)
@@ -277,20 +279,18 @@ def test_another_sample_can_be_chosen_and_shows_what_was_taken_back(
     from selenium.webdriver.support.ui import Select
 
     Select(find(opened, "#sample")).select_by_index(1)
-    retracted = sum(len(round.retracted) for round in recordings[1].rounds)
+    retracted = sum(round["retracted"] for round in recordings[1].rounds)
     assert retracted, "the example takes nothing back"
     assert visible_chips(opened) == chips_of(recordings[1], len(recordings[1].rounds))
     assert len(opened.find_elements("css selector", "button.chip.back")) == retracted
     tokens = find(opened, "#stats dd").text
-    assert tokens == str(sum(len(round.emitted) - len(round.retracted) for round in recordings[1].rounds))
+    assert tokens == str(sum(round["emitted"] - round["retracted"] for round in recordings[1].rounds))
 
 
 def test_it_opens_on_the_first_rejected_token_and_explains_it(opened: WebDriver, recordings: list[Recording]) -> None:
-    judged = [pair for round in recordings[0].rounds for pair in round.verdicts()]
+    verdicts = [token["verdict"] for round in recordings[0].rounds for token in round["tokens"]]
     (chip,) = opened.find_elements("css selector", ".chip.shown")
-    assert opened.execute_script("return chips.indexOf(arguments[0])", chip) == [kind for _, kind in judged].index(
-        "rejected"
-    )
+    assert opened.execute_script("return chips.indexOf(arguments[0])", chip) == verdicts.index("rejected")
     told = find(opened, "#details").text
     assert re.search(r"q = [\d.e-]+, the target only p = [\d.e-]+\..*p/q = [\d.e-]+, and it was rejected\.", told)
     assert "takes its place: the residual token, drawn from max(0, p − q) scaled to sum to 1." in told
@@ -454,12 +454,13 @@ def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> N
 
 
 def test_greedy_rounds_without_a_draft_have_a_page_too(opened: WebDriver, tmp_path: Path) -> None:
-    recording = Recording(AdaptiveExit(0.5), SamplingParams())
-    recording.seen = [Detail(6, None, 1.0, [], [(6, 0.4), (7, 0.3)])]
+    recording = Recording(AdaptiveExit(0.5), SamplingParams(), LABELS)
+    recording.details = [Detail(6, None, 1.0, [], [(6, 0.4), (7, 0.3)])]
     recording.add(Round(5, [], 0, [6]), 1.0)
     page = tmp_path / "plain.html"
     page.write_text(
-        page_of(recording, Recording(AdaptiveExit(0.5), SamplingParams()), greedy=True, plan=None), encoding="utf-8"
+        page_of(recording, Recording(AdaptiveExit(0.5), SamplingParams(), LABELS), greedy=True, plan=None),
+        encoding="utf-8",
     )
     opened.get(page.as_uri())
     find(opened, "#text .own").click()

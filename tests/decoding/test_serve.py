@@ -22,13 +22,13 @@ import torch
 from starlette.datastructures import Headers
 
 import generate
-from decoding.serve import Defaults, answers, app, live
-from decoding.serve.answers import Answer, CompletionForm
-from decoding.serve.app import LARGEST_BODY, Guard
-from decoding.serve.orders import Order, Refusal
-from decoding.serve.worker import MOST_UNREAD, PLACES, Ended, Gone, Job, Piece, Shown
+from decoding.serve import app, worker
+from decoding.serve.app import MAX_BODY, Guard
+from decoding.serve.completions import write_completion
+from decoding.serve.requests import Completion, Refusal, TextRequest
+from decoding.serve.worker import MAX_WAITING, ClientGone, Job
+from decoding.show import page
 from decoding.text import Text
-from decoding.verify import Coupling
 from model import InputError
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
 from weights.names import model_folder
@@ -190,7 +190,10 @@ def test_a_text_of_no_characters_has_a_choice_too(stream: bool, client: openai.O
 
 
 def test_the_model_is_listed_by_its_folders_name(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-5' does not exist here: there is tiny") as refused:
+        client.models.retrieve("gpt-5")
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
 def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served: Served) -> None:
@@ -209,94 +212,99 @@ def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served
 
 # ---- what is refused ----
 
-WRONG: dict[str, tuple[str, Any, int, str]] = {
-    "no messages": ("chat/completions", {}, 400, "messages must be a list"),
-    "messages of another kind": ("chat/completions", {"messages": "hello"}, 400, "messages must be"),
-    "a message that is text": ("chat/completions", {"messages": ["hello"]}, 400, "a message must be a JSON object"),
-    "no role": ("chat/completions", {"messages": [{"content": "a"}]}, 400, "role must be one of"),
-    "a tool": ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, 400, "found 'tool'"),
-    "an image": (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]},
-        400,
-        "content must be text",
-    ),
-    "content in numbers": (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": [1]}]},
-        400,
-        "content must be",
-    ),
-    "no prompt": ("completions", {}, 400, "the prompt is empty"),
-    "two prompts": ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text"),
-    "a prompt of ids": ("completions", {"prompt": [1]}, 400, "prompt must be one text"),
-    "half a surrogate": ("completions", b'{"prompt": "\\ud800"}', 400, "half of a surrogate pair"),
-    "another model": ("completions", {"prompt": "a", "model": "gpt-5"}, 404, "there is tiny"),
-    "temperature in words": ("completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature must be a number"),
-    "temperature below 0": ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature must be at least 0"),
-    "temperature NaN": ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature must be at least 0"),
-    "temperature of 400 digits": (
-        "completions",
-        b'{"prompt": "a", "temperature": 1%s}' % (b"0" * 400),
-        400,
-        "a number",
-    ),
-    "top_p 0": ("completions", {"prompt": "a", "top_p": 0}, 400, "top-p must be above 0"),
-    "true tokens": ("completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens must be a whole number"),
-    "no tokens": ("completions", {"prompt": "a", "max_tokens": 0}, 400, "must be at least 1"),
-    "a seed of 65 bits": ("completions", {"prompt": "a", "seed": 2**64}, 400, "seed must be from 0"),
-    "no samples": ("completions", {"prompt": "a", "n": 0}, 400, "n must be from 1"),
-    "too many samples": ("completions", {"prompt": "a", "n": 17}, 400, "n must be from 1 to 16"),
-    "too many stops": ("completions", {"prompt": "a", "stop": ["a"] * 17}, 400, "stop must be a text or a list"),
-    "a long stop": ("completions", {"prompt": "a", "stop": "a" * 129}, 400, "stop must be a text or a list"),
-    "an empty stop": ("completions", {"prompt": "a", "stop": ""}, 400, "a stop string is empty"),
-    "a ban in numbers": ("completions", {"prompt": "a", "ban": [1]}, 400, "ban must be a text or a list"),
-    "a file of code": ("completions", {"prompt": "a", "draft": "evil.py:Drafter"}, 400, "draft must be one of"),
-    "a draft model": ("completions", {"prompt": "a", "draft": "model"}, 400, "draft must be one of"),
-    "a draft by plan": ("completions", {"prompt": "a", "draft": "skip"}, 400, "draft must be one of"),
-    "a plan's path": ("completions", {"prompt": "a", "plan": "/etc/passwd"}, 400, "'plan' is not served here"),
-    "a model's path": ("completions", {"prompt": "a", "draft_model": "/tmp"}, 400, "'draft_model' is not served here"),
-    "a long draft": ("completions", {"prompt": "a", "gamma": 33}, 400, "gamma must be at most 32"),
-    "a draft of -1": ("completions", {"prompt": "a", "gamma": -1}, 400, "gamma must be at least 0"),
-    "no such exit": ("completions", {"prompt": "a", "exit_layer": 5}, 400, "exit layer 5 is not in 1..4"),
-    "an exit of no use": ("completions", {"prompt": "a", "draft": "none", "exit_layer": 2}, 400, "no effect"),
-    "no such coupling": ("completions", {"prompt": "a", "coupling": "love"}, 400, "coupling must be one of"),
-    "probabilities": ("completions", {"prompt": "a", "logprobs": 3}, 400, "'logprobs' is not served here"),
-    "tools": ("completions", {"prompt": "a", "tools": [{}]}, 400, "'tools' is not served here"),
-    "a list": ("completions", [], 400, "the body must be a JSON object"),
-    "no JSON": ("completions", b"{'a': 1}", 400, "not valid JSON"),
-    "nothing": ("completions", b"", 400, "not valid JSON"),
-    "no UTF-8": ("completions", b'{"prompt": "\xff"}', 400, "not valid JSON"),
-    "a deep nest": ("completions", b"[" * 100_000, 400, "not valid JSON"),
-    "a number of 5000 digits": ("completions", b'{"n": %s}' % (b"9" * 5000), 400, "not valid JSON"),
-    "too much": ("completions", {"prompt": "a" * LARGEST_BODY}, 413, "more than 1048576 bytes"),
-    "another page": ("nowhere", {}, 404, "Not Found"),
+
+def texts(**fields: Any) -> tuple[str, Any]:
+    return "completions", {"prompt": "a", **fields}
+
+
+def chats(*messages: Any, **fields: Any) -> tuple[str, Any]:
+    return "chat/completions", {"messages": [*messages], **fields}
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+# What is asked for, and the status, the field and a part of the message of the error.
+WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
+    "no messages": (("chat/completions", {}), 400, "messages", "messages is missing"),
+    "a message that is text": (chats("hello"), 400, "messages[0]", "messages[0] must be an object"),
+    "a tool": (chats({"role": "tool", "content": "a"}), 400, "messages[0].role", "found 'tool'"),
+    "no content": (chats(said("a"), {"role": "assistant"}), 400, "messages[1].content", "is missing"),
+    "content that is null": (chats(said(None)), 400, "messages[0].content", "is missing"),
+    "content of no parts": (chats(said([])), 400, "messages[0].content", "at least 1 item"),
+    "an image": (chats(said([{"type": "image_url"}])), 400, "messages[0].content[0].type", "must be 'text'"),
+    "no prompt": (("completions", {}), 400, "prompt", "prompt is missing"),
+    "an empty prompt": (("completions", {"prompt": " "}), 400, "prompt", "prompt is empty"),
+    "two prompts": (("completions", {"prompt": ["a", "b"]}), 400, "prompt", "prompt must be a valid string"),
+    "half a surrogate": (("completions", b'{"prompt": "\\ud800"}'), 400, None, "not valid JSON"),
+    "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
+    "temperature in words": (texts(temperature="hot"), 400, "temperature", "temperature must be a valid number"),
+    "temperature below 0": (texts(temperature=-1), 400, "temperature", "must be greater than or equal to 0, found -1"),
+    "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "temperature", "finite"),
+    "top_p 0": (texts(top_p=0), 400, "top_p", "top_p must be greater than 0"),
+    "no tokens": (texts(max_tokens=0), 400, "max_tokens", "max_tokens must be greater than or equal to 1"),
+    "a seed of 65 bits": (texts(seed=2**64), 400, "seed", "seed must be less than"),
+    "no samples": (texts(n=0), 400, "n", "n must be greater than or equal to 1"),
+    "too many stops": (texts(stop=["a"] * 17), 400, "stop", "stop must have at most 16 items"),
+    "an empty stop": (texts(stop=""), 400, "stop[0]", "must have at least 1 character"),
+    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "draft must be one of"),
+    "a draft model": (texts(draft="model"), 400, "draft", "draft must be one of"),
+    "a draft by plan": (texts(draft="skip"), 400, "draft", "draft must be one of"),
+    "a plan's path": (texts(plan="/etc/passwd"), 400, "plan", "plan is not served here"),
+    "a long draft": (texts(gamma=33), 400, "gamma", "gamma must be less than or equal to 32"),
+    "no such exit": (texts(exit_layer=5), 400, "exit_layer", "exit_layer must be from 1 to 4, found 5"),
+    "an exit of no use": (texts(draft="none", exit_layer=2), 400, "exit_layer", "no effect with draft none"),
+    "bits of no use": (texts(draft="lookup", bits=4), 400, "bits", "bits has no effect with draft lookup"),
+    "no such bits": (texts(bits=5), 400, "bits", "bits must be 4"),
+    "a second width": (texts(draft="lowbit", bits=8), 400, "bits", "a second width needs another server"),
+    "no such coupling": (texts(coupling="love"), 400, "coupling", "coupling must be 'ratio' or 'race'"),
+    "probabilities": (texts(logprobs=3), 400, "logprobs", "logprobs is not served here"),
+    "two best of": (texts(best_of=2), 400, "best_of", "best_of is not served here"),
+    "JSON": (texts(response_format={"type": "json_object"}), 400, "response_format", "not served here"),
+    "tools": (texts(tools=[{}]), 400, "tools", "tools is not served here"),
+    "a list": (("completions", []), 400, None, "the body must be an object"),
+    "no JSON": (("completions", b"{'a': 1}"), 400, None, "not valid JSON"),
+    "a deep nest": (("completions", b"[" * 100_000), 400, None, "not valid JSON"),
+    "too much": (texts(suffix="a" * MAX_BODY), 413, None, "more than 1048576 bytes"),
+    "another page": (("nowhere", {}), 404, None, "Not Found"),
 }
 
 
-@pytest.mark.parametrize(("path", "body", "status", "said"), WRONG.values(), ids=WRONG.keys())
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("asked", "status", "param", "part"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_is_one_sentence_in_openais_shape(
-    path: str, body: Any, status: int, said: str, stream: bool, served: Served
+    asked: tuple[str, Any], status: int, param: str | None, part: str, served: Served
 ) -> None:
     """Also of a stream: it does not begin before all is known to be well."""
-    if stream and isinstance(body, dict):
-        body = {**body, "stream": True}
-    found, answer = served.ask(f"/v1/{path}", body)
+    path, body = asked
+    found, answer = served.ask(f"/v1/{path}", {**body, "stream": True} if isinstance(body, dict) else body)
     error = json.loads(answer)["error"]
-    assert found == status and said in error["message"]
+    assert found == status and part in error["message"] and error["param"] == param
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert "\n" not in error["message"] and "--" not in error["message"]
+
+
+def test_bits_without_kernels_are_refused_in_the_words_of_requests(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known only where the draft is made, which is when the request's turn has come."""
+    monkeypatch.setattr(type(served.worker.setting.model), "fast_bits", (8,))
+    status, answer = served.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "bits": 4, "stream": True})
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "bits") and "kernels for 8 bits only" in error["message"]
+
+
+def test_low_bits_of_requests_are_those_of_the_command_line(folder: Path) -> None:
+    with serving("--model", str(folder), "--draft", "exit", "--bits", "8") as running:
+        assert running.worker.bits == 8
+        assert running.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "max_tokens": 2})[0] == 200
+        status, answer = running.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "bits": 4})
+        assert status == 400 and b"bits must be 8: a second width needs another server" in answer
 
 
 def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
-    idle = {
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "logprobs": None,
-        "echo": False,
-        "user": "me",
-        "metadata": {"a": 1},
-    }
+    idle = {"frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "echo": False, "user": "me", "best_of": 1}
+    idle |= {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True}
     assert served.text(prompt=PROMPT, **idle) == served.text(prompt=PROMPT)
 
 
@@ -354,9 +362,9 @@ def test_what_is_no_http_does_not_end_the_server(served: Served) -> None:
 
 
 def test_a_body_that_breaks_off_or_never_comes_ends_its_request_alone(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(app, "BODY_PATIENCE", 0.05)
+    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 100\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
@@ -365,7 +373,15 @@ def test_a_body_that_breaks_off_or_never_comes_ends_its_request_alone(
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
         connection.sendall(head)
     monkeypatch.undo()
-    assert served.text(prompt=PROMPT)
+    assert served.text(prompt=PROMPT) and capsys.readouterr().err == ""
+
+
+def test_one_request_too_many_at_once_is_told_so_in_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 0)
+    status, answer = served.ask("/v1/models", method="GET")
+    assert status == 503 and "0 requests are being answered: try again" in json.loads(answer)["error"]["message"]
+    monkeypatch.setattr(app, "MAX_REQUESTS", 1)
+    assert [served.ask("/v1/models", method="GET")[0] for _ in range(3)] == [200] * 3
 
 
 # ---- the queue ----
@@ -374,11 +390,16 @@ def test_a_body_that_breaks_off_or_never_comes_ends_its_request_alone(
 @pytest.fixture
 def gate(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set, nothing is written."""
-    opened, write = threading.Event(), served.worker._write
-    monkeypatch.setattr(served.worker, "_write", lambda job: (opened.wait(60), write(job)))
+    opened, outcome = threading.Event(), served.worker._outcome
+
+    def wait(job: Job) -> InputError | None:
+        opened.wait(60)
+        return outcome(job)
+
+    monkeypatch.setattr(served.worker, "_outcome", wait)
     yield opened
     opened.set()
-    until(lambda: served.worker.current is None)
+    until(lambda: served.idle)
 
 
 def test_requests_wait_in_order_and_a_full_queue_answers_429(
@@ -386,25 +407,37 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
 ) -> None:
     begin, order = served.worker.writer.begin, []
     monkeypatch.setattr(served.worker.writer, "begin", lambda ids: (order.append(len(ids)), begin(ids)))
-    with ThreadPoolExecutor(PLACES + 1) as pool:
+    with ThreadPoolExecutor(MAX_WAITING + 1) as pool:
         asking = []
-        for number in range(PLACES + 1):
+        for number in range(MAX_WAITING + 1):
             asking.append(pool.submit(served.text, prompt="x" * (number + 1)))
-            until(lambda: served.worker.current and len(served.worker.waiting) == len(asking) - 1)
+            until(lambda: len(served.worker.jobs) == len(asking))
         with pytest.raises(openai.RateLimitError, match="16 requests wait already"):
             client.completions.create(model="tiny", prompt=PROMPT)
         gate.set()
         assert all(each.result() for each in asking)
-    assert order == [number + 1 for number in range(PLACES + 1)]
+    assert order == [number + 1 for number in range(MAX_WAITING + 1)]
 
 
-def test_a_client_that_leaves_the_queue_frees_its_place(served: Served, gate: threading.Event) -> None:
-    connections = [served.begin("/v1/completions", {"prompt": PROMPT, "stream": stream}) for stream in (False, True)]
-    until(lambda: served.worker.current and len(served.worker.waiting) == 1)
-    connections[1].close()
-    until(lambda: not served.worker.waiting)
-    connections[0].close()
-    until(lambda: served.worker.current is None or served.worker.current.gone.is_set())
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_the_queue_frees_its_place(
+    stream: bool, served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_WAITING", 1)
+    connections = []
+    for number in (1, 2):
+        connections.append(served.begin("/v1/completions", {"prompt": PROMPT, "stream": stream}))
+        until(lambda: len(served.worker.jobs) == number)  # noqa: B023
+    assert served.ask("/v1/completions", {"prompt": PROMPT})[0] == 429
+    jobs = [*served.worker.jobs]
+    for connection, job in zip(connections, jobs, strict=True):
+        connection.close()
+        until(job.gone.is_set)
+    with ThreadPoolExecutor() as pool:
+        text = pool.submit(served.text, prompt=PROMPT)
+        until(lambda: len(served.worker.jobs) == 3)
+        gate.set()
+        assert text.result()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/live"])
@@ -416,18 +449,14 @@ def test_the_text_of_a_client_that_went_away_ends(path: str, stream: bool, serve
     if path == "/live":
         del asked["stream"]
     connection = served.begin(path, asked)
-    until(lambda: served.worker.current)
+    until(lambda: served.worker.jobs)
     if stream or path == "/live":
         assert connection.recv(10)
-    job = served.worker.current
+    (job,) = served.worker.jobs
     connection.close()
-    until(lambda: served.worker.current is None)
+    until(lambda: served.idle)
     assert job.gone.is_set()
     assert served.text(prompt=PROMPT)
-
-
-def order_of(**changes: Any) -> Order:
-    return Order([1], None, None, None, Coupling("race", 0), **changes)  # type: ignore[arg-type]
 
 
 def test_a_text_ends_with_the_round_in_which_its_client_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,10 +465,10 @@ def test_a_text_ends_with_the_round_in_which_its_client_left(served: Served, mon
     def leave_after_five(job: Job) -> None:
         rounds.append(job)
         if len(rounds) == 5:
-            served.worker.leave(job)
+            job.gone.set()
         try:
             check(job)
-        except Gone:
+        except ClientGone:
             over.set()
             raise
 
@@ -448,54 +477,33 @@ def test_a_text_ends_with_the_round_in_which_its_client_left(served: Served, mon
     )
     monkeypatch.setattr(Job, "check", leave_after_five)
     assert over.wait(60)
-    until(lambda: served.worker.current is None)
+    until(lambda: served.idle)
     connection.close()
     assert len(rounds) == 5
 
 
-def test_what_a_slow_reader_has_not_read_is_bounded() -> None:
-    async def unread() -> None:
-        job = Job(order_of())
-        for number in range(10_000):
-            job.take_in(Piece(0, "a"))
-            job.take_in(Piece(0, str(number % 10)))
-        job.take_in(Piece(1, "b"))
-        assert len(job.unread) == 2
-        first, second = await job.read()
-        assert len(first.text) == 20_000 and second == Piece(1, "b")
-        watched = Job(order_of(watched=True))
-        for number in range(MOST_UNREAD + 5):
-            watched.take_in(Shown({"round": number}))
-        (ended,) = await watched.read()
-        assert isinstance(ended, Ended) and "does not read" in str(ended.error) and watched.gone.is_set()
-
-    asyncio.run(unread())
+def job_of(**fields: Any) -> Job:
+    return Job(TextRequest(Completion(prompt="a", **fields), [1], 1, None), write_completion)  # type: ignore[arg-type]
 
 
-def test_a_reader_who_never_reads_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "PATIENCE", 0.05)
+def test_a_reader_who_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "SEND_TIMEOUT", 0.05)
     sent = []
 
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
     async def stuck() -> None:
-        class Waits:
-            def submit(self, job: Job) -> int:
-                job.take_in(Piece(0, "a"))
-                return 0
-
-            def leave(self, job: Job) -> None:
-                sent.append("left")
-
-        async def send(message: Any) -> None:
-            sent.append(message["type"])
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        order = order_of(streams=True)
-        form = CompletionForm(order, "tiny", chat=False)
-        await Answer(Waits(), order, form)({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        job = job_of(stream=True)
+        job.send({"a": 1})
+        with pytest.raises(TimeoutError):
+            await job({"type": "http", "method": "POST"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        assert job.gone.is_set()
 
     asyncio.run(asyncio.wait_for(stuck(), 30))
-    assert sent == ["http.response.start", "http.response.body", "left"]
+    assert sent == ["http.response.start", "http.response.body"]
 
 
 def test_whatever_fails_in_writing_is_told_and_the_next_text_is_written(
@@ -556,7 +564,7 @@ def test_of_a_hundred_requests_of_four_clients_none_is_lost_or_mixed_up_and_noth
                 assert text == alone[number]
         kinds = Counter(kind for kind, _, _ in outcomes)
         assert kinds.total() == 52 and len(kinds) == 5
-        until(lambda: served.worker.current is None and not served.worker.waiting)
+        until(lambda: served.idle)
         assert served.text(**asked[0]) == alone[0]
         kept = held()
         if half:
@@ -588,7 +596,7 @@ def client_of(number: int, served: Served, asked: list[dict[str, Any]]) -> list[
         elif kind == "malformed":
             assert served.ask("/v1/completions", b'{"prompt": ' * chance.randrange(1, 99))[0] == 400
         else:
-            sizes = {2 * CONTEXT: 400, LARGEST_BODY: 413}
+            sizes = {2 * CONTEXT: 400, MAX_BODY: 413}
             size = chance.choice(list(sizes))
             assert served.ask("/v1/completions", {"prompt": "x" * size})[0] == sizes[size]
         outcomes.append((kind, which, text))
@@ -609,13 +617,15 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
     asked = {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True}
     status, stream = served.ask("/live", asked)
     events = events_of(stream)
-    assert status == 200 and [event["kind"] for event in events[:2]] == ["waiting", "begin"]
-    assert events[1]["columns"] == ["exit at layer 2 of 4", "plain"] and events[1]["race"] and not events[1]["greedy"]
+    begin = events[0]
+    assert status == 200 and begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
+    assert begin["columns"] == ["exit at layer 2 of 4", "plain"]
     labels: dict[str, str] = {}
     texts: list[list[int]] = [[], []]
     drafts: list[list[int]] = []
     clocks = [0.0, 0.0]
-    for event in events[2:]:
+    finished = [None, None]
+    for event in events[1:]:
         labels |= event["labels"]
         side = event["column"]
         if event["kind"] == "draft":
@@ -630,8 +640,8 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
             assert all(0 <= token["p"] <= 1 and len(token["targetTop"]) >= 5 for token in tokens)
             assert event["seconds"] >= clocks[side]
             clocks[side] = event["seconds"]
-        else:
-            assert event["kind"] == "written" and event["finish"] in ("length", "eos")
+            finished[side] = event["finish"]
+    assert finished[0] == finished[1] and finished[0] in ("length", "eos")
     assert texts[0] == texts[1] and len(texts[0]) >= 10
     answer = json.loads(served.ask("/v1/chat/completions", chat_of(asked))[1])
     written = b"".join(map(served.worker.writer.token_bytes, texts[0])).decode(errors="replace")
@@ -645,8 +655,8 @@ def chat_of(asked: dict[str, Any]) -> dict[str, Any]:
 
 def test_details_are_collected_only_for_the_page(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    examine = live.examine
-    monkeypatch.setattr(live, "examine", lambda *args: seen.append(1) or examine(*args))
+    examine = page.examine
+    monkeypatch.setattr(page, "examine", lambda *args: seen.append(1) or examine(*args))
     served.text(prompt=PROMPT)
     assert not seen
     assert served.ask("/live", {"prompt": PROMPT})[0] == 200
@@ -654,10 +664,9 @@ def test_details_are_collected_only_for_the_page(served: Served, monkeypatch: py
 
 
 def test_the_page_is_told_what_goes_wrong(served: Served) -> None:
-    status, stream = served.ask("/live", {"prompt": PROMPT, "exit_layer": 9})
-    *_, last = events_of(stream)
-    assert status == 200 and last["kind"] == "error" and "exit layer 9" in last["error"]["message"]
-    assert served.ask("/live", {"prompt": PROMPT, "n": 2})[0] == 400
+    for wrong in ({"exit_layer": 9}, {"n": 2}, {"stream": False}):
+        status, answer = served.ask("/live", {"prompt": PROMPT, **wrong})
+        assert status == 400 and json.loads(answer)["error"]["param"] == next(iter(wrong))
 
 
 # ---- what the command line says ----
@@ -690,7 +699,6 @@ def test_a_draft_model_and_a_plan_of_the_command_line_serve_their_names(folder: 
         made = [running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)]
         assert made == [plain] * 3 and len(running.worker.made) == 1, "the draft model was loaded once"
         assert running.ask("/live", {"prompt": PROMPT})[0] == 200
-        assert len(running.worker.writer.drafters) == 2, "what a watched text needed is forgotten"
 
 
 def test_a_shipped_model_writes_what_generate_writes_whatever_drafts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -709,11 +717,10 @@ def test_the_context_is_what_there_is_memory_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = generate.Request(generate.parse_arguments(["--serve", "0", "--model", str(folder)]))
-    defaults = Defaults.of(request)
-    assert app.room(defaults) == CONTEXT and not capsys.readouterr().err
+    assert app.context_length(request) == CONTEXT and not capsys.readouterr().err
     monkeypatch.setattr(app, "free_bytes", lambda device: 4_000_000)
     monkeypatch.setattr(app, "check_fits", lambda memory, device: None)
-    positions = app.room(defaults)
+    positions = app.context_length(request)
     assert 1024 <= positions < CONTEXT
     assert capsys.readouterr().err == f"[context: {positions} of the model's {CONTEXT} tokens]\n"
 
@@ -730,10 +737,10 @@ def test_after_the_server_has_stopped_nothing_is_taken_on(folder: Path) -> None:
             rest += part
         connection.close()
         assert b"the server is stopping" in rest
-        until(lambda: not running.worker.open and running.worker.current is None)
+        until(lambda: not running.worker.open and running.idle)
 
         async def late() -> None:
             with pytest.raises(Refusal, match="stopping"):
-                running.worker.submit(Job(order_of()))
+                running.worker.submit(job_of())
 
         asyncio.run(late())

@@ -62,12 +62,10 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize(
-    "address", ["eight", "localhost:", ":8000", "1.2.3.4:99999", "http://localhost:8000", "::1:8000"]
-)
+@pytest.mark.parametrize("address", ["eight", "localhost:", "1.2.3.4:99999", "http://localhost:8000"])
 def test_an_address_that_is_none_is_refused(address: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = complaint(capsys, "--serve", address, "--model", str(folder))
-    assert "--serve takes [HOST:]PORT" in said and address in said
+    assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
 
 
 def test_a_port_in_use_and_a_host_that_is_not_ours_are_refused_before_anything_is_loaded(
@@ -98,7 +96,10 @@ def test_without_its_libraries_one_line_says_how_to_get_them(
 ) -> None:
     monkeypatch.setattr(decoding.serve, "find_spec", lambda name: None)
     said = complaint(capsys, "--serve", "0", "--model", str(folder))
-    assert "needs starlette and uvicorn: run make serve, or pip install -r requirements-serve.txt" in said
+    assert (
+        "needs pydantic, sse-starlette, starlette, uvicorn: run make serve, or pip install -r requirements-serve.txt"
+        in said
+    )
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,140 @@
+"""Requests: any JSON is a checked request or a refusal, and no prompt is read as another's."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import generate
+from decoding.run.chooser import DraftOptions
+from decoding.serve.requests import MAX_GAMMA, MAX_SAMPLES, Chat, Completion, LiveText, RequestReader, TextRequest
+from model import InputError
+from tests.folders import END
+from tests.serving import chat_folder
+from weights.tokenizer import Tokenizer
+
+NAMES = [
+    *("prompt", "messages", "model", "n", "stream", "stream_options", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "seed", "coupling", "max_tokens", "max_completion_tokens", "stop", "ban", "draft", "gamma"),
+    *("adaptive", "exit_layer", "min_target_confidence", "beside", "plan", "draft_model", "logprobs", "user"),
+]
+LIKELY = ["a", "exit", "none", "skip", "race", "x.py:C", "", 0, 1, 3, 0.5, -1, True, None, ["a"]]
+MESSAGE = {"role": "user", "content": "the hen"}
+
+
+def reader_of(folder: Path, *arguments: str, bits: int = 4) -> RequestReader:
+    line = generate.Request(generate.parse_arguments(["--serve", "0", "--model", str(folder), *arguments]))
+    return RequestReader(line, Tokenizer(folder), 64, bits)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> RequestReader:
+    return reader_of(folder)
+
+
+def read(reader: RequestReader, kind: type[Completion | Chat], **fields: Any) -> TextRequest:
+    return reader.read(kind, json.dumps(fields).encode())
+
+
+def anything() -> st.SearchStrategy[Any]:
+    """Any JSON value, often one that some field takes."""
+    simple = st.one_of(st.sampled_from(LIKELY), st.integers(), st.floats(), st.text(max_size=5))
+    inner = st.recursive(
+        simple, lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3)
+    )
+    messages = st.lists(
+        st.just(MESSAGE) | st.dictionaries(st.sampled_from(["role", "content", "name"]), inner), max_size=2
+    )
+    return st.one_of(inner, messages)
+
+
+@given(
+    kind=st.sampled_from([Chat, Completion, LiveText]),
+    body=st.dictionaries(st.sampled_from(NAMES), anything(), max_size=5),
+    sound=st.booleans(),
+)
+def test_any_fields_are_a_request_or_a_refusal(
+    kind: type[Completion | Chat], body: dict[str, Any], sound: bool, reader: RequestReader
+) -> None:
+    """Half of them with a prompt that is sound, so that the other fields decide."""
+    if sound:
+        body = {**body, **({"messages": [MESSAGE]} if kind is Chat else {"prompt": "the hen"})}
+    try:
+        request = read(reader, kind, **body)
+    except InputError as refusal:
+        assert str(refusal)
+        return
+    draft, _, rules, _ = request.options
+    assert 0 < len(request.ids) < 64 and 1 <= rules.max_new_tokens <= 64 - len(request.ids)
+    assert draft.kind in reader.drafts and draft.plan is draft.draft_model is None
+    assert (draft.gamma or 0) <= MAX_GAMMA and 1 <= request.samples <= MAX_SAMPLES
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_refused_in_one_line(body: bytes) -> None:
+    with pytest.raises(InputError, match=r"^[^\n]+$"):
+        RequestReader.read(SimpleNamespace(), Completion, body)  # type: ignore[arg-type]
+
+
+def test_prompts_are_encoded_one_at_a_time(reader: RequestReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is typed must not be read as control tokens because a chat is being encoded at the same time."""
+    at_once, encode = [], reader.tokenizer.vocabulary.encode
+    inside = threading.Semaphore(1)
+
+    def watched(text: str, *, parse_special: bool) -> list[int]:
+        at_once.append(not inside.acquire(blocking=False))
+        time.sleep(0.001)
+        ids = encode(text, parse_special=parse_special)
+        inside.release()
+        return ids
+
+    monkeypatch.setattr(reader.tokenizer.vocabulary, "encode", watched)
+    typed = {**MESSAGE, "content": f"the {END} hen"}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(read, reader, Chat, messages=[each]) for _ in range(8) for each in (MESSAGE, typed)]
+        ids = [each.result().ids for each in asked]
+    end = reader.tokenizer.vocabulary.special[END]
+    assert not any(end in each for each in ids) and len(at_once) == 16 and not any(at_once)
+
+
+def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
+    folder: Path, reader: RequestReader
+) -> None:
+    changed = reader_of(folder, "--system", "hm")
+    said, other = ({"role": role, "content": content} for role, content in (("system", "hm"), ("developer", "oh")))
+    assert read(changed, Chat, messages=[MESSAGE]).ids == read(reader, Chat, messages=[said, MESSAGE]).ids
+    asked = {"messages": [other, MESSAGE]}
+    assert read(changed, Chat, **asked).ids == read(reader, Chat, **asked).ids
+    assert read(changed, LiveText, prompt="the hen").ids == read(changed, Chat, messages=[MESSAGE]).ids
+
+
+def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(folder: Path) -> None:
+    """Another kind begins afresh, but for the file that requests cannot name."""
+    changed = reader_of(folder, "--draft", "exit", "--exit-layer", "3", "--gamma", "5")
+    exits, lookup, none = (
+        read(changed, Completion, prompt="a", draft=name).options.draft for name in ("exit", "lookup", "none")
+    )
+    assert (exits.exit_layer, exits.gamma) == (3, 5)
+    assert lookup == DraftOptions("lookup") and none == DraftOptions("none")
+    assert read(changed, Completion, prompt="a", gamma=2).options.draft == replace(exits, gamma=2)
+    in_bits = reader_of(folder, "--draft", "exit", "--bits", "8", bits=8)
+    assert read(in_bits, Completion, prompt="a", draft="lowbit").options.draft == DraftOptions("lowbit", bits=8)
+    with_model = reader_of(folder, "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2")
+    assert read(with_model, Completion, prompt="a").options.draft.gamma == 2
+    planned = reader_of(folder, "--draft", "auto", "--plan", "plan.json")
+    assert read(planned, Completion, prompt="a", draft="skip").options.draft == DraftOptions("skip", Path("plan.json"))
