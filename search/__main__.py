@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import optuna
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from decoding.run.acceptance import Calibration, Continuation
+from decoding.run.acceptance import Calibration
 from decoding.run.chooser import plan_in_words
 from decoding.run.cost_file import kept_sublayer_costs, machine
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS
-from model import Decoder, InputError
+from model import InputError
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.confirm import Confirmation, confirm, draft_plan
@@ -40,7 +37,6 @@ from search.study import (
     Objective,
     begin,
     candidates,
-    finished,
     importances,
     kept_costs,
     kept_texts,
@@ -114,63 +110,6 @@ def check_options(options: argparse.Namespace, out: Path) -> SamplingParams:
     return SamplingParams(*(getattr(options, field.name) for field in fields(SamplingParams)))
 
 
-@contextmanager
-def progress(total: int, description: str = "", done: int = 0) -> Iterator[tuple[Progress, Any]]:
-    """A bar on standard error with a description beside it."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        yield bar, bar.add_task(description, total=total, completed=done)
-
-
-def begin_search(
-    study: optuna.Study,
-    identity: dict[str, Any],
-    model: Decoder,
-    folder: Path,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    rules: Rules,
-    options: argparse.Namespace,
-) -> None:
-    """Write the texts, measure the costs and choose the first plans of a new study, which keeps them."""
-    say("writing calibration texts")
-    texts = write_texts(model, prompts, params, rules, options.seed)
-    say("measuring the costs of sublayers, or reading those measured before")
-    costs = kept_sublayer_costs(folder, model, params, lambda: measure_sublayers(model, params))
-    calibration = Calibration(model, split(texts)[0], params, options.coupling, depths=1)
-    with progress(2 * model.num_layers, "importance of each sublayer") as (bar, task):
-        lost = importances(calibration, lambda: bar.advance(task))
-    attributes = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": asdict(costs)}
-    begin(study, attributes, starts(lost, costs, space_of(model.num_layers, options.bits)))
-
-
-def search(study: optuna.Study, objective: Objective, options: argparse.Namespace) -> None:
-    """Try plans until there are enough; all are in the study."""
-    with progress(options.trials, done=len(finished(study))) as (bar, task):
-
-        def on_trial() -> None:
-            best = candidates(study)[0].prediction
-            until = f" until confidence < {best.threshold}" if best.threshold else ""
-            words = f"best {best.speedup:.3f}x: {best.acceptance_rate:.0%} of {best.gamma} tokens{until}"
-            bar.update(task, advance=1, description=words)
-
-        space = space_of(objective.calibration.model.num_layers, options.bits)
-        optimise(study, objective, space, options.trials, on_trial)
-
-
-def confirm_best(
-    objective: Objective, held_out: list[Continuation], found: list[Candidate], rules: Rules, seed: int
-) -> list[Confirmation]:
-    """Run the best plans on the held-out texts and print the table of that; the fastest plan comes first."""
-    searched, found = objective.calibration, found[:CONFIRMED]
-    longest = max(candidate.prediction.gamma for candidate in found)
-    calibration = Calibration(searched.model, held_out, searched.params, searched.coupling, depths=longest)
-    with progress(len(held_out), "running the best plans on held-out prompts") as (bar, task):
-        confirmed = confirm(Objective(calibration, objective.costs), found, rules, seed, lambda: bar.advance(task))
-    Console(width=None if sys.stdout.isatty() else 120).print(confirmation_table(confirmed))
-    return confirmed
-
-
 def confirmation_table(confirmed: list[Confirmation]) -> Table:
     table = Table(title="held-out prompts: predicted, and measured beside plain decoding")
     for heading in ("plan", "γ", "threshold", "speed-up", "predicted", "accepted", "predicted", "tokens per round"):
@@ -236,19 +175,22 @@ def run(options: argparse.Namespace) -> int:
         "prompts": [options.max_new_tokens, encoded],
     }
     study = open_study(out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume)
+    space = space_of(model.num_layers, options.bits)
     if not study.trials:
-        begin_search(study, identity, model, folder, encoded, params, rules, options)
-    texts, costs = kept_texts(study), kept_costs(study)
-    searched, held_out = split(texts)
+        say("writing calibration texts")
+        texts = write_texts(model, encoded, params, rules, options.seed)
+        say("measuring the costs of sublayers, or reading those measured before")
+        costs = kept_sublayer_costs(folder, model, params, lambda: measure_sublayers(model, params))
+        lost = importances(Calibration(model, split(texts)[0], params, options.coupling, depths=1))
+        attributes = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": asdict(costs)}
+        begin(study, attributes, starts(lost, costs, space))
+    costs, (searched, held_out) = kept_costs(study), split(kept_texts(study))
     objective = Objective(Calibration(model, searched, params, options.coupling), costs)
     confirmed: list[Confirmation] = []
-    complete = False
-    try:
-        search(study, objective, options)
-        confirmed = confirm_best(objective, held_out, candidates(study), rules, options.seed)
-        complete = True
-    except KeyboardInterrupt:
-        pass
+    with suppress(KeyboardInterrupt):  # the study has all that was found until then
+        optimise(study, objective, space, options.trials)
+        confirmed = confirm(objective, held_out, candidates(study)[:CONFIRMED], rules, options.seed)
+        Console(width=None if sys.stdout.isatty() else 120).print(confirmation_table(confirmed))
     found = candidates(study)
     if not found:
         say("interrupted before the first plan was tried: no plan written")
@@ -256,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
     say(conclude(out, identity, objective, found, confirmed))
     if options.plots is not None:
         draw_plots(options.plots, found, confirmed, costs)
-    return 0 if complete else 130
+    return 0 if confirmed else 130
 
 
 def main(arguments: list[str] | None = None) -> int:

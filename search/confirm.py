@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.progress import track
+
 from decoding.rounds import Round, Statistics
+from decoding.run.acceptance import Calibration, Continuation
 from decoding.run.chooser import plain, planned
 from decoding.run.plan_file import DraftPlan
 from decoding.run.prediction import Prediction
@@ -52,49 +56,43 @@ def kept_by_depth(rounds: Sequence[Round], gamma: int) -> list[float]:
 
 
 def confirm(
-    objective: Objective,
-    found: Sequence[Candidate],
-    rules: Rules,
-    seed: int,
-    on_prompt: Callable[[], None] = lambda: None,
+    objective: Objective, held_out: Sequence[Continuation], found: Sequence[Candidate], rules: Rules, seed: int
 ) -> list[Confirmation]:
-    """Decode each text's prompt plainly and with each candidate, in turns; the fastest candidate comes first.
+    """Decode the prompts held out plainly and with each candidate, in turns; the fastest candidate comes first.
 
-    The ``objective`` is on the held-out texts. Timed is the loop, without the prompt's prefill. A speed is that of all
-    prompts together: tokens over seconds.
+    Timed is the loop, without the prompt's prefill. A speed is that of all prompts together: tokens over seconds.
     """
-    held_out = objective.calibration
-    model, params = held_out.model, held_out.params
+    searched = objective.calibration
+    model, params = searched.model, searched.params
     ways = [plain(model), *(planned(model, draft_plan(candidate)) for candidate in found)]
     rounds: list[list[Round]] = [[] for _ in ways]
     sums, seconds = [Statistics() for _ in ways], [0.0] * len(ways)
     longest = max(candidate.prediction.gamma for candidate in found)
     # A warm-up drafts once at full length, and writes one token more.
-    positions = max(len(text.prompt) for text in held_out.texts) + max(rules.max_new_tokens, longest + 2)
-    writer = Writer(model, positions)
-    writer.begin(held_out.texts[0].prompt)
+    writer = Writer(model, max(len(text.prompt) for text in held_out) + max(rules.max_new_tokens, longest + 2))
+    writer.begin(held_out[0].prompt)
     for way in ways:
         writer.warm_up(way, params)
-    for text in held_out.texts:
+    for text in track(held_out, "running the best plans on held-out prompts", console=Console(stderr=True)):
         fastest = [math.inf] * len(ways)
         for repeat in range(REPEATS):
             for number, way in enumerate(ways):
                 writer.begin(text.prompt)
-                chance = chance_of(held_out.coupling, seed, model.device)
+                chance = chance_of(searched.coupling, seed, model.device)
                 sample = writer.write(writer.new_text(rules), way, params, chance)
                 fastest[number] = min(fastest[number], sample.seconds)
                 if not repeat:
                     rounds[number] += sample.rounds
         seconds = [total + each for total, each in zip(seconds, fastest, strict=True)]
-        on_prompt()
     for statistics, done in zip(sums, rounds, strict=True):
         for round in done:
             statistics.add(round)
     plain_speed, *speeds = (one.tokens / total for one, total in zip(sums, seconds, strict=True))
-    confirmed = []
+    calibration = Calibration(model, held_out, params, searched.coupling, depths=longest)
+    predict, confirmed = Objective(calibration, objective.costs), []
     for candidate, done, statistics, speed in zip(found, rounds[1:], sums[1:], speeds, strict=True):
         gamma, threshold = candidate.prediction.gamma, candidate.prediction.threshold
-        predicted, rate = objective(candidate.plan, [gamma], [threshold]), statistics.acceptance_rate or 0.0
+        predicted, rate = predict(candidate.plan, [gamma], [threshold]), statistics.acceptance_rate or 0.0
         measured = speed / plain_speed, rate, statistics.tokens_per_round, kept_by_depth(done, gamma)
         confirmed.append(Confirmation(candidate, predicted, *measured))
     return sorted(confirmed, key=lambda one: -one.speedup)

@@ -18,6 +18,8 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
+from rich.console import Console
+from rich.progress import track
 
 from decoding.run.acceptance import Calibration, Continuation
 from decoding.run.costs import CostTable, SublayerCosts
@@ -105,20 +107,21 @@ def untried_neighbour(
     return rng.choice(fresh) if fresh else None
 
 
-def importances(calibration: Calibration, on_sublayer: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
+def importances(calibration: Calibration) -> dict[str, list[float]]:
     """The share of first drafted tokens that the target rejects when one sublayer alone is skipped: for each of them.
 
     Keys are "attn" and "mlp", with one number per layer.
     """
-    lost: dict[str, list[float]] = {"attn": [], "mlp": []}
-    for kind, losses in lost.items():
-        for layer in range(calibration.model.num_layers):
-            skipped = ([layer], []) if kind == "attn" else ([], [layer])
-            found = calibration.acceptance(LayerPlan.skipping(calibration.model.num_layers, *skipped))
-            firsts = [row[:length] for row, length in zip(found.accept[:, 0], found.lengths, strict=True)]
-            losses.append(1 - float(sum(row.sum() for row in firsts) / found.lengths.sum()))
-            on_sublayer()
-    return lost
+
+    def lost(attention: list[int], mlp: list[int]) -> float:
+        found = calibration.acceptance(LayerPlan.skipping(layers, attention, mlp))
+        firsts = zip(found.accept[:, 0], found.lengths, strict=True)
+        return 1 - float(sum(row[:length].sum() for row, length in firsts) / found.lengths.sum())
+
+    layers = calibration.model.num_layers
+    bar = track(range(layers), "importance of each sublayer", console=Console(stderr=True))
+    pairs = [(lost([layer], []), lost([], [layer])) for layer in bar]
+    return {kind: list(each) for kind, each in zip(("attn", "mlp"), zip(*pairs, strict=True), strict=True)}
 
 
 def starts(lost: Mapping[str, list[float]], costs: SublayerCosts, space: Space) -> list[LayerPlan]:
@@ -203,7 +206,7 @@ def finished(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def quiet_optuna() -> None:
-    """Switch off Optuna's lines, which would break the progress bar, and its warnings of features that may change."""
+    """Switch off Optuna's lines, which would break its progress bar, and its warnings of features that may change."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     for category in (optuna.exceptions.ExperimentalWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category)
@@ -214,7 +217,6 @@ def optimise(
     objective: Callable[[LayerPlan], Prediction],
     space: Space,
     trials: int,
-    on_trial: Callable[[], None] = lambda: None,
 ) -> None:
     """Work on the study until it has ``trials`` finished trials, those of other processes included.
 
@@ -236,12 +238,11 @@ def optimise(
         return found["speedup"]
 
     def after(study: optuna.Study, trial: FrozenTrial) -> None:
-        on_trial()
         if len(finished(study)) >= trials:
             study.stop()
 
-    if len(finished(study)) < trials:
-        study.optimize(run, callbacks=[after])
+    if (missing := trials - len(finished(study))) > 0:
+        study.optimize(run, missing, callbacks=[after], show_progress_bar=True)
 
 
 def candidates(study: optuna.Study) -> list[Candidate]:

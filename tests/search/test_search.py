@@ -257,7 +257,7 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts() -> No
         Candidate(plan, Prediction(1.0, gamma, threshold, 0.0, 0.0, [], 0.0))
         for plan, gamma, threshold in [(LayerPlan.early_exit(4, 2), 3, 0.0), (LayerPlan.skipping(4, [1], [2]), 5, 0.0)]
     ]
-    for one in confirm(Objective(Calibration(model, held_out, GREEDY, depths=5), COSTS), found, Rules(20), 0):
+    for one in confirm(Objective(Calibration(model, held_out, GREEDY), COSTS), held_out, found, Rules(20), 0):
         assert one.acceptance_rate == pytest.approx(one.predicted.acceptance_rate, abs=1e-9)
         assert one.tokens_per_round == pytest.approx(one.predicted.tokens_per_round, abs=1e-9)
         assert one.kept_by_depth == pytest.approx(one.predicted.kept_by_depth, abs=1e-9)
