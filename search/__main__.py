@@ -111,6 +111,7 @@ def check_options(options: argparse.Namespace, out: Path) -> SamplingParams:
 
 
 def confirmation_table(confirmed: list[Confirmation]) -> Table:
+    """A row per plan that was run, the fastest first."""
     table = Table(title="held-out prompts: predicted, and measured beside plain decoding")
     for heading in ("plan", "γ", "threshold", "speed-up", "predicted", "accepted", "predicted", "tokens per round"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
