@@ -18,12 +18,11 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from decoding.policies import AdaptiveExit, FixedLength
-from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
-from decoding.run.acceptance import Acceptance, Calibration, Continuation
-from decoding.run.costs import BITS, CostTable, SublayerCosts
+from decoding.run.acceptance import Calibration, Continuation
+from decoding.run.costs import BITS, SublayerCosts
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
-from decoding.run.prediction import Prediction, predict
+from decoding.run.prediction import Prediction
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from model import InputError, LayerPlan
@@ -51,11 +50,10 @@ from search.study import (
     space_of,
     starts,
 )
-from search.texts import MOST_PROMPTS, read_prompts, split
+from search.texts import MOST_PROMPTS, read_prompts, split, write_texts
 from tests.folders import LLAMA, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
-from tests.search.loop import run
 from weights.cli.files import write_json
 from weights.fingerprint import model_fingerprint
 
@@ -224,21 +222,6 @@ def test_a_study_keeps_the_texts_and_costs_that_it_was_begun_with(tmp_path: Path
     assert len(joined.trials) == 1
 
 
-def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
-    """The full plan drafts what the target writes: every round keeps all, so the arithmetic is by hand."""
-    ones, length = torch.ones(1, 1, 6, dtype=torch.float64), torch.tensor([6])
-    acceptance = Acceptance(ones, ones, ones, ones, length, length)
-    costs = CostTable(0.98, (1.0, 1.05, 1.1))
-    found = predict(acceptance, costs, [2], overhead=0.05)
-    cost = 2 * (2 * 0.98 + 1.1 + 0.05)  # rounds of 2 drafted and 3 written tokens
-    assert found.speedup == pytest.approx(6 * 1.05 / cost)
-    assert (found.acceptance_rate, found.kept_share, found.tokens_per_round) == (1.0, 1.0, 3.0)
-    unsure = Acceptance(ones, 0.4 * ones, 0.4 * ones, ones, length, length)
-    stopping = predict(unsure, costs, [2], [0.5], overhead=0.05, confidence=0.02)  # each draft ends after one token
-    assert stopping.speedup == pytest.approx(6 * 1.05 / (3 * (0.98 + 0.02 + 1.05 + 0.05)))
-    assert predict(unsure, costs, [1, 2], [0.0, 0.5], confidence=0.02).threshold == 0.0
-
-
 def test_sublayer_costs_add_up() -> None:
     assert COSTS.draft(LayerPlan.skipping(4, [0, 1, 2], [0])) == pytest.approx(0.1 + 1 * 0.1 + 3 * 0.12)
     measured = measure_sublayers(tiny_model("llama", vocab=7, layers=4), SamplingParams(1.0))
@@ -249,10 +232,7 @@ def test_sublayer_costs_add_up() -> None:
 
 def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts() -> None:
     model = tiny_model("llama", vocab=7, layers=4)
-    held_out = []
-    for prompt in [(1, 2), (3, 4, 5)]:
-        rounds = run(model, prompt, LayerPlan.full(4), FixedLength(0), GREEDY, SeededRandomness(0), 20)
-        held_out.append(Continuation(prompt, tuple(token for round in rounds for token in round.emitted)))
+    held_out = write_texts(model, [(1, 2), (3, 4, 5)], GREEDY, Rules(20), 0)
     found = [
         Candidate(plan, Prediction(1.0, gamma, threshold, 0.0, 0.0, [], 0.0))
         for plan, gamma, threshold in [(LayerPlan.early_exit(4, 2), 3, 0.0), (LayerPlan.skipping(4, [1], [2]), 5, 0.0)]
