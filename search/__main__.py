@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.run.acceptance import Calibration
-from decoding.run.chooser import plan_in_words
+from decoding.run.chooser import Setting, plan_in_words
 from decoding.run.cost_file import kept_sublayer_costs, machine
+from decoding.run.importance import weigh_inputs
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -167,6 +168,9 @@ def run(options: argparse.Namespace) -> int:
     params, prompts, tokenizer = check_options(options, out), read_prompts(options.calibration), Tokenizer(folder)
     rules = Rules(options.max_new_tokens, tokenizer.eos_ids)
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    setting = Setting(folder, model, tokenizer, params, model.max_positions, options.coupling)
+    if model.fast_bits:  # as generate.py rounds
+        weigh_inputs(model, folder, tokenizer)
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     identity = {
         "model": model_fingerprint(folder),
@@ -190,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
     confirmed: list[Confirmation] = []
     with suppress(KeyboardInterrupt):  # the study has all that was found until then
         optimise(study, objective, space, options.trials)
-        confirmed = confirm(objective, held_out, candidates(study)[:CONFIRMED], rules, options.seed)
+        confirmed = confirm(setting, costs, held_out, candidates(study)[:CONFIRMED], rules, options.seed)
         Console(width=None if sys.stdout.isatty() else 120).print(confirmation_table(confirmed))
     found = candidates(study)
     if not found:

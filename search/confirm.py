@@ -11,7 +11,8 @@ from rich.progress import track
 
 from decoding.rounds import Round, Statistics
 from decoding.run.acceptance import Calibration, Continuation
-from decoding.run.chooser import plain, planned
+from decoding.run.chooser import Setting, plain, planned
+from decoding.run.costs import SublayerCosts
 from decoding.run.plan_file import DraftPlan
 from decoding.run.prediction import Prediction
 from decoding.run.writer import Writer
@@ -56,15 +57,19 @@ def kept_by_depth(rounds: Sequence[Round], gamma: int) -> list[float]:
 
 
 def confirm(
-    objective: Objective, held_out: Sequence[Continuation], found: Sequence[Candidate], rules: Rules, seed: int
+    setting: Setting,
+    costs: SublayerCosts,
+    held_out: Sequence[Continuation],
+    found: Sequence[Candidate],
+    rules: Rules,
+    seed: int,
 ) -> list[Confirmation]:
     """Decode the prompts held out plainly and with each candidate, in turns; the fastest candidate comes first.
 
     Timed is the loop, without the prompt's prefill. A speed is that of all prompts together: tokens over seconds.
     """
-    searched = objective.calibration
-    model, params = searched.model, searched.params
-    ways = [plain(model), *(planned(model, draft_plan(candidate)) for candidate in found)]
+    model, params, coupling = setting.model, setting.params, setting.coupling
+    ways = [plain(model), *(planned(setting, draft_plan(candidate)) for candidate in found)]
     rounds: list[list[Round]] = [[] for _ in ways]
     sums, seconds = [Statistics() for _ in ways], [0.0] * len(ways)
     longest = max(candidate.prediction.gamma for candidate in found)
@@ -78,7 +83,7 @@ def confirm(
         for repeat in range(REPEATS):
             for number, way in enumerate(ways):
                 writer.begin(text.prompt)
-                chance = chance_of(searched.coupling, seed, model.device)
+                chance = chance_of(coupling, seed, model.device)
                 sample = writer.write(writer.new_text(rules), way, params, chance)
                 fastest[number] = min(fastest[number], sample.seconds)
                 if not repeat:
@@ -88,8 +93,7 @@ def confirm(
         for round in done:
             statistics.add(round)
     plain_speed, *speeds = (one.tokens / total for one, total in zip(sums, seconds, strict=True))
-    calibration = Calibration(model, held_out, params, searched.coupling, depths=longest)
-    predict, confirmed = Objective(calibration, objective.costs), []
+    predict, confirmed = Objective(Calibration(model, held_out, params, coupling, depths=longest), costs), []
     for candidate, done, statistics, speed in zip(found, rounds[1:], sums[1:], speeds, strict=True):
         gamma, threshold = candidate.prediction.gamma, candidate.prediction.threshold
         predicted, rate = predict(candidate.plan, [gamma], [threshold]), statistics.acceptance_rate or 0.0

@@ -6,22 +6,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from decoding.drafters import NoDraft, raw_probability
-from decoding.policies import FixedLength
-from decoding.randomness import SeededRandomness
+from decoding.drafters import raw_probability
 from decoding.run.costs import (
     BITS,
-    CONTEXT,
     IN_A_ROW,
     LONGEST_DRAFT,
     SublayerCosts,
     draft_steps,
     filled_cache,
+    plain_rounds,
     verification,
 )
 from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
-from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 from model.clock import take_turns
 
@@ -38,7 +34,7 @@ def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
     for plan in plans:
         model.prepare(plan)
     plain, *verify = (verification(model, count, cache, params) for count in range(1, LONGEST_DRAFT + 2))
-    rows = [lambda: [plain() for _ in range(IN_A_ROW)], _plain_loop(model, params)]
+    rows = [lambda: [plain() for _ in range(IN_A_ROW)], plain_rounds(model, filled_cache(model, IN_A_ROW), params)]
     rows += [draft_steps(model, cache, plan, params) for plan in plans]  # IN_A_ROW steps each
     timings = take_turns([*rows, *verify, _confidence(model)], REPEATS, model.device, PATIENCE)
     seconds = torch.tensor([took.median for took in timings], dtype=torch.float64)
@@ -70,17 +66,3 @@ def _confidence(model: Decoder) -> Callable[[], object]:
     token = torch.tensor(0, device=model.device)
     logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
     return lambda: raw_probability(logits, token)
-
-
-def _plain_loop(model: Decoder, params: SamplingParams) -> Callable[[], object]:
-    """The loop, writing ``IN_A_ROW`` tokens without a draft."""
-    cache, prompt = filled_cache(model, IN_A_ROW), [0] * (CONTEXT + 1)
-    drafter = NoDraft(model.vocab_size, model.device)
-    randomness = SeededRandomness(0, model.device)
-
-    def step() -> None:
-        text = Text(prompt, Rules(IN_A_ROW), model)
-        for _ in speculate(model, cache, text, drafter, FixedLength(0), params, randomness):
-            pass
-
-    return step

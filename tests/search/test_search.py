@@ -20,6 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.rounds import Round
 from decoding.run.acceptance import Calibration, Continuation
+from decoding.run.chooser import Setting
 from decoding.run.costs import BITS, SublayerCosts
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.run.prediction import Prediction
@@ -51,7 +52,7 @@ from search.study import (
     starts,
 )
 from search.texts import MOST_PROMPTS, read_prompts, split, write_texts
-from tests.folders import LLAMA, write_folder
+from tests.folders import LLAMA, byte_tokenizer, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
 from weights.cli.files import write_json
@@ -230,14 +231,15 @@ def test_sublayer_costs_add_up() -> None:
     assert measured.draft(LayerPlan.full(4)) > measured.base[-1]
 
 
-def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts() -> None:
+def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab=7, layers=4)
     held_out = write_texts(model, [(1, 2), (3, 4, 5)], GREEDY, Rules(20), 0)
+    setting = Setting(tmp_path, model, byte_tokenizer(), GREEDY, 64)
     found = [
         Candidate(plan, Prediction(1.0, gamma, threshold, 0.0, 0.0, [], 0.0))
         for plan, gamma, threshold in [(LayerPlan.early_exit(4, 2), 3, 0.0), (LayerPlan.skipping(4, [1], [2]), 5, 0.0)]
     ]
-    for one in confirm(Objective(Calibration(model, held_out, GREEDY), COSTS), held_out, found, Rules(20), 0):
+    for one in confirm(setting, COSTS, held_out, found, Rules(20), 0):
         assert one.acceptance_rate == pytest.approx(one.predicted.acceptance_rate, abs=1e-9)
         assert one.tokens_per_round == pytest.approx(one.predicted.tokens_per_round, abs=1e-9)
         assert one.kept_by_depth == pytest.approx(one.predicted.kept_by_depth, abs=1e-9)
