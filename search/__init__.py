@@ -1,3 +1,4 @@
-"""Finds the layer plan that drafts fastest, on texts the model writes itself; also the benchmarks' prompts."""
+"""Optuna search of the layer plan that drafts fastest: texts, costs, study, confirmation, pictures; built-in prompts.
 
-import model  # noqa: F401 - first of all: it says how torch's threads wait
+Begin with ``study``; the predicted speed-up that it maximises is computed in ``decoding/run/prediction.py``.
+"""

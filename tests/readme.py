@@ -34,7 +34,6 @@ SKIPPED = {  # beginnings of commands that are not run, and why
 SAMPLE = "weights/training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
 SHORT = {
-    "python -m search --model tiny-llama --compare": "--compare 1",
     "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
     "python -m benchmark --exit-layer": "--exit-layer 6 --only speed",
     "python -m benchmark": "--model tiny-llama --quick --max-new-tokens 8",
@@ -104,7 +103,7 @@ class Session:
         model = self.checkout / "weights/smollm2-135m-instruct"
         model.mkdir()
         for file in (ROOT / "weights" / model.name).iterdir():
-            if file.name not in ("costs.json", "calibration.json"):
+            if file.name not in ("costs.json", "calibration.safetensors"):
                 (model / file.name).symlink_to(file.resolve())
         self.home.mkdir()
         (self.home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")

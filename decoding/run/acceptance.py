@@ -162,7 +162,8 @@ class Calibration:
         coupling: str = "ratio",
         depths: int = DEPTHS,
     ) -> None:
-        self.model, self.params, self.depths, self.twins = model, params, depths, Twins(model)
+        self.model, self.texts, self.params, self.coupling = model, texts, params, coupling
+        self.depths, self.twins = depths, Twins(model)
         self.accepted = {"ratio": accepted_by_ratio, "race": accepted_by_race}[coupling]
         self.passes = [TargetPass(model, text, depths) for text in texts]
         self.lengths = torch.tensor([len(text.written) for text in texts])

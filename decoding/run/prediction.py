@@ -34,7 +34,7 @@ class Prediction:
     threshold: float
     acceptance_rate: float
     kept_share: float
-    kept_by_depth: tuple[float, ...]
+    kept_by_depth: list[float]
     tokens_per_round: float
 
 
@@ -149,7 +149,7 @@ def predict(
         threshold=thresholds[best[0]],
         acceptance_rate=_share(accepted.sum(), (drafted * lengths).sum()),
         kept_share=_share(accepted.sum(), looked_at.sum()),
-        kept_by_depth=tuple(map(_share, accepted[:gamma], looked_at[:gamma])),
+        kept_by_depth=list(map(_share, accepted[:gamma], looked_at[:gamma])),
         tokens_per_round=float(tokens / drafted.sum()),
     )
 

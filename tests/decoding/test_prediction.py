@@ -8,20 +8,44 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from decoding.policies import AdaptiveExit, FixedLength
+from decoding.drafters import ModelDrafter
+from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import Enumerator, RaceEnumerator
-from decoding.randomness import SeededRandomness
+from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.run.acceptance import Acceptance, Calibration, Continuation, accepted_by_race
-from decoding.run.prediction import expected_rounds
+from decoding.run.costs import CostTable
+from decoding.run.prediction import expected_rounds, predict
 from decoding.sampling import SamplingParams
-from decoding.verify import verify_by_race
+from decoding.speculate import speculate
+from decoding.text import Rules, Text
+from decoding.verify import Verify, verify_by_race, verify_by_ratio
 from model import Decoder, LayerPlan
 from model.plan import FULL
 from tests.laws import tiny_model
-from tests.search.loop import BUDGET, run
 
+BUDGET = 11
 PROMPTS = [(1, 2, 0), (2,), (0, 1, 1, 2, 2, 1)]
+
+
+def run(
+    model: Decoder,
+    prompt: Sequence[int],
+    plan: LayerPlan,
+    policy: Policy,
+    params: SamplingParams,
+    randomness: Randomness,
+    budget: int = BUDGET,
+    eos_ids: frozenset[int] = frozenset(),
+    verify: Verify = verify_by_ratio,
+) -> list[Round]:
+    """The rounds of the production loop."""
+    cache = model.new_cache(len(prompt) + budget)
+    with torch.inference_mode():
+        model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
+    drafter = ModelDrafter(model, cache, plan)
+    text = Text(prompt, Rules(budget, eos_ids), model)
+    return list(speculate(model, cache, text, drafter, policy, params, randomness, verify))
 
 
 def written(model: Decoder, eos_ids: frozenset[int] = frozenset()) -> list[Continuation]:
@@ -175,3 +199,18 @@ def test_the_dynamic_programme_is_the_walk_through_every_outcome() -> None:
         acceptance = Acceptance(accept, certain, certain, certain, lengths, lengths)
         rounds = expected_rounds(acceptance, [gamma], [0.0])
         assert rounds.drafted[0, 0].tolist() == pytest.approx(walk(accept[0].tolist(), gamma), abs=1e-12)
+
+
+def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
+    """The full plan drafts what the target writes: every round keeps all, so the arithmetic is by hand."""
+    ones, length = torch.ones(1, 1, 6, dtype=torch.float64), torch.tensor([6])
+    acceptance = Acceptance(ones, ones, ones, ones, length, length)
+    costs = CostTable(0.98, (1.0, 1.05, 1.1))
+    found = predict(acceptance, costs, [2], overhead=0.05)
+    cost = 2 * (2 * 0.98 + 1.1 + 0.05)  # rounds of 2 drafted and 3 written tokens
+    assert found.speedup == pytest.approx(6 * 1.05 / cost)
+    assert (found.acceptance_rate, found.kept_share, found.tokens_per_round) == (1.0, 1.0, 3.0)
+    unsure = Acceptance(ones, 0.4 * ones, 0.4 * ones, ones, length, length)
+    stopping = predict(unsure, costs, [2], [0.5], overhead=0.05, confidence=0.02)  # each draft ends after one token
+    assert stopping.speedup == pytest.approx(6 * 1.05 / (3 * (0.98 + 0.02 + 1.05 + 0.05)))
+    assert predict(unsure, costs, [1, 2], [0.0, 0.5], confidence=0.02).threshold == 0.0
