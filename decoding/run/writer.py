@@ -63,6 +63,9 @@ class Writer:
     serves every text.
     """
 
+    # On several processes rank 0 decides: ``decoding.run.ranks`` replaces this.
+    decide = staticmethod(lambda policy, chance: chance)
+
     def __init__(self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b"") -> None:
         """``capacity``: positions of the cache, for the longest prompt with its output."""
         self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
@@ -113,7 +116,7 @@ class Writer:
         ``policy`` is a fresh one of the drafting by default. What the ``readers`` take is not decoding time.
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
-        drafter = self.drafter(drafting)
+        drafter, chance = self.drafter(drafting), self.decide(policy, chance)
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *chance, observer=observer)
         try:
             with closing(rounds):

@@ -6,15 +6,12 @@ from importlib.util import find_spec
 
 from decoding.serve.orders import Defaults
 from model import InputError
-from weights.cli.processes import Processes
 
 __all__ = ["Defaults", "serve"]
 
 
 def serve(address: str, defaults: Defaults) -> int:
     """Serve the model at ``[HOST:]PORT`` until Ctrl-C, or SIGTERM. Raises InputError where that is not possible."""
-    if Processes.started().several:
-        raise InputError("--serve runs in one process, for now: start it without torchrun")
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise InputError(
             f"--serve needs {' and '.join(missing)}: run make serve, or pip install -r requirements-serve.txt"
