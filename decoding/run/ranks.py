@@ -102,10 +102,10 @@ def run(options: Namespace, make_request: Callable[[Namespace], Any], write: Cal
     try:
         request = make_request(options)
         shard, needs = Shard(request.config, rank, size), request.needs()
-        if request.draft.kind == "lowbit" or (needs["plan"] and needs["plan"].has_low_bits and request.draft.kind != "auto"):
+        low_bits = request.draft.kind == "lowbit" or (needs["plan"] and needs["plan"].has_low_bits)
+        if low_bits and request.draft.kind != "auto":
             raise InputError("several processes draft without low bits: give --draft lookup or exit, or another --plan")
-        needs["plan"] = None
-        whole, part = (estimate(config, **needs) for config in (shard.config, shard.local))
+        whole, part = (estimate(config, **{**needs, "plan": None}) for config in (shard.config, shard.local))
         sharers = 1 if on_gpus else int(os.environ["LOCAL_WORLD_SIZE"])
         # Every rank has all logits: what they take is in the workspace of the whole model.
         fits = check_fits(replace(part, workspace=whole.workspace), request.device, sharers)

@@ -116,7 +116,7 @@ def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
     """Ranks other than the first draw other numbers, from other logits, and know other costs."""
     rank, model = dist.get_rank(), split_model(config)
     noise = torch.randn(model.vocab_size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    model.register_forward_hook(lambda module, inputs, logits: logits + 3 * rank * noise)
+    model.register_forward_hook(lambda module, inputs, logits: logits + 10 * rank * noise)
     return text_by(RankWriter(model, 64), asked, 7 + rank)
 
 

@@ -46,7 +46,6 @@ OPTIONS = {
     "greedy, with a stop and a ban": ["--stop", "q", "--ban", "e", "--draft", "lookup"],
     "auto, drawn": ["--temperature", "0.9", "--seed", "5", "--num-samples", "2"],
     "a draft model": ["--draft", "model", "--draft-model", "ITSELF", "--gamma", "2"],
-    "low bits": ["--draft", "lowbit"],
     "a plan": ["--draft", "exit", "--adaptive", "--temperature", "1", "--seed", "1", "--coupling", "ratio"],
 }
 
@@ -138,24 +137,14 @@ def test_under_torchrun_itself_all_end_with_a_process_that_dies(folder: Path, di
 BAD: dict[str, tuple[list[str], str]] = {
     "no such option": (["--drafts"], "unrecognized arguments: --drafts"),
     "no such value": (["--gamma", "-1"], "gamma must be at least 0"),
+    "low bits": (["--draft", "lowbit"], "several processes draft without low bits"),
+    "a server": (["--serve", "0"], "--serve runs in one process"),
 }
 
 
 @pytest.mark.parametrize(("options", "said"), BAD.values(), ids=BAD)
 def test_what_cannot_be_served_is_said_once(folder: Path, options: list[str], said: str) -> None:
     assert said in complaints(run(generate.main, [command(folder, *options)] * 2))
-
-
-def test_a_server_is_refused_once(folder: Path) -> None:
-    assert "--serve runs in one process" in complaints(
-        run(generate.main, [["--model", str(folder), "--serve", "0"]] * 2)
-    )
-
-
-@pytest.mark.parametrize("size", [3, 5])
-def test_heads_that_do_not_divide_and_more_processes_than_heads_are_refused_once(folder: Path, size: int) -> None:
-    said = complaints(run(generate.main, [command(folder)] * size))
-    assert f"4 query heads and 2 key/value heads do not divide over {size} processes: start 1 or 2 or 4" in said
 
 
 def test_the_options_and_the_prompt_are_those_of_the_first(folder: Path, tmp_path: Path) -> None:
