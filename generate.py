@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from decoding.run.chooser import DRAFTERS, Drafting, Setting, choose
 from decoding.run.compare import comparison
@@ -21,14 +23,15 @@ from decoding.show.report import as_json, describe, sampling_in_words
 from decoding.show.streaming import TextStream
 from decoding.show.trace import LiveTrace, TraceConsole
 from decoding.verify import COUPLINGS, Coupling
-from model import InputError
-from weights.cli.command_line import OneLineParser, say
+from model import Decoder, InputError
+from model.fast import accelerate
+from weights.cli.command_line import OneLineParser, run_command, say
+from weights.cli.device import pick_device
 from weights.cli.files import check_place, check_utf8
-from weights.cli.processes import ALONE, Processes
 from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
-from weights.load import DTYPES, read_config, stored_dtype
+from weights.load import DTYPES, load_model, read_config, stored_dtype
+from weights.memory import check_fits, estimate
 from weights.names import model_folder
-from weights.shares import check_memory, load_ready, run_together
 from weights.tokenizer import Tokenizer
 
 
@@ -78,7 +81,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 class Request:
     """What is asked for, checked before any weight is read."""
 
-    def __init__(self, options: argparse.Namespace, processes: Processes = ALONE) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         for value in (options.system or "", *options.stop, *options.ban):
             check_utf8("text of --system, --stop or --ban", value)
         self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
@@ -87,10 +90,10 @@ class Request:
         if options.html is not None:
             check_place(options.html)
         self.repeat_with = str(self.coupling) if options.temperature else ""
-        self.folder, self.device = model_folder(options.model), processes.pick_device(options.device)
+        self.folder, self.device = model_folder(options.model), pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
-        self.options, self.processes, self.prompt, self.ids = options, processes, "", [0]
+        self.options, self.prompt, self.ids = options, "", [0]
         if not (options.dry_run or options.serve) or options.prompt is not None or options.prompt_file is not None:
             self.tokenizer = Tokenizer(self.folder)
             self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids)
@@ -104,11 +107,10 @@ class Request:
         wanted = len(self.ids) + self.rules.max_new_tokens if self.prompt else self.config.max_positions
         return min(wanted, self.config.max_positions)
 
-    def check_memory(self) -> str:
-        """What is needed and what is free, a line a process. Raises InputError with it when that does not fit."""
+    def needs(self) -> dict[str, Any]:
+        """What ``estimate`` asks for besides the config."""
         needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
-        needs |= self.draft.needs(self.folder, self.config, split=self.processes.several)
-        return check_memory(self.processes, self.folder, self.config, self.device, needs, not self.options.dry_run)
+        return needs | self.draft.needs(self.folder, self.config)
 
 
 class Output:
@@ -160,16 +162,22 @@ class Output:
             say(f"the run round by round: {options.html}")
 
 
-def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
-    """Check, load, choose, write; returns the exit status."""
-    request = Request(options, processes)
+def run(options: argparse.Namespace) -> int:
+    """Check, load, write; returns the exit status."""
+    request = Request(options)
     if options.serve:
         return serve(options.serve, request)
-    fits = request.check_memory()
+    fits = check_fits(estimate(request.config, **request.needs(), fast_on=request.device), request.device)
     if options.dry_run:
         print(fits)
         return 0
-    model = load_ready(processes, request.folder, request.dtype, request.device, not options.no_compile)
+    model = load_model(request.folder, request.dtype, request.device)
+    return write(request, accelerate(model, not options.no_compile))
+
+
+def write(request: Request, model: Decoder) -> int:
+    """Choose how to draft, and write the samples; returns the exit status."""
+    options = request.options
     setting = Setting(request.folder, model, request.tokenizer, request.params, request.capacity)
     setting = replace(setting, coupling=request.coupling.name, prompt=len(request.ids))
     drafting = choose(request.draft, setting)
@@ -195,7 +203,11 @@ def run(options: argparse.Namespace, processes: Processes = ALONE) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_together(lambda processes: run(parse_arguments(arguments), processes), arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from decoding.run.ranks import run_on_ranks
+
+        return run_on_ranks(lambda: parse_arguments(arguments), Request, write)
+    return run_command(lambda: run(parse_arguments(arguments)))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """A decoder split over several processes: tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3).
 
-    part          what each process holds             what the processes exchange
-    ---------------------------------------------------------------------------------------------------
-    embedding     rows: its share of the tokens       a sum: of all rows but a token's own, zeros
-    norms         all                                 nothing
-    q, k, v       rows: those of its heads            nothing: its heads attend, and have a cache of their own
-    o             columns: those of its heads         a sum, to which the bias is added
-    gate, up      rows: its share                     nothing
-    down          columns: the same share             a sum, to which the bias is added
-    head          rows: its share of the tokens       the first process gathers the logits
+    part          shard of a rank                     collective operation
+    ---------------------------------------------------------------------------------------------
+    embedding     rows: its part of the vocabulary    all-reduce of the rows, zeros where it has none
+    norms         whole                               none
+    q, k, v       rows: those of its heads            none: its heads attend, each rank with its cache
+    o             columns: those of its heads         all-reduce after attention
+    gate, up      rows: its part                      none
+    down          columns: the same part              all-reduce after the MLP
+    head          rows: its part of the vocabulary    all-reduce of the logits, zeros where it has none
 
-So every process has the whole residual stream. The blocks are those of one process, for a config with fewer heads.
-
-What is to be computed, the first process tells the others: see ``model.leader``.
+So every rank has the whole residual stream and all logits. The blocks are those of one process, for a config with
+fewer heads. Every rank must call the model with the same tokens (``decoding.run.ranks`` sees to that).
 """
 
 from __future__ import annotations
@@ -21,24 +20,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import InputError
 
-Cut = tuple[int, range] | None  # a dimension, and the indices along it that a process holds; None: it holds all
+Cut = tuple[int, range] | None  # a dimension and the indices along it that a rank holds; None: all of the tensor
 
 
 @dataclass(frozen=True)
-class Share:
-    """What process ``rank`` of ``size`` holds of a model of this config. Raises InputError where heads do not divide.
-
-    A key/value head that serves the query heads of several processes is held by each of them.
-    """
+class Shard:
+    """The part of a model of this config that one rank holds. Raises InputError where the heads do not divide."""
 
     config: ModelConfig
     rank: int
@@ -53,95 +48,53 @@ class Share:
                 f"start {' or '.join(map(str, fit))}"
             )
 
-    def part(self, length: int, at_least: int = 0) -> range:
-        """Its part of so many: up to where the next one's begins, but ``at_least`` so many, though others have them."""
+    def part(self, length: int, unit: int = 1) -> range:
+        """The rank's part of ``length`` units of indices: at least one, though several ranks hold it (a key head)."""
         first = length * self.rank // self.size
-        return range(first, max(first + at_least, length * (self.rank + 1) // self.size))
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the first, which decides (``model.leader``) and so has all logits."""
-        return self.rank == 0
-
-    @property
-    def tokens(self) -> range:
-        """The rows of embedding and head: all of them where the vocabulary does not divide."""
-        vocab = self.config.vocab_size
-        return range(vocab) if vocab % self.size else self.part(vocab)
+        return range(first * unit, max(first + 1, length * (self.rank + 1) // self.size) * unit)
 
     @property
     def local(self) -> ModelConfig:
-        """The config of the model that this process builds."""
-        c = self.config
-        heads = {"num_heads": len(self.part(c.num_heads)), "num_kv_heads": len(self.part(c.num_kv_heads, 1))}
-        return replace(c, **heads, intermediate_size=len(self.part(c.intermediate_size)), vocab_size=len(self.tokens))
+        """The config of the rank's model."""
+        sizes = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+        return replace(self.config, **{size: len(self.part(getattr(self.config, size))) for size in sizes})
 
     def cut(self, name: str) -> Cut:
-        """What it holds of the parameter of this name."""
+        """The rank's part of the parameter of this name."""
         c, (product, kind) = self.config, name.split(".")[-2:]
-        queries, keys = (
-            range(part.start * c.head_dim, part.stop * c.head_dim)
-            for part in (self.part(c.num_heads), self.part(c.num_kv_heads, 1))
-        )
-        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "embed_tokens": self.tokens, "lm_head": self.tokens}
-        rows |= dict.fromkeys(("gate_proj", "up_proj"), self.part(c.intermediate_size))
-        columns = {"o_proj": queries, "down_proj": self.part(c.intermediate_size)}
-        if product in columns and kind == "weight":
-            return 1, columns[product]
-        return (0, rows[product]) if product in rows else None
+        queries, keys = self.part(c.num_heads, c.head_dim), self.part(c.num_kv_heads, c.head_dim)
+        inner, vocab = self.part(c.intermediate_size), self.part(c.vocab_size)
+        cuts = {"q_proj": (0, queries), "k_proj": (0, keys), "v_proj": (0, keys), "o_proj": (1, queries)}
+        cuts |= {"gate_proj": (0, inner), "up_proj": (0, inner), "down_proj": (1, inner)}
+        cuts |= {"embed_tokens": (0, vocab), "lm_head": (0, vocab)}
+        return None if kind == "bias" and product in ("o_proj", "down_proj") else cuts.get(product)
 
 
-def exchange(operation: Callable[..., Any], *arguments: Any, **more: Any) -> None:
-    """One collective operation of all processes. Raises InputError when one of them has gone."""
+def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
+    """A collective operation of all ranks on ``value``, which it returns. Raises InputError when a rank has ended."""
     try:
-        operation(*arguments, **more)
+        operation(value, *more)
     except RuntimeError:
         raise InputError("one of the processes that share the model has ended, so the others end too") from None
+    return value
 
 
-class SummedLinear(nn.Linear):
-    """A product of which each process has some columns, and so a term of the result."""
+def split(model: Decoder, shard: Shard) -> Decoder:
+    """Let a loaded model of config ``shard.local`` sum with the other ranks; its parameters keep their names."""
+    vocab, size, weight = shard.part(shard.config.vocab_size), shard.config.vocab_size, model.embed_tokens.weight
 
-    def __init__(self, product: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias = product.weight, product.bias
+    def embed(ids: Tensor) -> Tensor:
+        absent = (ids < vocab.start) | (ids >= vocab.stop)
+        rows = F.embedding((ids - vocab.start).masked_fill(absent, 0), weight)
+        return exchange(dist.all_reduce, rows.masked_fill(absent[..., None], 0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight)
-        exchange(dist.all_reduce, out)
-        return out if self.bias is None else out + self.bias
-
-
-class SummedEmbedding(nn.Embedding):
-    """An embedding of which each process has the rows of some tokens."""
-
-    def __init__(self, embedding: nn.Embedding, tokens: range) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.tokens = embedding.weight, tokens
-
-    def forward(self, ids: Tensor) -> Tensor:
-        others = (ids < self.tokens.start) | (ids >= self.tokens.stop)
-        rows = F.embedding((ids - self.tokens.start).masked_fill(others, 0), self.weight)
-        rows = rows.masked_fill(others[..., None], 0)
-        exchange(dist.all_reduce, rows)
-        return rows
-
-
-def split(model: Decoder, share: Share) -> Decoder:
-    """Let a model built from ``share.local`` exchange what it must; its parameters keep their names."""
+    model.embed_tokens.forward = embed
     for block in model.layers:
-        block.self_attn.o_proj = SummedLinear(block.self_attn.o_proj)
-        block.mlp.down_proj = SummedLinear(block.mlp.down_proj)
-    if len(share.tokens) < share.config.vocab_size:
-        model.embed_tokens = SummedEmbedding(model.embed_tokens, share.tokens)
+        for sublayer, bias in ((block.self_attn, block.self_attn.o_proj.bias), (block.mlp, block.mlp.down_proj.bias)):
+            sublayer.register_forward_hook(lambda module, inputs, output: exchange(dist.all_reduce, output))
+            if bias is not None and shard.rank:
+                bias.zero_()  # rank 0 adds it
+    padding = vocab.start, size - vocab.stop
+    model.register_forward_hook(lambda module, inputs, logits: exchange(dist.all_reduce, F.pad(logits, padding)))
+    model.config = replace(model.config, vocab_size=size)
     return model
-
-
-def gather_logits(model: Decoder, share: Share, hidden: Tensor) -> Tensor | None:
-    """``model.logits`` over the whole vocabulary, ``[batch, T, vocab]``, on the first process; None on the others."""
-    if len(share.tokens) == share.config.vocab_size:
-        return model.logits(hidden) if share.leads else None
-    logits = model.logits(hidden)
-    parts = [torch.empty_like(logits) for _ in range(share.size)] if share.leads else None
-    exchange(dist.gather, logits, parts)
-    return torch.cat(parts, -1) if share.leads else None

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from decoding.run.ranks import from_rank_0
 from model import Decoder, build, parse_config
-from model.leader import ParallelDecoder, follow
-from model.parallel import Share, split
+from model.parallel import Shard, exchange, split
 
 SERVER = get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.ranks", "generate"])
+SERVER.set_forkserver_preload(["tests.ranks", "generate", "decoding.run.ranks"])
 PATIENCE = 60  # seconds, after which a test fails that should take one or two
 
 
@@ -64,7 +64,7 @@ class Process:
 
 
 def live(work: Callable[..., int], argument: Any, environment: dict[str, Any], place: Path) -> None:
-    """The life of a process."""
+    """Run ``work`` in a new process, its streams written to files."""
     os.environ |= {name: str(value) for name, value in environment.items()}
     for stream, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(place.with_suffix(f".{stream}"), os.O_CREAT | os.O_WRONLY), number)
@@ -106,17 +106,6 @@ def run(work: Callable[..., int], arguments: Sequence[Any]) -> list[Ended]:
         return [process.ended() for process in processes]
 
 
-def part_of(model: Decoder, share: Share) -> Decoder:
-    """What a process holds of a model that is whole in memory."""
-    mine = split(build(share.local), share).to(model.dtype)
-    state = {}
-    for name, parameter in model.named_parameters():
-        cut = share.cut(name)
-        state[name] = parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
-    mine.load_state_dict(state)
-    return mine.requires_grad_(False).eval()
-
-
 def random_model(config: dict[str, Any]) -> Decoder:
     """A whole model in float64, the same in every process."""
     model = build(parse_config(config)).double()
@@ -127,47 +116,58 @@ def random_model(config: dict[str, Any]) -> Decoder:
     return model.requires_grad_(False).eval()
 
 
-def follow_many(meeting: tuple[str, int, int]) -> int:
-    """A follower's life: its share of one model after another, until there is none."""
-    place, rank, size = meeting
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
-    while True:
-        said: list[Any] = [None]
-        dist.broadcast_object_list(said, 0)
-        if said[0] is None:
-            return 0
-        model = random_model(said[0])
-        share = Share(model.config, rank, size)
-        follow(part_of(model, share), share)
+def split_model(config: dict[str, Any]) -> Decoder:
+    """This rank's part of ``random_model``."""
+    model = random_model(config)
+    shard = Shard(model.config, dist.get_rank(), dist.get_world_size())
+    part = build(shard.local).to(model.dtype).requires_grad_(False).eval()
+    state = {}
+    for name, parameter in model.named_parameters():
+        cut = shard.cut(name)
+        state[name] = parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
+    part.load_state_dict(state)
+    return split(part, shard)
 
 
-class Leader:
-    """This process, as the first of ``size``."""
+def join(place: str, rank: int, size: int) -> None:
+    """Meet the other ranks at a file."""
+    patience = timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=patience)
+
+
+def serve(meeting: tuple[str, int, int]) -> int:
+    """Do the same work as rank 0, as often as it asks."""
+    join(*meeting)
+    while asked := from_rank_0(None):
+        work, arguments = asked
+        gather(work(*arguments))
+    return 0
+
+
+def gather(result: Any) -> list[Any]:
+    """The results of all ranks, on every rank."""
+    return exchange(dist.all_gather_object, [None] * dist.get_world_size(), result)
+
+
+class Ranks:
+    """``size`` ranks, of which this process is the first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    @contextmanager
-    def shared(self, config: dict[str, Any]) -> Iterator[tuple[Decoder, ParallelDecoder]]:
-        """``random_model``, whole and shared."""
-        whole = random_model(config)
-        share = Share(whole.config, 0, self.size)
-        dist.broadcast_object_list([config], 0)
-        shared = ParallelDecoder(part_of(whole, share), share)
-        try:
-            yield whole, shared
-        finally:
-            shared.end()
+    def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Do the work on every rank; returns the results of all."""
+        from_rank_0((work, arguments))
+        return gather(work(*arguments))
 
 
 @contextmanager
-def leading(size: int, place: Path) -> Iterator[Leader]:
-    """Lead followers that serve any number of models; they meet at a file."""
-    with started(follow_many, [(str(place), rank, size) for rank in range(1, size)]):
-        patience = timedelta(seconds=PATIENCE)
-        dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=size, timeout=patience)
+def joined(size: int, place: Path) -> Iterator[Ranks]:
+    """Ranks that wait for work."""
+    with started(serve, [(str(place), rank, size) for rank in range(1, size)]):
+        join(str(place), 0, size)
         try:
-            yield Leader(size)
-            dist.broadcast_object_list([None], 0)
+            yield Ranks(size)
+            from_rank_0(None)
         finally:
             dist.destroy_process_group()

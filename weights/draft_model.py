@@ -6,7 +6,6 @@ from pathlib import Path
 
 from model import Decoder, InputError
 from model.fast import accelerate
-from model.leader import ParallelDecoder
 from weights.load import load_model, read_config
 from weights.tokenizer import Tokenizer
 from weights.vocabulary import Vocabulary
@@ -14,8 +13,6 @@ from weights.vocabulary import Vocabulary
 
 def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, positions: int) -> Decoder:
     """The model of ``folder`` prepared to draft for ``target``, in its dtype and on its device.
-
-    Beside a split target it runs as it is read, whole, in the leading process.
 
     ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
     read, unless the vocabularies are equal and the text fits the draft model's context.
@@ -33,5 +30,4 @@ def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, posi
             f"{folder} has a context of {config.max_positions} tokens, this text may take {positions}: "
             "lower --max-new-tokens"
         )
-    model = load_model(folder, target.dtype, target.device)
-    return model if isinstance(target, ParallelDecoder) else accelerate(model)
+    return accelerate(load_model(folder, target.dtype, target.device))

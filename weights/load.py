@@ -10,14 +10,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
-from model.parallel import Cut, Share, split
 from weights.cli.files import is_file, is_there, one_line, read_json
+
+if TYPE_CHECKING:
+    from model.parallel import Cut, Shard
 
 SLICE_BYTES = 16 << 20
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,11 +48,11 @@ def load_model(
     folder: Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    share: Share | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
     """The model of a Hugging Face folder, ready to decode: eval mode, no gradients.
 
-    ``dtype`` None keeps the checkpoint's own. Of a model split over processes, only this one's ``share`` is read.
+    ``dtype`` None keeps the checkpoint's own. With a ``shard``, only that part of the weights is read.
     Raises InputError for anything wrong with the folder.
     """
     config = read_config(folder)
@@ -59,18 +62,16 @@ def load_model(
         raise InputError(f"{folder}: config.json names {config.num_layers} layers, the weights hold {depth}")
     with torch.device("meta"):
         model = build(config)
+        local = build(shard.local) if shard else model
     wanted = dict(model.named_parameters())
     _check(folder, wanted, stored, tied=model.lm_head is None)
     dtype = dtype or stored[EMBEDDING].dtype
-    cuts = {name: share.cut(name) if share else None for name in wanted}
+    cuts = {name: shard.cut(name) if shard else None for name in wanted}
     state = {name: _copy(stored[name], dtype, device, cut) for name, cut in cuts.items()}
     if model.lm_head is None and HEAD in stored:
         _check_tied(folder, stored[HEAD], stored[EMBEDDING], state[EMBEDDING], cuts[EMBEDDING])
-    if share:
-        with torch.device("meta"):
-            model = split(build(share.local), share)
-    model.load_state_dict(state, assign=True)
-    return model.requires_grad_(False).eval()
+    local.load_state_dict(state, assign=True)
+    return local.requires_grad_(False).eval()
 
 
 def read_config(folder: Path) -> ModelConfig:

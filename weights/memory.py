@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
 from model.layers import QUERIES, wide_dtype
-from model.parallel import Share
 from model.plan import LayerPlan
 from model.quantise import GROUP
 
@@ -73,28 +72,21 @@ def estimate(
     fast_on: torch.device | None = None,
     longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
-    share: Share | None = None,
 ) -> Memory:
     """What it takes to decode up to ``positions`` tokens, of which ``prompt`` are given.
 
     ``draft`` is the config of a draft model beside the target. A draft that is part of the target is free but for the
     low-bit copies of its ``plan``. ``fast_on`` is the device of a model that ``model.fast`` prepares. A round drafts
     ``longest_draft`` tokens at most, as far as the positions leave room for them.
-    Of a model split over several processes it is what this one takes, by its ``share``.
     """
-    own = share.local if share else config
-    models = [own] if draft is None else [own, draft]
-    logits = config.vocab_size if share is None or share.leads else own.vocab_size
+    models = [config] if draft is None else [config, draft]
     verified = min(longest_draft + 1, max(1, positions - prompt))  # the draft and the token before it
     is_static = fast_on is not None and fast_on.type != "cpu"
     entries = max(SMALLEST, 1 << (positions + ROWS - 1).bit_length()) if is_static else positions
     return Memory(
         weights=sum(weight_bytes(each, dtype) for each in models) + twin_bytes(config, dtype, plan),
         cache=sum(cache_bytes(each, dtype, entries) for each in models),
-        workspace=max(
-            workspace_bytes(each, dtype, positions, prompt, verified)
-            for each in (replace(own, vocab_size=logits), *models[1:])
-        ),
+        workspace=max(workspace_bytes(each, dtype, positions, prompt, verified) for each in models),
         positions=positions,
         static=LIBRARIES + sum(static_bytes(each, dtype, entries) for each in models) if is_static else 0,
     )

@@ -23,7 +23,6 @@ from decoding.run.importance import weigh_inputs, write_texts
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
-from model.leader import ParallelDecoder, no_low_bits
 from model.plan import FULL, LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import is_there, one_line
@@ -88,18 +87,14 @@ class DraftOptions:
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
-    def needs(self, folder: Path, config: ModelConfig, *, split: bool = False) -> dict[str, Any]:
+    def needs(self, folder: Path, config: ModelConfig) -> dict[str, Any]:
         """The memory estimate's arguments that depend on the draft: a draft model, a longest draft, a plan in low bits.
 
         Bits that are chosen by measurement take part only if their copies fit, so they are not counted. Raises
-        InputError for a draft model or a plan that cannot be read, and for low bits of a ``split`` target.
+        InputError for a draft model or a plan that cannot be read.
         """
         measured = self.kind == "lowbit" and self.bits is None
         plan = None if measured else find_plan(self, folder, config.num_layers)
-        if split and plan and plan.plan.has_low_bits:
-            if self.kind != "auto":
-                no_low_bits()
-            plan = None
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
             "longest_draft": max(LONGEST_ADAPTIVE, LONGEST_DRAFT) if self.gamma is None else self.gamma,
@@ -278,9 +273,9 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     ways: dict[str, Drafting] = {}
     costs: dict[str, CostTable] = {}
     priors = dict(LOOKUP_PRIORS)
-    table = bits_table(setting) if saves_in_low_bits(model) else BitsTable((), (), (), (), (), ())
+    table = bits_table(setting) if model.fast_bits else BitsTable((), (), (), (), (), ())
     plans = {"low bits": None if table.best is None else measured_plan(table, layers)}
-    if chosen and chosen.gamma != 0 and (saves_in_low_bits(model) or not chosen.plan.has_low_bits):
+    if chosen and chosen.gamma != 0 and (model.fast_bits or not chosen.plan.has_low_bits):
         plans["plan"] = chosen
     for name, draft in plans.items():
         if draft and (not draft.plan.has_low_bits or has_memory_for(model, draft.plan)):
@@ -299,13 +294,8 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def saves_in_low_bits(model: Decoder) -> bool:
-    """Whether drafts in low bits can be faster here; a model that is split over processes has no copies."""
-    return not isinstance(model, ParallelDecoder) and bool(model.fast_bits)
-
-
 def costs_of(way: Drafting, setting: Setting) -> CostTable:
-    """The costs of a way to draft on this machine: kept ones, or measured now."""
+    """The costs of a way to draft on this machine: kept ones, or measured now (``ranks`` replaces this)."""
     model, params, context = setting.model, setting.params, setting.context
 
     def measure() -> CostTable:

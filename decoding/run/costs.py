@@ -100,6 +100,7 @@ def measure_costs(
     longest: int = LONGEST_DRAFT,
     context: int = CONTEXT,
     verify: tuple[float, ...] | None = None,
+    patience: float = PATIENCE,
 ) -> CostTable:
     """Time the loop's own steps with these sampling parameters, in turns, and take medians; the first is warm-up.
 
@@ -113,7 +114,7 @@ def measure_costs(
     if draft_model is not None:
         own_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
         steps.append(draft_steps(draft_model, own_cache, plan, params, context=context))
-    timings = take_turns(steps, REPEATS, target.device, PATIENCE)
+    timings = take_turns(steps, REPEATS, target.device, patience)
     plain = timings[0].median / IN_A_ROW
     if verify is None:
         one, *more = (took.median for took in timings[1 : longest + 2])

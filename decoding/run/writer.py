@@ -63,6 +63,9 @@ class Writer:
     serves every text.
     """
 
+    # On several processes rank 0 decides: ``decoding.run.ranks`` replaces this.
+    decide = staticmethod(lambda policy, randomness, verify: (randomness, verify))
+
     def __init__(self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b"") -> None:
         """``capacity``: positions of the cache, for the longest prompt with its output."""
         self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
@@ -115,7 +118,7 @@ class Writer:
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
         drafter = drafter or self.drafter(drafting)
-        drawn = coupling.randomness(self.model.device), coupling.verify
+        drawn = self.decide(policy, coupling.randomness(self.model.device), coupling.verify)
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *drawn, observer=observer)
         try:
             with closing(rounds):

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from model import InputError
-from weights.cli.processes import Processes
 
 if TYPE_CHECKING:
     from decoding.serve.requests import CommandLine
@@ -24,8 +23,6 @@ def serve(address: str, command_line: CommandLine) -> int:
         if getattr(command_line.options, name):
             option = "a prompt" if name == "prompt" else "--" + name.replace("_", "-")
             raise InputError(f"{option} has no effect with --serve: leave it out")
-    if Processes.started().several:
-        raise InputError("--serve runs in one process, for now: start it without torchrun")
     if missing := [name for name in LIBRARIES if find_spec(name.replace("-", "_")) is None]:
         raise InputError(
             f"--serve needs {', '.join(missing)}: run make serve, or pip install -r requirements-serve.txt"

@@ -136,7 +136,7 @@ def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
     name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "load_ready", None)
+    monkeypatch.setattr(generate, "load_model", None)
     assert generate.main(["the hen", "--html", str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
-from decoding.randomness import KeyedRandomness, SeededRandomness
+from decoding.run.break_even import BreakEven
+from decoding.run.chooser import Drafting
+from decoding.run.ranks import INTERRUPTED, decide_as_rank_0
+from decoding.run.writer import Interrupted, Writer
 from decoding.sampling import SamplingParams
+from decoding.text import Rules
+from decoding.verify import chance_of
 from model import Decoder, InputError, LayerPlan, parse_config
 from model.diagnose import explain_nonfinite
-from model.parallel import Share
+from model.parallel import Shard
 from tests.configs import small
-from tests.laws import REAL_DRAFTERS, deviation
-from tests.ranks import Leader, leading
+from tests.laws import COSTS, REAL_DRAFTERS, deviation
+from tests.ranks import Ranks, joined, random_model, split_model
 
 EXACT = 1e-9
 FAMILIES = ["llama", "gemma2"]
-DRAFTERS = {name: make for name, make in REAL_DRAFTERS.items() if name not in ("lowbit", "best of")}
 
 
 def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
@@ -33,47 +40,50 @@ def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def leader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leader]:
-    with leading(request.param, tmp_path_factory.mktemp("meeting") / "place") as leader:
-        yield leader
-
-
-@pytest.fixture(params=FAMILIES)
-def models(request: pytest.FixtureRequest, leader: Leader) -> Iterator[tuple[Decoder, Decoder]]:
-    """Whole and split."""
-    with leader.shared(config(request.param, leader.size)) as models:
-        yield models
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with joined(request.param, tmp_path_factory.mktemp("meeting") / "place") as ranks:
+        yield ranks
 
 
 SHAPES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "one key head for all": {"num_key_value_heads": 1},
     "a vocabulary that divides": {"vocab_size": 12},
-    "tied, and divides": {"vocab_size": 12, "tie_word_embeddings": True},
     "tied": {"tie_word_embeddings": True},
 }
 
 
+@torch.inference_mode()
+def logits_of(model: Decoder) -> Tensor:
+    """Logits of a prompt read in two parts, of steps after it under every kind of plan, and after a rollback."""
+    tokens = torch.tensor([[3, 1, 0, 1, 2, 2, 0, 2, 3, 2]])
+    cache = model.new_cache(16)
+    model.prefill(tokens[:, :4], cache)
+    parts = [model(tokens[:, 4:7], cache, 4)]
+    for plan in (None, LayerPlan.early_exit(3, 1), LayerPlan.skipping(3, [1], [0, 2])):
+        cache.truncate(6)
+        parts += [model(tokens[:, 6:9], cache, 6, plan), model(tokens[:, 9:], cache, cache.length, plan)]
+    return torch.cat([*parts, model(tokens)], 1)
+
+
+def split_logits(config: dict[str, Any]) -> Tensor:
+    return logits_of(split_model(config))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES)
-@torch.inference_mode()
-def test_logits_and_cache_are_those_of_one_process(leader: Leader, family: str, shape: str) -> None:
-    """Of a prompt read in two parts, of steps after it under every kind of plan, and after a rollback."""
-    tokens = torch.tensor([[3, 1, 0, 1, 2, 2, 0, 2, 3, 2]])
-    plans = [None, LayerPlan.early_exit(3, 1), LayerPlan.skipping(3, [1], [0, 2])]
-    with leader.shared(config(family, leader.size, **SHAPES[shape])) as models:
-        logits = []
-        for model in models:
-            cache = model.new_cache(16)
-            model.prefill(tokens[:, :4], cache)
-            parts = [model(tokens[:, 4:7], cache, 4)]
-            for plan in plans:
-                cache.truncate(6)
-                parts += [model(tokens[:, 6:9], cache, 6, plan), model(tokens[:, 9:], cache, cache.length, plan)]
-            parts.append(model(tokens))
-            logits.append(torch.cat(parts, 1))
-            assert logits[-1].shape[-1] == model.vocab_size
-        torch.testing.assert_close(*logits, rtol=0, atol=EXACT)
+def test_logits_on_every_rank_are_those_of_one_process(ranks: Ranks, family: str, shape: str) -> None:
+    shaped = config(family, ranks.size, **SHAPES[shape])
+    expected = logits_of(random_model(shaped))
+    first, *others = ranks.run(split_logits, shaped)
+    torch.testing.assert_close(first, expected, rtol=0, atol=EXACT)
+    assert all(torch.equal(other, first) for other in others)
+
+
+class RankWriter(Writer):
+    """The writer of a rank."""
+
+    decide = staticmethod(decide_as_rank_0)
 
 
 def fixed() -> Policy:
@@ -81,28 +91,74 @@ def fixed() -> Policy:
 
 
 def gated() -> Policy:
-    return ConfidenceGate(AdaptiveExit(0.3, 4), 0.2)
+    return ConfidenceGate(AdaptiveExit(0.6, 4), 0.4)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_and_seeded_texts_are_those_of_one_process_token_for_token(
-    models: tuple[Decoder, Decoder], drafter: str
+def break_even() -> Policy:
+    """By other costs on other ranks."""
+    costs = replace(COSTS, draft=COSTS.draft + dist.get_rank())
+    return BreakEven({"model": costs, "lookup": costs}, 3)
+
+
+Asked = tuple[str, Callable[[], Policy], str, float]
+
+
+def text_by(writer: Writer, asked: Asked, seed: int) -> list[int]:
+    """A text of 8 tokens: by a drafter and a policy, under a rule, at a temperature."""
+    drafter, policy, coupling, temperature = asked
+    writer.begin([1, 0, 2, 1, 2])
+    drafting = Drafting(drafter, lambda cache: REAL_DRAFTERS[drafter](writer.model, cache), policy)
+    chance = chance_of(coupling, seed)
+    return writer.write(writer.new_text(Rules(8)), drafting, SamplingParams(temperature), chance).text.generated
+
+
+def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
+    """Ranks other than the first draw other numbers, from other logits, and know other costs."""
+    rank, model = dist.get_rank(), split_model(config)
+    noise = torch.randn(model.vocab_size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    model.register_forward_hook(lambda module, inputs, logits: logits + 10 * rank * noise)
+    return text_by(RankWriter(model, 64), asked, 7 + rank)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafter", REAL_DRAFTERS)
+def test_no_rank_parts_from_rank_0_which_writes_the_text_of_one_process(
+    ranks: Ranks, family: str, drafter: str
 ) -> None:
-    greedy, drawn = (
-        Request(prompt=(1, 0, 2, 1, 2), params=SamplingParams(temperature), max_new_tokens=8) for temperature in (0, 1)
-    )
-    for asked, policy, coupling, randomness in (
-        (greedy, fixed, "ratio", SeededRandomness),
-        (drawn, gated, "ratio", SeededRandomness),
-        (drawn, fixed, "race", KeyedRandomness),
-    ):
-        setup = Setup(DRAFTERS[drafter], policy)
-        one, several = (run_loop(model, asked, setup, randomness(7), coupling=coupling) for model in models)
-        assert one == several
+    shaped = config(family, ranks.size)
+    policy = break_even if drafter == "best of" else gated
+    several: list[Asked] = [(drafter, fixed, "ratio", 0.0), (drafter, policy, "race", 1.0)]
+    if drafter not in ("lowbit", "best of"):  # the shards of a matrix are rounded apart: those draft otherwise
+        several.append((drafter, policy, "ratio", 1.0))
+    for asked in several:
+        expected = text_by(Writer(random_model(shaped), 64), asked, 7)
+        assert ranks.run(text_on_rank, shaped, asked) == [expected] * ranks.size
+
+
+def is_interrupted(config: dict[str, Any]) -> bool:
+    """Whether a text ends by Ctrl-C on rank 0, without a token."""
+    if not dist.get_rank():
+        INTERRUPTED.set()
+    try:
+        text_on_rank(config, ("none", fixed, "ratio", 0.0))
+    except Interrupted as stopped:
+        return not stopped.sample.text.generated
+    finally:
+        INTERRUPTED.clear()
+    return False
+
+
+def test_ctrl_c_on_rank_0_ends_the_text_on_every_rank(ranks: Ranks) -> None:
+    assert all(ranks.run(is_interrupted, config("llama", ranks.size)))
+
+
+def split_deviation(config: dict[str, Any], drafter: str, asked: Request) -> float:
+    model, expected = split_model(config), plain_law(Rows(random_model(config)), asked)
+    return deviation(lambda randomness: run_loop(model, asked, Setup(REAL_DRAFTERS[drafter]), randomness), expected)
 
 
 @pytest.mark.parametrize(
-    ("drafter", "request_"),
+    ("drafter", "asked"),
     [
         ("plan", Request(max_new_tokens=2)),
         ("exit", Request(params=SamplingParams(0.8, top_p=0.7), max_new_tokens=2, eos_ids=frozenset({1}))),
@@ -110,14 +166,11 @@ def test_greedy_and_seeded_texts_are_those_of_one_process_token_for_token(
     ],
     ids=["plan", "exit, top-p and end of text", "lookup and a ban"],
 )
-def test_the_law_of_a_split_model_is_plain_samplings(leader: Leader, drafter: str, request_: Request) -> None:
-    """Enumerated, as in the exact-law suite; the law is computed from the whole model."""
-    if leader.size > 2:
+def test_the_law_of_a_split_model_is_plain_samplings(ranks: Ranks, drafter: str, asked: Request) -> None:
+    """Enumerated, as in the exact-law suite, on every rank; the expected law is computed from the whole model."""
+    if ranks.size > 2:
         pytest.skip("a law is the same walk over two processes as over three")
-    with leader.shared(config("gemma2", leader.size, vocab_size=3)) as (whole, split):
-        setup = Setup(REAL_DRAFTERS[drafter])
-        expected = plain_law(Rows(whole), request_)
-        assert deviation(lambda randomness: run_loop(split, request_, setup, randomness), expected) < EXACT
+    assert max(ranks.run(split_deviation, config("gemma2", ranks.size, vocab_size=3), drafter, asked)) < EXACT
 
 
 class Rows:
@@ -131,40 +184,15 @@ class Rows:
         return self.model(torch.tensor([history]))[0, -1]
 
 
-def test_the_caches_of_followers_are_let_go_when_their_number_is_given_again(models: tuple[Decoder, Any]) -> None:
-    split = models[1]
-    first, second = split.new_cache(4), split.new_cache(4)
-    assert [split.slots[cache] for cache in (first, second)] == [0, 1]
-    del first
-    assert split.slots[split.new_cache(4)] == 0
+def explanation(config: dict[str, Any]) -> str:
+    model = split_model(config)
+    model.layers[1].mlp.gate_proj.weight.fill_(float("inf"))
+    return str(explain_nonfinite(model, model.new_cache(8), torch.tensor([1, 2, 3, 1])))
 
 
-def test_where_numbers_break_is_found_in_a_split_model(models: tuple[Decoder, Any]) -> None:
-    """The text runs again on all processes alike."""
-    for model in models:
-        norm = model.layers[1].mlp.gate_proj.weight
-        kept = norm.clone()
-        norm.fill_(float("inf"))
-        error = explain_nonfinite(model, model.new_cache(8), torch.tensor([1, 2, 3, 1]))
-        assert "in the MLP of layer 1:" in str(error)
-        norm.copy_(kept)
-
-
-def test_ctrl_c_takes_effect_between_passes_so_that_the_others_can_be_let_go(models: tuple[Decoder, Any]) -> None:
-    split = models[1]
-    cache = split.new_cache(8)
-    split.interrupt()
-    with pytest.raises(KeyboardInterrupt), torch.inference_mode():
-        split(torch.tensor([[1, 2]]), cache, 0)
-    with torch.inference_mode():  # they still follow
-        assert split(torch.tensor([[1, 2]]), cache, 0).isfinite().all()
-
-
-def test_low_bits_are_refused_before_anyone_computes(models: tuple[Decoder, Any]) -> None:
-    split, plan = models[1], LayerPlan.full(3).in_bits(4)
-    for ask in (lambda: split.twins.prepare(plan), lambda: split(torch.tensor([[1]]), split.new_cache(2), 0, plan)):
-        with pytest.raises(InputError, match="does not draft in low bits"):
-            ask()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_numbers_break_is_found_in_a_split_model(ranks: Ranks, family: str) -> None:
+    assert all("in the MLP of layer 1:" in said for said in ranks.run(explanation, config(family, ranks.size)))
 
 
 @pytest.mark.parametrize(
@@ -177,12 +205,12 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(
     config = parse_config(small(num_attention_heads=heads, num_key_value_heads=shared))
     said = f"{heads} query heads and {shared} key/value heads do not divide over {size} processes: start {fit}$"
     with pytest.raises(InputError, match=said):
-        Share(config, 0, size)
+        Shard(config, 0, size)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_shares_make_the_whole_and_each_number_has_one_holder_but_shared_key_heads(family: str, size: int) -> None:
+def test_shards_make_the_whole_and_each_number_has_one_holder_but_shared_key_heads(family: str, size: int) -> None:
     whole = parse_config(
         config(family, 3, vocab_size=12, num_attention_heads=6, num_key_value_heads=3 if size == 3 else 1)
     )
@@ -194,10 +222,10 @@ def test_shares_make_the_whole_and_each_number_has_one_holder_but_shared_key_hea
         ("embed_tokens.weight", 12),
         ("lm_head.weight", 12),
     ):
-        held = [index for rank in range(size) for index in Share(whole, rank, size).cut(name)[1]]
+        held = [index for rank in range(size) for index in Shard(whole, rank, size).cut(name)[1]]
         assert held == list(range(length)), name
     keys = {
-        index for rank in range(size) for index in Share(whole, rank, size).cut("layers.0.self_attn.k_proj.bias")[1]
+        index for rank in range(size) for index in Shard(whole, rank, size).cut("layers.0.self_attn.k_proj.bias")[1]
     }
     assert keys == set(range(4 * whole.num_kv_heads))
-    assert Share(whole, 1, size).cut("layers.0.self_attn.o_proj.bias") is None
+    assert Shard(whole, 1, size).cut("layers.0.self_attn.o_proj.bias") is None

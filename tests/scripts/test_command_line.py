@@ -359,7 +359,7 @@ def test_ctrl_c_while_loading_exits_130(run: Run, model: str, monkeypatch: pytes
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "load_ready", interrupted)
+    monkeypatch.setattr(generate, "load_model", interrupted)
     assert run("the", "--model", model).status == 130
 
 
@@ -405,7 +405,7 @@ def test_a_draft_model_whose_numbers_break_is_never_accepted(run: Run, model: st
 def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(generate, "load_ready")
+    monkeypatch.delattr(generate, "load_model")
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0
     assert re.fullmatch(r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, free: .+ GB\n", whole.out)

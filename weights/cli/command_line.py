@@ -41,16 +41,13 @@ def say(line: str) -> None:
     print(f"[{line}]", file=sys.stderr)
 
 
-def run_command(
-    work: Callable[[], int | None], interrupted: str | None = None, complains: Callable[[], bool] = lambda: True
-) -> int:
+def run_command(work: Callable[[], int | None], interrupted: str | None = None) -> int:
     """Do the work of a command line; returns its exit status, and tells every failure in one line.
 
     0, or what ``work`` returns; 2 after wrong input, memory that ran out, or a file, a disk or an output that failed;
     130 after Ctrl-C, which is answered with the line ``interrupted``, if any. When nobody reads the output any more, as
     in ``| head``, it ends in silence with 0. ``work`` should parse the arguments too, so that all this holds for them;
-    the parser's SystemExit passes through. ``complains`` is asked after a failure whether it is to be told of, where
-    another process may have done so.
+    the parser's SystemExit passes through.
     """
     repair_standard_streams()
     status, complaint = 2, None
@@ -79,7 +76,7 @@ def run_command(
             raise
         complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
     _finish(sys.stdout)
-    if status and complains() and complaint is not None:
+    if complaint is not None:
         with suppress(OSError):
             print(complaint, file=sys.stderr)
     _finish(sys.stderr)

@@ -1,4 +1,4 @@
-"""What one of several processes reads and holds of a model folder: its share and nothing more."""
+"""The shard of a model folder that one of several processes reads and holds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import weights.cli.processes
 import weights.load
-from model import InputError, parse_config
-from model.parallel import Share
+from model import InputError
+from model.parallel import Shard
 from tests.folders import GEMMA2, LLAMA, write_folder
-from weights.cli.processes import Processes
 from weights.load import load_model, read_config
-from weights.memory import cache_bytes, estimate, held_bytes, weight_bytes
+from weights.memory import estimate, held_bytes, weight_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -28,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Counted:
-    """``safe_open``, which tells how many numbers were read of every tensor."""
+    """``safe_open`` with a count of the numbers read of every tensor."""
 
     def __init__(self) -> None:
         self.read: dict[str, int] = {}
@@ -63,7 +61,7 @@ class Counted:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("slice_bytes", [1, 1 << 20])
-def test_a_process_reads_its_share_and_nothing_more(
+def test_a_process_reads_its_shard_and_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, slice_bytes: int
 ) -> None:
     """Whether tensors come whole or a row at a time."""
@@ -71,12 +69,12 @@ def test_a_process_reads_its_share_and_nothing_more(
     monkeypatch.setattr(weights.load, "SLICE_BYTES", slice_bytes)
     whole = load_model(folder)
     for rank in range(2):
-        share, counted = Share(whole.config, rank, 2), Counted()
+        shard, counted = Shard(whole.config, rank, 2), Counted()
         monkeypatch.setattr(weights.load, "safe_open", counted)
-        mine = dict(load_model(folder, share=share).named_parameters())
+        mine = dict(load_model(folder, shard=shard).named_parameters())
         assert mine.keys() == dict(whole.named_parameters()).keys()
         for name, parameter in whole.named_parameters():
-            cut = share.cut(name)
+            cut = shard.cut(name)
             kept = parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
             assert torch.equal(mine[name], kept) and counted.read[name] == kept.numel(), name
         monkeypatch.undo()
@@ -91,48 +89,26 @@ def test_a_stored_head_that_is_not_its_tied_embedding_is_found_by_the_process_th
     head = state["model.embed_tokens.weight"].clone()
     head[200] += 1
     save_file(state | {"lm_head.weight": head}, folder / "model.safetensors")
-    load_model(folder, share=Share(read_config(folder), 0, 2))
+    load_model(folder, shard=Shard(read_config(folder), 0, 2))
     with pytest.raises(InputError, match="is not the embedding"):
-        load_model(folder, share=Share(read_config(folder), 1, 2))
+        load_model(folder, shard=Shard(read_config(folder), 1, 2))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_estimate_of_a_share_is_what_the_process_holds(tmp_path: Path, shape: str) -> None:
+def test_the_estimate_of_a_shard_is_what_the_process_holds(tmp_path: Path, shape: str) -> None:
     folder = write_folder(tmp_path, SHAPES[shape])
     config = read_config(folder)
     for rank in range(2):
-        share = Share(config, rank, 2)
-        model = load_model(folder, share=share)
-        memory = estimate(config, torch.float32, 64, prompt=5, share=share)
+        shard = Shard(config, rank, 2)
+        model = load_model(folder, shard=shard)
+        memory = estimate(shard.local, torch.float32, 64, prompt=5)
         assert memory.weights == held_bytes(model)
         cache = model.new_cache(64)
         assert memory.cache == sum(each.nbytes for each in (*cache.keys, *cache.values))
 
 
-def test_the_first_process_has_the_logits_of_the_whole_vocabulary_and_the_draft_model() -> None:
-    config, draft = parse_config({**LLAMA, "vocab_size": 1 << 20}), parse_config(LLAMA)
-    first, second = (estimate(config, torch.float32, 64, prompt=5, share=Share(config, rank, 2)) for rank in range(2))
-    assert first.workspace == 2 * second.workspace
-    with_draft = estimate(config, torch.float32, 64, prompt=5, share=Share(config, 0, 2), draft=draft)
-    assert with_draft.weights - first.weights == weight_bytes(draft, torch.float32)
-    assert with_draft.cache - first.cache == cache_bytes(draft, torch.float32, 64)
-
-
 def test_three_processes_hold_a_third_of_smollm2_each(smollm2: Path) -> None:
     config = read_config(smollm2)
     whole = weight_bytes(config, torch.bfloat16)
-    held = [held_bytes(load_model(smollm2, share=Share(config, rank, 3))) for rank in range(3)]
+    held = [held_bytes(load_model(smollm2, shard=Shard(config, rank, 3))) for rank in range(3)]
     assert max(held) < 0.34 * whole
-
-
-def test_each_process_has_a_gpu_of_its_own_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(weights.cli.processes, "pick_device", lambda name: taken.append(name))
-    for name in (None, "cuda", "cuda:0", "cpu"):
-        Processes(rank=5, size=6, local_rank=1, local_size=2).pick_device(name)
-    assert taken == [1, "cuda:1"] * 3 + ["cpu"]
-    with pytest.raises(InputError, match="2 GPUs are too few"):
-        Processes(rank=2, size=3, local_rank=2, local_size=3).pick_device(None)
