@@ -278,7 +278,8 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     if chosen and chosen.gamma != 0 and (model.fast_bits or not chosen.plan.has_low_bits):
         plans["plan"] = chosen
     for name, draft in plans.items():
-        if draft and (not draft.plan.has_low_bits or has_memory_for(model, draft.plan)):
+        same = draft is not None and any(way.plan == draft.plan for way in ways.values())
+        if draft and not same and (not draft.plan.has_low_bits or has_memory_for(model, draft.plan)):
             ways[name] = planned(setting, draft)
             costs[name] = costs_of(ways[name], setting)
             priors |= {name: draft.acceptance} if draft.acceptance else {}

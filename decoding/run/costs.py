@@ -118,7 +118,8 @@ def measure_costs(
     plain = timings[0].median / IN_A_ROW
     if verify is None:
         one, *more = (took.median for took in timings[1 : longest + 2])
-        verify = (1.0, *(1 + (seconds - one) / plain for seconds in more))
+        plain = max(plain, one)  # a round takes its step and more
+        verify = (1.0, *((seconds + plain - one) / plain for seconds in more))
     drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
     draft = timings[-1].median / IN_A_ROW / plain if draft_model is not None else 0.0

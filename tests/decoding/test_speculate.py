@@ -17,7 +17,7 @@ from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.run.break_even import BreakEven
-from decoding.run.costs import CostTable, measure_costs
+from decoding.run.costs import IN_A_ROW, CostTable, measure_costs
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
@@ -235,13 +235,12 @@ def test_costs_are_steady_where_a_slow_machine_slowed_every_step_alike(
     assert measure_costs(model, model, None, longest=1).steady == (len(disturbed) in (0, 3))
 
 
-def test_measuring_costs_of_a_slow_model_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.run.costs.PATIENCE", 0.0)
+def test_measuring_costs_of_a_slow_model_ends_early() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    measure_costs(model, None, None, longest=1)
-    assert len(calls) == 2 * 2, "one warm-up and one counted repeat of two steps"
+    measure_costs(model, None, None, longest=1, patience=0.0)
+    assert len(calls) == 2 * (IN_A_ROW + 2), "one warm-up and one counted repeat of plain rounds and of two verifications"
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

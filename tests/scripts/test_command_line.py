@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import generate
+from decoding.run.bits import BitsTable
 from decoding.show.streaming import TextStream
 from tests.folders import GEMMA2, LLAMA, write_folder
 from weights import fetch
@@ -25,6 +26,7 @@ from weights.fingerprint import model_fingerprint
 from weights.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
+FOUR_BITS = BitsTable((4,), (0.3,), (0.9,), (4,), (1.5,), (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8))
 KEYS = [
     "text",
     "tokens",
@@ -375,7 +377,7 @@ def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
 ) -> None:
     """Ctrl-C while --compare decodes plainly: the finished sample's object is not lost."""
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "comparison", interrupted)
@@ -421,34 +423,35 @@ def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoding.run.costs.UNSTEADY", math.inf)  # whatever else computes on this machine
+    monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: FOUR_BITS)
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2]}')
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "12")
     assert "skipping 2 attention and 1 MLP sublayers" in outcome.err
     costs = json.loads((folder / "costs.json").read_text())
-    assert len(costs) == 2, "of the plan and of low bits"
+    assert len(costs) == 3, "of the plan, of bits, and of the best bits"
     measured = run("the", "--model", str(folder), "--max-new-tokens", "12")
     assert measured.status == 0
     assert json.loads((folder / "costs.json").read_text()) == costs, "a kept table is not measured again"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "drafts"),
+    ("dtype", "plan", "drafts"),
     [
-        ("bfloat16", 16, "skipping 1 attention and 0 MLP sublayers or all layers in 4 bits or prompt lookup"),
-        ("bfloat16", 4, "skipping 1 attention and 0 MLP sublayers, others in 4 bits or all layers in 4 bits or prompt"),
-        ("bfloat16", 8, "all layers in 8 bits or prompt lookup"),
-        ("float32", 8, "all layers in 8 bits or prompt lookup"),
+        ("bfloat16", {"attn": [1]}, "all layers in 4 bits or skipping 1 attention and 0 MLP sublayers or prompt"),
+        ("bfloat16", {"bits": 8}, "all layers in 4 bits or all layers in 8 bits or prompt lookup"),
+        ("bfloat16", {"bits": 4, "head_bits": 8}, "s; all layers in 4 bits or prompt lookup"),
+        ("float32", {"bits": 4, "head_bits": 8}, "s; all layers in 4 bits or prompt lookup"),
     ],
 )
-def test_auto_leaves_out_a_low_bit_draft_that_the_plan_is_already(
-    dtype: str, bits: int, drafts: str, run: Run, tmp_path: Path
+def test_auto_drafts_with_measured_bits_and_with_a_plan_that_is_another(
+    dtype: str, plan: dict, drafts: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: FOUR_BITS)
     folder = write_folder(tmp_path / "planned")
-    skipped = [] if bits == 8 else [1]
-    (folder / "plan.json").write_text(json.dumps({"attn": skipped, "bits": bits, "acceptance_rate": 0.9}))
+    (folder / "plan.json").write_text(json.dumps({"attn": [], "acceptance_rate": 0.9} | plan))
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "4", "--dtype", dtype)
-    assert drafts in outcome.err.splitlines()[-1] and ("4 bits" in outcome.err) == ("4 bits" in drafts)
+    assert drafts in outcome.err.splitlines()[-1]
 
 
 def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path) -> None:
