@@ -73,9 +73,8 @@ def estimate(
     on_gpu = fast_on is not None and fast_on.type != "cpu"
     entries = max(SMALLEST, 1 << (positions + ROWS - 1).bit_length()) if on_gpu else positions
     logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
-    tokens = min(
-        prompt, PREFILL_CHUNK
-    )  # in an MLP, the larger half of a layer, three tensors of both widths live at once
+    tokens = min(prompt, PREFILL_CHUNK)
+    # An MLP is the larger half of a layer: three tensors of each width live at once.
     layers = (3 * tokens * (each.hidden_size + each.intermediate_size) * dtype.itemsize for each in models)
     return Memory(
         weights=sum(weight_bytes(each, dtype) for each in models),

@@ -269,7 +269,7 @@ def test_every_option_shows_its_default_or_says_it_in_words(parser: argparse.Arg
         told, name = formatter._expand_help(action), action.option_strings[0]
         if action.default is False or action.required or name in NOTHING_UNLESS_GIVEN:
             assert told and "default" not in told, name
-        elif action.default in (None, [], "auto"):
+        elif action.default in (None, [], "auto") or isinstance(action.default, tuple):
             assert "default: " in told and "None" not in told, f"{name} does not say what happens without it"
         else:
             assert f"(default: {action.default})" in told, name
