@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from weights.cli.start import start
+
+    start()
+
 import argparse
 import json
 import os

@@ -8,6 +8,11 @@ compute the gradients that accumulation in one would, up to the order of sums.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from weights.cli.start import start
+
+    start()
+
 import argparse
 import math
 import os

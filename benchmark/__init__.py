@@ -6,6 +6,4 @@ Begin with ``__main__``, whose ``SECTIONS`` name the measurements: of whole text
 
 from typing import Any
 
-import model  # noqa: F401 - imported first, because it decides how torch's threads wait
-
 Row = dict[str, Any]  # one line of a table by column names; --json writes the same

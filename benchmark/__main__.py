@@ -6,7 +6,13 @@ Contenders take turns, so that a busy moment of the machine slows all alike; onl
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from weights.cli.start import start
+
+    start()
+
 import argparse
+import os
 import platform
 import random
 import sys
@@ -30,7 +36,7 @@ from model.fast import accelerate
 from search.prompts import PROMPTS
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
-from weights.cli.files import check_place, is_file, write_json
+from weights.cli.files import check_place, write_json
 from weights.cli.prompt import encode_prompt
 from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
@@ -89,7 +95,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
         if name == "transformers" and file:
             raise InputError("--against transformers takes no file: it reads the folder of --model")
-        if name == "llama.cpp" and not is_file(Path(file)):
+        if name == "llama.cpp" and not os.path.isfile(file):
             raise InputError(
                 f"--against llama.cpp={file:.80} names no file: write a GGUF file of the model with llama.cpp's "
                 "convert_hf_to_gguf.py and give llama.cpp=FILE.gguf"

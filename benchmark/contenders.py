@@ -14,7 +14,6 @@ from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
-from weights.cli.files import is_there
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts and of growing texts
 ADAPTIVE = ", adaptive"  # after the name of a draft: it stops by Draft & Verify's adaptive exit
@@ -88,7 +87,7 @@ def model_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Dra
     ways = {f"exit {at}": DraftOptions("exit", exit_layer=at, gamma=GAMMA) for at in options.exit_layer}
     if setting.model.fast_bits:
         ways["low bits"] = DraftOptions("lowbit")
-    if is_there(setting.folder / "plan.json"):
+    if (setting.folder / "plan.json").exists():
         ways["plan.json"] = DraftOptions("skip")
     if options.draft_model:
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)

@@ -19,6 +19,7 @@ from rich.progress import track
 from benchmark import Row
 from benchmark.contenders import ADAPTIVE, Bench, Contender, Prompt, Written, contender, our_contenders
 from benchmark.libraries import LIBRARIES, WARM_UP_TOKENS
+from benchmark.peak import peak_bytes
 from decoding.corpus.quality import LEAST_MENTIONED, mentioned, repetition
 from decoding.rounds import Statistics
 from decoding.run.chooser import plain, planned
@@ -29,7 +30,7 @@ from decoding.sampling import SamplingParams
 from model import LayerPlan
 from model.clock import Timing, now, take_turns
 from model.decoder import PREFILL_CHUNK
-from weights.memory import estimate, held_bytes, parameter_count, peak_bytes
+from weights.memory import estimate, held_bytes, parameter_count
 
 LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7

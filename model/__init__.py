@@ -1,11 +1,5 @@
 """Hand-written Llama and Gemma-2 decoders with an explicit KV cache and layer plans."""
 
-import os
-
-# Read when OpenMP is loaded: how often a thread looks for work before it sleeps. To wake it takes longer than most
-# products of a step. By default it would keep its core from the other processes of a busy machine for too long.
-os.environ.setdefault("GOMP_SPINCOUNT", "200000")
-
 from model.cache import KVCache
 from model.config import ModelConfig, parse_config
 from model.decoder import Decoder

@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` -> one frozen dataclass for both families.
+"""Model config: Hugging Face's ``config.json`` as one frozen dataclass for both families.
 
 Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``).
 """
@@ -11,14 +11,31 @@ from typing import Any
 
 from model.errors import InputError
 
-FAMILIES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
-LARGEST_SIZE = 2**24
-MOST_POSITIONS = 2**31
-REFUSED_ROPES = {
-    "yarn": "it also rescales the attention scores, which is not computed here",
-    "longrope": "its angles change once a text outgrows the trained context, so cached keys would turn wrong",
+FAMILIES = {"llama": ("LlamaForCausalLM", "silu"), "gemma2": ("Gemma2ForCausalLM", "gelu_pytorch_tanh")}
+FIELDS: dict[str, tuple[str, type, Any, Any]] = {
+    # config.json: ModelConfig, type, and the defaults of Llama and of Gemma-2; None: required
+    "vocab_size": ("vocab_size", int, None, None),
+    "hidden_size": ("hidden_size", int, None, None),
+    "intermediate_size": ("intermediate_size", int, None, None),
+    "num_hidden_layers": ("num_layers", int, None, None),
+    "num_attention_heads": ("num_heads", int, None, None),
+    "num_key_value_heads": ("num_kv_heads", int, None, None),
+    "head_dim": ("head_dim", int, None, 256),
+    "max_position_embeddings": ("max_positions", int, 2048, 8192),
+    "rms_norm_eps": ("norm_eps", float, 1e-6, 1e-6),
+    "tie_word_embeddings": ("tie_embeddings", bool, False, True),
+    "attention_bias": ("attention_bias", bool, False, False),
+    "mlp_bias": ("mlp_bias", bool, False, False),
 }
-MOST_LAYERS = 1000  # deeper than any published model; keeps a damaged file from asking for a billion
+POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
+LARGEST = {"num_hidden_layers": 1000, **dict.fromkeys(POSITIONS, 2**31)}  # a damaged file must not ask for a billion
+LARGEST_SIZE = 2**20  # of all other whole numbers
+ROPE_FACTORS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "dynamic": (),
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything the forward pass depends on, of either family.
+    """Sizes and constants of the forward pass, of either family.
 
     ``attention_scale`` multiplies q·k; ``windows[layer]`` is the sliding window of a layer in tokens, or
     None where attention is full; soft caps are None where the family has none.
@@ -65,149 +82,91 @@ class ModelConfig:
 
 
 def parse_config(raw: Any) -> ModelConfig:
-    """The parsed ``config.json`` of a Llama or Gemma-2 checkpoint -> ModelConfig.
+    """ModelConfig of the parsed ``config.json`` of a Llama or Gemma-2 checkpoint.
 
     Raises InputError, naming the field, for anything this project cannot compute exactly.
     """
     if not isinstance(raw, dict):
         raise InputError("config.json must hold one JSON object")
-    family = _family(raw)
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"]
-        method = method.get("quant_method", "unnamed") if isinstance(method, dict) else "unnamed"
+    family = raw.get("model_type")
+    if family not in tuple(FAMILIES):
+        supported = " and ".join(map(repr, FAMILIES))
+        raise InputError(f"config.json: model_type {family!r:.80} is not supported; this project runs {supported}")
+    if raw.get("quantization_config"):
+        raise InputError("config.json: the checkpoint is quantised: use the original one, in plain float weights")
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or FAMILIES[family][1]
+    if activation != FAMILIES[family][1]:
         raise InputError(
-            f"config.json: the checkpoint is quantised ({method!s:.80}); only plain float weights load: "
-            "use the original checkpoint"
+            f"config.json: activation {activation!r:.80} is not supported for {family}; {FAMILIES[family][1]!r} is"
         )
-    common = _common(raw, family)
+    values = _common(raw, family)
     if family == "llama":
-        _require_activation(raw, "hidden_act", "silu")
-        return ModelConfig(
-            **common,
-            mlp_bias=_flag(raw, "mlp_bias", default=False),
-            attention_scale=common["head_dim"] ** -0.5,
-            windows=(None,) * common["num_layers"],
-        )
-    if raw.get("use_bidirectional_attention"):
-        raise InputError("config.json: use_bidirectional_attention makes an encoder, which cannot decode text")
-    name = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
-    _require_activation(raw, name, "gelu_pytorch_tanh")
+        return ModelConfig(**values, attention_scale=values["head_dim"] ** -0.5, windows=(None,) * values["num_layers"])
     return ModelConfig(
-        **common,
-        attention_scale=_positive(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
-        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", default=50.0),
-        final_soft_cap=_soft_cap(raw, "final_logit_softcapping", default=30.0),
-        windows=_windows(raw, common["num_layers"]),
+        **values,
+        attention_scale=_read(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
+        attention_soft_cap=_read_or_off(raw, "attn_logit_softcapping", float, 50.0),
+        final_soft_cap=_read_or_off(raw, "final_logit_softcapping", float, 30.0),
+        windows=_windows(raw, values["num_layers"]),
     )
-
-
-def _common(raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """The fields of ModelConfig that both families read alike."""
-    num_heads = _integer(raw, "num_attention_heads")
-    num_kv_heads = _integer(raw, "num_key_value_heads", default=num_heads)
-    hidden_size = _integer(raw, "hidden_size")
-    num_layers = _integer(raw, "num_hidden_layers", largest=MOST_LAYERS)
-    if num_heads % num_kv_heads:
-        raise InputError(
-            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
-        )
-    if family == "llama" and raw.get("head_dim") is None and hidden_size % num_heads:
-        raise InputError(
-            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
-            "and head_dim is not given"
-        )
-    head_dim = _integer(raw, "head_dim", default=256 if family == "gemma2" else hidden_size // num_heads)
-    if num_heads * head_dim > LARGEST_SIZE:
-        raise InputError(f"config.json: {num_heads} heads of head_dim {head_dim} are not a real model's")
-    if head_dim % 2:
-        raise InputError(f"config.json: head_dim {head_dim} is odd; rotary embeddings turn pairs")
-    context = 8192 if family == "gemma2" else 2048
-    rope, max_positions = _rope(raw, _integer(raw, "max_position_embeddings", default=context, largest=MOST_POSITIONS))
-    return {
-        "family": family,
-        "vocab_size": _integer(raw, "vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": _integer(raw, "intermediate_size"),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_positions": max_positions,
-        "norm_eps": _positive(raw, "rms_norm_eps", default=1e-6),
-        "rope": rope,
-        "tie_embeddings": _flag(raw, "tie_word_embeddings", default=family == "gemma2"),
-        "attention_bias": _flag(raw, "attention_bias", default=False),
-    }
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """The ``config.json`` that ``parse_config`` reads as this config; transformers 4 and 5 read it too."""
+    architecture, activation = FAMILIES[config.family]
+    raw: dict[str, Any] = {"architectures": [architecture], "model_type": config.family}
+    raw |= {key: getattr(config, name) for key, (name, *_) in FIELDS.items()}
     rope = config.rope
-    scaling: dict[str, Any] | None = None if rope.kind == "default" else {"rope_type": rope.kind, "factor": rope.factor}
+    scaling = {"rope_type": rope.kind, **{name: getattr(rope, name) for name in ROPE_FACTORS[rope.kind]}}
     if rope.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        }
-    raw = {
-        "architectures": [FAMILIES[config.family]],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": rope.theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
-    }
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    raw |= {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
     if config.family == "llama":
-        return raw | {"hidden_act": "silu", "mlp_bias": config.mlp_bias}
-    window = next((window for window in config.windows if window), config.max_positions)
+        return raw | {"hidden_act": activation}
+    scalar = config.attention_scale**-2
     return raw | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": _whole(config.attention_scale**-2),
+        "hidden_activation": activation,
+        "query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-12) else scalar,
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.final_soft_cap,
-        "sliding_window": window,
+        "sliding_window": next((window for window in config.windows if window), config.max_positions),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
     }
 
 
-def _family(raw: dict[str, Any]) -> str:
-    declared = raw.get("model_type")
-    architectures = raw.get("architectures")
-    for family, architecture in FAMILIES.items():
-        named = isinstance(architectures, list) and architecture in architectures
-        if declared == family or (declared is None and named):
-            return family
-    supported = " and ".join(repr(family) for family in FAMILIES)
-    raise InputError(f"config.json: model_type {declared!r:.80} is not supported; this project runs {supported}")
+def _common(raw: dict[str, Any], family: str) -> dict[str, Any]:
+    """The fields of ModelConfig that both families have, checked."""
+    fallback = {"num_key_value_heads": _read(raw, "num_attention_heads", int)}
+    if family == "llama":
+        fallback["head_dim"] = _read(raw, "hidden_size", int) // _read(raw, "num_attention_heads", int)
+    values = {
+        name: _read(raw, key, kind, fallback.get(key, default[family == "gemma2"]))
+        for key, (name, kind, *default) in FIELDS.items()
+    }
+    heads, key_heads = values["num_heads"], values["num_kv_heads"]
+    if heads % key_heads:
+        raise InputError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}"
+        )
+    if values["head_dim"] % 2:
+        raise InputError(f"config.json: head_dim {values['head_dim']} is odd; rotary embeddings turn pairs")
+    rope, values["max_positions"] = _rope(raw, values["max_positions"])
+    return values | {"family": family, "rope": rope}
 
 
 def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Gemma-2's sliding window of each layer: ``layer_types`` wins, else the even layers slide."""
-    window = (
-        None
-        if "sliding_window" in raw and raw["sliding_window"] is None
-        else _integer(raw, "sliding_window", default=4096)
-    )
     kinds = raw.get("layer_types")
     if kinds is None:
-        return tuple(window if layer % 2 == 0 else None for layer in range(num_layers))
-    known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise InputError(f"config.json: layer_types must list {num_layers} layers")
-    for kind in kinds:
-        if not isinstance(kind, str) or kind not in known:
-            raise InputError(f"config.json: layer_types names {kind!r:.80}; known are {', '.join(known)}")
-    return tuple(known[kind] for kind in kinds)
+        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    window = _read_or_off(raw, "sliding_window", int, 4096)
+    windows = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(windows) for kind in kinds):
+        raise InputError(
+            f"config.json: layer_types must name {' or '.join(windows)} for each of {num_layers} layers, "
+            f"found {kinds!r:.80}"
+        )
+    return tuple(windows[kind] for kind in kinds)
 
 
 def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
@@ -216,84 +175,45 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
     ``dynamic`` rescales its angles once a text outgrows the trained context, so a token's key would
     depend on the call that computed it and no cached decoding could be lossless: the context ends there.
     """
-    own = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(own, dict):
-        raise InputError(f"config.json: rope_scaling must be an object or null, found {own!r:.80}")
-    if any(isinstance(value, dict) for value in own.values()):
-        raise InputError("config.json: rope_parameters for each layer type are not supported; one for all layers is")
-    kind = own.get("rope_type") or own.get("type") or "default"
-    parameters = {**raw, **own}  # some fields may stand in either
-    if parameters.get("partial_rotary_factor") not in (None, 1):
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise InputError(f"config.json: rope_scaling must be null or one object for all layers, found {scaling!r:.80}")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in tuple(ROPE_FACTORS):
+        raise InputError(
+            f"config.json: rope type {kind!r:.80} is not supported; default, linear, llama3 and dynamic (up to its "
+            "trained context) are"
+        )
+    raw = raw | scaling  # some fields may stand in either
+    if raw.get("partial_rotary_factor") not in (None, 1):
         raise InputError("config.json: partial_rotary_factor is not supported: whole heads are rotated here")
-    theta = _positive(parameters, "rope_theta", default=10000.0)
-    if kind == "default":
-        return Rope(theta), max_positions
-    trained = _integer(parameters, "original_max_position_embeddings", default=max_positions, largest=MOST_POSITIONS)
+    theta, trained = _read(raw, "rope_theta", float, 10000.0), _read(raw, POSITIONS[1], int, max_positions)
+    factors = {name: _read(raw, name, float) for name in ROPE_FACTORS[kind]}
     if kind == "dynamic":
         return Rope(theta), min(max_positions, trained)
-    if kind == "linear":
-        return Rope(theta, "linear", factor=_positive(parameters, "factor")), max_positions
-    if kind == "llama3":
-        rope = Rope(
-            theta,
-            "llama3",
-            factor=_positive(parameters, "factor"),
-            low_freq_factor=_positive(parameters, "low_freq_factor"),
-            high_freq_factor=_positive(parameters, "high_freq_factor"),
-            original_max_positions=trained,
-        )
-        if rope.high_freq_factor <= rope.low_freq_factor:
-            raise InputError("config.json: rope high_freq_factor must be larger than low_freq_factor")
-        return rope, max_positions
-    reason = REFUSED_ROPES.get(kind, "it is unknown here") if isinstance(kind, str) else "it is not a name"
-    raise InputError(
-        f"config.json: rope type {kind!r:.80} is not supported: {reason}; default, linear, llama3 and dynamic "
-        "(up to its trained context) are"
-    )
+    if kind != "llama3":
+        return Rope(theta, kind, **factors), max_positions
+    if factors["high_freq_factor"] <= factors["low_freq_factor"]:
+        raise InputError("config.json: rope high_freq_factor must be larger than low_freq_factor")
+    return Rope(theta, kind, **factors, original_max_positions=trained), max_positions
 
 
-def _require_activation(raw: dict[str, Any], key: str, only: str) -> None:
-    found = raw.get(key, only)
-    if found != only:
-        raise InputError(f"config.json: {key} {found!r:.80} is not supported for this family; {only!r} is")
-
-
-def _integer(raw: dict[str, Any], key: str, *, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
+def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """A field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent or null."""
+    value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise InputError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-        raise InputError(f"config.json: {key} must be a whole number from 1 to {largest}, found {value!r:.80}")
-    return value
+    largest = LARGEST.get(key, LARGEST_SIZE)
+    fits, wanted = {
+        int: (type(value) is int and 1 <= value <= largest, f"a whole number from 1 to {largest}"),
+        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
+        bool: (type(value) is bool, "true or false"),
+    }[kind]
+    if not fits:
+        raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
+    return kind(value)
 
 
-def _positive(raw: dict[str, Any], key: str, *, default: float | None = None) -> float:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise InputError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise InputError(f"config.json: {key} must be a number above 0, found {value!r:.80}")
-    return float(value)
-
-
-def _soft_cap(raw: dict[str, Any], key: str, *, default: float) -> float | None:
-    """A missing soft cap has the family's default; one that is null is off."""
-    return None if key in raw and raw[key] is None else _positive(raw, key, default=default)
-
-
-def _flag(raw: dict[str, Any], key: str, *, default: bool) -> bool:
-    value = raw.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise InputError(f"config.json: {key} must be true or false, found {value!r:.80}")
-    return value
-
-
-def _whole(value: float) -> float:
-    """The whole number that rounding has moved this value away from, if there is one."""
-    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
+def _read_or_off(raw: dict[str, Any], key: str, kind: type, default: Any) -> Any:
+    """A field as in ``_read``, but None where it is null: null turns it off."""
+    return None if key in raw and raw[key] is None else _read(raw, key, kind, default)

@@ -7,6 +7,11 @@ held out, and the fastest is written as a plan file that generate.py reads.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from weights.cli.start import start
+
+    start()
+
 import argparse
 import sys
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""A draft model of its own: another folder, which must share the target's vocabulary."""
+"""Draft models in a folder of their own, which must share the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from weights.vocabulary import Vocabulary
 
 
 def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, positions: int) -> Decoder:
-    """The model of ``folder`` prepared to draft for ``target``, in its dtype and on its device.
+    """Model of ``folder``, prepared to draft for ``target`` in its dtype and on its device.
 
     ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
     read, unless the vocabularies are equal and the text fits the draft model's context.
     """
-    config = read_config(folder)
-    theirs = Tokenizer(folder).vocabulary
-    same = vocabulary.pieces == theirs.pieces and vocabulary.special == theirs.special
+    config, theirs = read_config(folder), Tokenizer(folder).vocabulary
+    same = (vocabulary.pieces, vocabulary.special) == (theirs.pieces, theirs.special)
     if config.vocab_size != target.vocab_size or not same:
         raise InputError(
             f"{folder} has another vocabulary ({config.vocab_size} entries) than the target "

@@ -1,42 +1,39 @@
-"""safetensors -> module, straight into the wanted dtype and device.
+"""Loading of safetensors into a model, straight into the wanted dtype and device.
 
 Headers are checked against the config before a byte of weight memory is taken; then each tensor is
-copied in slices, so that memory peaks at the weights themselves plus one slice.
+copied in slices, so that memory peaks at the weights plus one slice.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
-from weights.cli.files import is_file, is_there, one_line, read_json
+from weights.cli.files import explaining, read_json, read_optional_json
 
 if TYPE_CHECKING:
     from model.parallel import Cut, Shard
 
 SLICE_BYTES = 16 << 20
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what it is, from a safetensors header."""
+    """Place, shape and dtype of a tensor, from a safetensors header."""
 
     file: Path
     name: str
@@ -50,16 +47,13 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Shard | None = None,
 ) -> Decoder:
-    """The model of a Hugging Face folder, ready to decode: eval mode, no gradients.
+    """Model of a Hugging Face folder, ready to decode: eval mode, no gradients.
 
     ``dtype`` None keeps the checkpoint's own. With a ``shard``, only that part of the weights is read.
     Raises InputError for anything wrong with the folder.
     """
     config = read_config(folder)
     stored = stored_tensors(folder)
-    depth = 1 + max((int(name.split(".")[1]) for name in stored if _is_layer(name)), default=-1)
-    if config.num_layers > depth:
-        raise InputError(f"{folder}: config.json names {config.num_layers} layers, the weights hold {depth}")
     with torch.device("meta"):
         model = build(config)
         local = build(shard.local) if shard else model
@@ -75,12 +69,12 @@ def load_model(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config of a Hugging Face folder. Raises InputError for one that this project cannot compute."""
+    """Config of a Hugging Face folder. Raises InputError for one that this project cannot compute."""
     return parse_config(read_json(folder / "config.json"))
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype a checkpoint is stored in, read off its embedding's header: what ``load_model`` keeps by default."""
+    """Dtype that a checkpoint is stored in, that of its embedding: ``load_model`` keeps it by default."""
     stored = stored_tensors(folder)
     if EMBEDDING not in stored:
         raise InputError(f"{folder}: tensor {EMBEDDING} is missing")
@@ -88,29 +82,25 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's safetensors files, by its name without the ``model.`` prefix."""
+    """Every tensor of a folder's safetensors files, by its name without the ``model.`` prefix.
+
+    Raises InputError for quantised tensors, and for one that is stored twice.
+    """
     tensors: dict[str, StoredTensor] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as header:
-                for name in header.keys():  # noqa: SIM118 - not a dict, it has no __iter__
-                    view = header.get_slice(name)
-                    if name.endswith(IGNORED_SUFFIX):
-                        continue
-                    if view.get_dtype() not in FLOAT_DTYPES:
-                        raise InputError(
-                            f"{file}: tensor {name!r:.100} is stored as {view.get_dtype()}: quantised checkpoints do "
-                            "not load; use the original float weights"
-                        )
-                    short = name.removeprefix("model.")
-                    if short in tensors:
-                        raise InputError(
-                            f"{file}: tensor {name!r:.100} is stored twice, also as {tensors[short].name!r:.100} in "
-                            f"{tensors[short].file.name}: remove one of them, or export the checkpoint again"
-                        )
-                    tensors[short] = StoredTensor(file, name, tuple(view.get_shape()), FLOAT_DTYPES[view.get_dtype()])
-        except (SafetensorError, OSError) as error:
-            raise _not_whole(file, error) from None
+    for path in weight_files(folder):
+        with open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict, it has no __iter__
+                view, short = file.get_slice(name), name.removeprefix("model.")
+                if name.endswith(IGNORED_SUFFIX):
+                    continue
+                if view.get_dtype() not in FLOAT_DTYPES:
+                    raise InputError(
+                        f"{path}: tensor {name!r:.100} is stored as {view.get_dtype()}: quantised checkpoints do not "
+                        "load; use the original float weights"
+                    )
+                if short in tensors:
+                    raise InputError(f"{path}: tensor {name!r:.100} is stored twice: export the checkpoint again")
+                tensors[short] = StoredTensor(path, name, tuple(view.get_shape()), FLOAT_DTYPES[view.get_dtype()])
     return tensors
 
 
@@ -119,23 +109,17 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises InputError for a missing shard, and for pickled weights, which can run any code when opened.
     """
-    index = folder / "model.safetensors.index.json"
-    if is_there(index):
-        raw = read_json(index)
-        mapping = raw.get("weight_map") if isinstance(raw, dict) else None
-        if not isinstance(mapping, dict) or not mapping or not all(isinstance(v, str) for v in mapping.values()):
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        places = read_optional_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
             raise InputError(f"{index} must hold a weight_map from tensor names to files")
-        files = []
-        for shard in sorted(set(mapping.values())):
-            if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise InputError(f"{index} names {shard!r:.80}, which is not a safetensors file of the folder")
-            if not is_file(folder / shard):
-                raise InputError(f"{folder}: the index names {shard!r:.80}, which is missing: fetch it again")
-            files.append(folder / shard)
-        _check_index(index, mapping, files)
-        return files
-    single = folder / "model.safetensors"
-    if single.is_file():
+        shards = sorted(set(map(str, places.values())))
+        for shard in shards:
+            if Path(shard).suffix != ".safetensors" or Path(shard).name != shard or not os.path.isfile(folder / shard):
+                raise InputError(f"{index} names {shard!r:.80}, which is no safetensors file of the folder: fetch it")
+        return [folder / shard for shard in shards]
+    if single.exists():
         return [single]
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
@@ -146,39 +130,21 @@ def weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder} holds no model.safetensors and no model.safetensors.index.json: fetch it again")
 
 
-def _check_index(index: Path, mapping: dict[str, str], files: list[Path]) -> None:
-    """Every tensor that the index names is in the shard it names."""
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as header:
-                names = set(header.keys())
-        except (SafetensorError, OSError) as error:
-            raise _not_whole(file, error) from None
-        for name, shard in mapping.items():
-            if shard == file.name and name not in names:
-                raise InputError(f"{index} says that {shard!r:.80} holds {name!r:.100}, but it does not")
-
-
-def _not_whole(file: Path, error: Exception) -> InputError:
-    return InputError(f"{file} is not a whole safetensors file ({one_line(error)}): fetch or export it again")
-
-
-def _is_layer(name: str) -> bool:
-    parts = name.split(".")
-    return parts[0] == "layers" and len(parts) > 2 and parts[1].isdecimal() and len(parts[1]) < 6
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """An opened safetensors file. Raises InputError for one that is not whole."""
+    trouble = f"{path} is not a whole safetensors file, fetch or export it again"
+    with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
+        yield file
 
 
 def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, StoredTensor], *, tied: bool) -> None:
+    """Raises InputError unless the stored tensors are those that the config wants, in name and shape."""
     for name, parameter in wanted.items():
-        if name not in stored:
-            raise InputError(
-                f"{folder}: tensor {name} is missing; the config wants it with shape {list(parameter.shape)}"
-            )
-        if stored[name].shape != tuple(parameter.shape):
-            raise InputError(
-                f"{folder}: tensor {name} has shape {list(stored[name].shape)}, "
-                f"the config wants {list(parameter.shape)}"
-            )
+        shape = stored[name].shape if name in stored else None
+        if shape != tuple(parameter.shape):
+            found = "is missing" if shape is None else f"has shape {list(shape)}"
+            raise InputError(f"{folder}: tensor {name} {found}, the config wants {list(parameter.shape)}")
     # Tied checkpoints may carry the head as a second copy of the embedding.
     extra = sorted(set(stored) - set(wanted) - ({HEAD} if tied else set()))
     if extra:
@@ -189,7 +155,7 @@ def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, Stor
 
 
 def _check_tied(folder: Path, head: StoredTensor, stored: StoredTensor, embedding: Tensor, cut: Cut) -> None:
-    """A stored head that is no copy of the embedding would be dropped in silence: the config must untie it."""
+    """Raises InputError for a stored head that is no copy of the embedding to which the config ties it."""
     if head.shape != stored.shape or not all(
         torch.equal(rows.to(embedding), embedding[first : first + len(rows)]) for first, rows in _slices(head, cut)
     ):
@@ -211,7 +177,7 @@ def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str, 
 
 
 def _slices(stored: StoredTensor, cut: Cut) -> Iterator[tuple[int, Tensor]]:
-    """What ``_copy`` wants of a stored tensor, a slice of rows at a time, each with the number of its first row.
+    """The wanted part of a stored tensor, a slice of rows at a time, each with the number of its first row.
 
     The file is mapped afresh for each slice: pages of a mapping stay in memory until it is closed.
     """
@@ -220,9 +186,6 @@ def _slices(stored: StoredTensor, cut: Cut) -> Iterator[tuple[int, Tensor]]:
     row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
     count = max(1, SLICE_BYTES // row_bytes)
     for first in range(rows.start, rows.stop, count):
-        try:
-            with safe_open(stored.file, framework="pt") as file:
-                last = min(first + count, rows.stop)
-                yield first - rows.start, file.get_slice(stored.name)[(slice(first, last), *columns)]
-        except (SafetensorError, OSError) as error:  # it was whole when its header was read
-            raise _not_whole(stored.file, error) from None
+        with open_safetensors(stored.file) as file:
+            last = min(first + count, rows.stop)
+            yield first - rows.start, file.get_slice(stored.name)[(slice(first, last), *columns)]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from weights.cli.start import start
+
+    start()
+
 import argparse
 import random
 import sys
@@ -77,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = Tokenizer(folder)
     if options.kind != "story":
         user_turn(tokenizer)
-    file = TextFile(options.out, lambda text: len(tokenizer.vocabulary.encode(text, parse_special=False)))
+    file = TextFile(options.out, lambda text: len(tokenizer.vocabulary.encode(text)))
     if options.judge_again and not file.texts:
         file.add(filter(None, map(worth_learning, read_texts(options.judge_again))))
     keep_freed_memory()

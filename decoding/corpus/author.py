@@ -24,7 +24,7 @@ def user_turn(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     Raises InputError where no control token ends the message, as without a template.
     """
     ids = tokenizer.encode_chat([{"role": "user", "content": "zebra"}]) if tokenizer.chat_template else []
-    message = tokenizer.vocabulary.encode("zebra", parse_special=False)
+    message = tokenizer.vocabulary.encode("zebra")
     start = next((at for at in range(len(ids)) if ids[at : at + len(message)] == message), 0)
     opening, closing = ids[:start], ids[start + len(message) :]
     if not opening or not closing or closing[0] not in tokenizer.vocabulary.special.values():
@@ -65,7 +65,7 @@ class Author:
                 ids = encode_prompt(self.tokenizer, prompt, system=NARRATOR)
             except InputError:  # no template, or one that refuses a system message
                 ids = encode_prompt(self.tokenizer, prompt)
-            stories.append((prompt, ids, self.tokenizer.vocabulary.encode(opening, parse_special=False)))
+            stories.append((prompt, ids, self.tokenizer.vocabulary.encode(opening)))
         return stories
 
     def chats(self, rows: int, rng: random.Random) -> list[tuple[str, list[int], list[int]]]:

@@ -71,4 +71,4 @@ def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
     """Whether the low-bit copies of a plan fit into the free memory."""
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return twin_bytes(model.config, model.dtype, plan) + rounding < free_bytes(model.device)
+    return twin_bytes(model.config, plan) + rounding < free_bytes(model.device)

@@ -25,7 +25,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
 from model.plan import FULL, LOW_BITS
 from weights.cli.command_line import say
-from weights.cli.files import is_there, one_line
+from weights.cli.files import one_line
 from weights.draft_model import load_draft_model
 from weights.load import read_config
 from weights.names import model_folder
@@ -66,7 +66,8 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range, and for an option that this kind of draft would ignore."""
-        if self.kind not in DRAFTERS and ":" not in self.kind:
+        file, _, name = self.kind.rpartition(":")
+        if self.kind not in DRAFTERS and not (file and name):
             raise InputError(f"no draft is called {self.kind!r:.80}: give {', '.join(DRAFTERS)} or FILE.py:Class")
         if self.gamma is not None and self.gamma < 0:
             raise InputError(f"gamma must be at least 0, found {self.gamma}")
@@ -387,6 +388,6 @@ def find_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | N
         chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
     elif options.kind == "lowbit":
         chosen = DraftPlan(LayerPlan.full(layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
-    elif options.kind in ("skip", "auto") and (options.plan or is_there(own_plan)):
+    elif options.kind in ("skip", "auto") and (options.plan or own_plan.exists()):
         chosen = read_plan(options.plan or own_plan, layers, folder)
     return replace(chosen, plan=chosen.plan.in_bits(options.bits)) if chosen and options.bits else chosen

@@ -19,7 +19,6 @@ from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.run.options import TextOptions
 from model import InputError, ModelConfig
 from model.plan import LOW_BITS
-from weights.cli.files import is_there
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
@@ -206,7 +205,7 @@ class RequestReader:
         self.config, self.options = command_line.config, command_line.options
         self.tokenizer, self.capacity, self.bits = tokenizer, capacity, bits
         self.name = command_line.folder.resolve().name  # of the model, in requests
-        has_plan = self.options.plan is not None or is_there(command_line.folder / "plan.json")
+        has_plan = self.options.plan is not None or (command_line.folder / "plan.json").exists()
         missing = {"skip": not has_plan, "model": self.options.draft_model is None}
         self.drafts = [kind for kind in DRAFTERS if not missing.get(kind)]  # never a file, a folder or a class
         self.encoding = threading.Lock()  # a tokenizer is told how to read control tokens just before it encodes

@@ -295,7 +295,7 @@ def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     weights, decoding = sections.memory_section(bench_of(folder, model=accelerate(load_model(folder))))
     assert weights["MB"] == pytest.approx(weights["estimated MB"], rel=0.001)
-    assert decoding["estimated MB"] / 2 < decoding["MB"] < decoding["estimated MB"] * 2
+    assert decoding["estimated MB"] / 3 < decoding["MB"] < decoding["estimated MB"] * 3
 
 
 def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(

@@ -96,10 +96,10 @@ def test_prompts_are_encoded_one_at_a_time(reader: RequestReader, monkeypatch: p
     at_once, encode = [], reader.tokenizer.vocabulary.encode
     inside = threading.Semaphore(1)
 
-    def watched(text: str, *, parse_special: bool) -> list[int]:
+    def watched(text: str) -> list[int]:
         at_once.append(not inside.acquire(blocking=False))
         time.sleep(0.001)
-        ids = encode(text, parse_special=parse_special)
+        ids = encode(text)
         inside.release()
         return ids
 

@@ -124,13 +124,17 @@ def test_python_runs_the_script_and_fails_in_one_line() -> None:
         (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
         (["a", "--draft", "skip"], "--draft skip needs --plan FILE"),
         (["a", "--draft", "skip", "--plan", "/no/plan"], "/no/plan does not exist"),
+        (["a", "--draft", "own.py:"], "no draft is called 'own.py:': give auto, "),
+        (["a", "--draft", ":"], "no draft is called ':': give auto, "),
+        (["a", "--draft", "/no/own.py:Class"], "/no/own.py is no Python file"),
+        (["a", "--html", ""], "the name of a file to write is empty"),
         (["a", "--draft", "model"], "--draft model needs --draft-model DIR"),
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["a", "--device", "toaster"], "device 'toaster' is not there"),
         (["a", "--device", "hpu"], "device 'hpu' is not there"),
         (["a", "--device", "mkldnn"], "device 'mkldnn' is not there"),
-        (["a", "--device", "meta"], "device 'meta' is none that this was written for"),
+        (["a", "--device", "meta"], "device 'meta' is not supported"),
         (["a", "--chat"], "no chat template"),
         (["a", "--system", "s"], "--system needs a chat"),
         (["a " * 300], "shorten the prompt"),
@@ -485,8 +489,9 @@ def test_a_damaged_cost_file_only_means_measuring_again(
     assert json.loads((folder / "costs.json").read_text())[key]["verify"][0] == 1.0
 
 
-def test_a_prompt_file_is_the_prompt(run: Run, model: str, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("the hen")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"], ids=["plain", "byte order mark"])
+def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("the hen", encoding)
     common = ["--model", model, "--draft", "none", "--max-new-tokens", "5"]
     assert run("--prompt-file", str(tmp_path / "prompt.txt"), *common).out == run("the hen", *common).out
 

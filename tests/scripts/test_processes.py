@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
     "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer.json"),
-    "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json cannot be read"),
+    "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json is not a tokenizer that can be read"),
     "half a plan": (lambda folder: (folder / "plan.json").write_text('{"attn": ['), "plan.json is not valid JSON"),
     "a plan of gamma -1": (
         lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'),

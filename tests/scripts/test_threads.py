@@ -17,11 +17,12 @@ class Watch:
             print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Watch())
-import {module}
+import runpy
+runpy.run_module("{module}", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("module", ["generate", "search.__main__", "benchmark.__main__", "decoding.corpus.__main__"])
+@pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "decoding.corpus"])
 def test_threads_wait_awake_in_every_command(module: str) -> None:
     """Read when torch is loaded, so it must be there by then."""
     environment = {"PATH": ""}

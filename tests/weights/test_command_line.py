@@ -25,6 +25,9 @@ SCRIPT = """
 import os, subprocess, sys, time
 from weights.cli.command_line import OneLineParser, run_command
 
+def nothing():
+    pass
+
 def little():
     print("a little")
 
@@ -115,15 +118,11 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
             "error: standard output cannot be read or written: Input/output error\n",
         ),
         (
-            BrokenPipeError(32, "Broken pipe"),  # of a worker, say
-            "error: a pipe cannot be read or written: Broken pipe\n",
-        ),
-        (
             torch.OutOfMemoryError("CUDA out of memory.\nTried"),
             "error: out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",
         ),
     ],
-    ids=["input", "file", "no file", "pipe of its own", "device memory"],
+    ids=["input", "file", "no file", "device memory"],
 )
 def test_a_failure_is_one_line_and_status_2(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(raising(error), capsys) == (2, line)
@@ -156,6 +155,29 @@ def test_ctrl_c_is_130_with_the_line_of_the_command(tmp_path: Path, capsys: pyte
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "interrupted: go on with it\n")
+
+
+COMMANDS = [["generate.py"], ["train.py"], *(["-m", f"{name}"] for name in ("search", "benchmark", "weights.fetch"))]
+COMMANDS.append(["-m", "decoding.corpus"])
+INTERRUPT = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("module", ["model", "torch.nn"])
+def test_ctrl_c_while_a_command_is_imported_is_130_without_a_word(
+    command: list[str], module: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module}
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 # Standard streams
@@ -203,10 +225,14 @@ def test_what_goes_to_a_closed_standard_error_goes_nowhere_else(shell: Shell, tm
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_with_every_stream_closed_the_work_is_done_all_the_same(shell: Shell, tmp_path: Path) -> None:
+def test_what_goes_to_a_closed_standard_output_is_a_failure(shell: Shell, tmp_path: Path) -> None:
+    done = shell("$RUN >&-", "little")
+    assert done.returncode == 2 and done.stderr.startswith(b"error: standard output cannot be read or written: ")
+    assert done.stderr.count(b"\n") == 1
     done = shell("$RUN <&- >&- 2>&-", "noise_beside_a_file", str(tmp_path / "file"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"")
     assert (tmp_path / "file").read_text() == "kept"
+    assert shell("$RUN >&-", "nothing").returncode == 0
 
 
 def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: Shell) -> None:
@@ -243,7 +269,7 @@ def test_every_option_shows_its_default_or_says_it_in_words(parser: argparse.Arg
         told, name = formatter._expand_help(action), action.option_strings[0]
         if action.default is False or action.required or name in NOTHING_UNLESS_GIVEN:
             assert told and "default" not in told, name
-        elif action.default in (None, [], "auto"):
+        elif action.default in (None, [], "auto") or isinstance(action.default, tuple):
             assert "default: " in told and "None" not in told, f"{name} does not say what happens without it"
         else:
             assert f"(default: {action.default})" in told, name

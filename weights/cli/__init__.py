@@ -1,1 +1,1 @@
-"""The base of every command line: exit status, files, devices, prompts, pictures. Begin with ``command_line``."""
+"""Base of every command line: exit status, files, devices, prompts, pictures. Begin with ``command_line``."""

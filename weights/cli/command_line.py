@@ -1,24 +1,23 @@
-"""What every command line here shares: its help, its complaints, its exit status, its standard streams."""
+"""Command lines: help, error lines, exit status, standard streams."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import os
-import select
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
-import torch
-
 from model.errors import InputError
 from weights.cli.files import one_line
+from weights.cli.start import end_at_once
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows every option's default, unless it has none, is off by default, or its help says so in words."""
+    """Help that shows every option's default, unless it has none, is off by default, or its help says so in words."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is False or action.default in (None, "", []) or "default" in (action.help or ""):
@@ -27,7 +26,7 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line, like every other, and whose help shows defaults."""
+    """Argument parser with errors of one line and help that shows defaults."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=DefaultsFormatter, **options)
@@ -37,40 +36,40 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def say(line: str) -> None:
-    """A remark for the person who waits, on standard error."""
+    """Print a remark on standard error."""
     print(f"[{line}]", file=sys.stderr)
 
 
 def run_command(work: Callable[[], int | None], interrupted: str | None = None) -> int:
-    """Do the work of a command line; returns its exit status, and tells every failure in one line.
+    """Do the work of a command line; returns its exit status and prints every failure in one line.
 
-    0, or what ``work`` returns; 2 after wrong input, memory that ran out, or a file, a disk or an output that failed;
-    130 after Ctrl-C, which is answered with the line ``interrupted``, if any. When nobody reads the output any more, as
-    in ``| head``, it ends in silence with 0. ``work`` should parse the arguments too, so that all this holds for them;
+    0, or the result of ``work``; 2 after wrong input, memory that ran out, or a file, a disk or an output that failed;
+    130 after Ctrl-C, which prints the line ``interrupted``, if any. When nobody reads the output any more, as in
+    ``| head``, it ends in silence with 0. ``work`` should parse the arguments too, so that all this holds for them;
     the parser's SystemExit passes through.
     """
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     repair_standard_streams()
     status, complaint = 2, None
     try:
         try:
             return work() or 0
         finally:
-            sys.stdout.flush()  # now, while it can still be told that this fails
+            sys.stdout.flush()  # now, while a failure can still be reported
     except InputError as error:
         complaint = f"error: {error}"
     except KeyboardInterrupt:
         status, complaint = 130, interrupted
+    except BrokenPipeError:
+        status = 0
     except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # so rich ends when the reader of its output has gone
+        if not isinstance(end.__context__, BrokenPipeError):  # rich ends so when the reader of its output has gone
             raise
         status = 0
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            status = 0
-        else:
-            nameless = "a pipe" if isinstance(error, BrokenPipeError) else "standard output"
-            what = nameless if error.filename is None else one_line(error.filename)
-            complaint = f"error: {what} cannot be read or written: {one_line(error.strerror or error)}"
+        place = "standard output" if error.filename is None else error.filename
+        complaint = f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -84,40 +83,29 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
 
 
 def repair_standard_streams() -> None:
-    """Lay /dev/null where a standard stream is closed, and let the others show any text.
+    """Put /dev/null in the place of closed standard streams, and let the others show any text.
 
-    Where one is closed, the next file to be opened would get its number, and with it what a library writes to standard
-    error; and ``print`` takes a standard error that is None for standard output.
+    Otherwise the next file to be opened would get the number of a closed one, and with it the messages of libraries.
+    In the place of standard output it is open for reading only: to write there is an error, not a loss.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name, mode, access in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, access)  # the lowest free number is the closed one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - to the end
         stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as we run
-        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+        if mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
 
 
-def _reader_has_gone() -> bool:
-    """Whether nobody reads our standard output or error any more: a pipe to a process of our own may break too."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # what stands in for a stream in a test has no descriptor
-            poll = select.poll()
-            poll.register(stream.fileno(), 0)
-            if poll.poll(0):
-                return True
-    return False
-
-
 def _is_out_of_memory(error: Exception) -> bool:
-    """Of the device, or of the host: torch then raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    """Whether memory ran out: of a device, or of the host, of which torch says so in a plain RuntimeError."""
+    named = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be loaded for this
+    return named or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _finish(stream: TextIO) -> None:
-    """Write out what a stream still holds or, where that fails, throw it away: the interpreter would complain of it."""
+    """Flush a stream or, where that fails, drop its buffer: the interpreter would report it at exit."""
     try:
         stream.flush()
     except OSError:

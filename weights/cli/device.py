@@ -12,24 +12,24 @@ from pathlib import Path
 import torch
 
 from model import InputError
+from weights.cli.files import one_line
 
-TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # what mallopt calls its settings
+TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # numbers of mallopt's settings
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, or the best there is. Raises InputError when it is not there."""
+    """The named device, by default a GPU where there is one. Raises InputError when it is not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the refusal says enough
+            warnings.simplefilter("ignore")  # the error says enough
             device = torch.device(name)
             torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = (str(error).splitlines() or ["unknown"])[0]
-        raise InputError(f"device {name!r} is not there: {reason:.120}") from None
+        raise InputError(f"device {name!r} is not there: {one_line(error):.120}") from None
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {name!r} is none that this was written for: give cpu or cuda")
+        raise InputError(f"device {name!r} is not supported: give cpu or cuda")
     return device
 
 
@@ -42,7 +42,7 @@ def processor() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next step: half as fast again on a CPU.
+    """Let the C library keep freed memory for the next step: half as fast again on a CPU.
 
     It would give large blocks back to the system, which then clears them anew, page by page.
     """

@@ -1,4 +1,4 @@
-"""A prompt as a user gives it -> its text and its token ids."""
+"""Prompts: reading their text, encoding it, checking its length."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model import InputError, ModelConfig
-from weights.cli.files import check_utf8
+from weights.cli.files import check_utf8, explaining
 from weights.tokenizer import Tokenizer
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
-    """The prompt's text: the argument, or what is in the file ("-": standard input).
+    """Text of the prompt: the argument, or that of the file ("-": standard input), less a byte order mark.
 
     Raises InputError when it is missing, given twice, empty or not readable as UTF-8.
     """
@@ -20,10 +20,9 @@ def read_prompt(argument: str | None, file: str | None) -> str:
         raise InputError("give one prompt: as an argument, or with --prompt-file")
     text = argument
     if text is None:
-        try:
+        with explaining(f"{file} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
             text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{file} cannot be read as UTF-8 text: {error}") from None
+        text = text.removeprefix("\ufeff")
     check_utf8("prompt", text)
     if not text.strip():
         raise InputError("the prompt is empty: give it at least one character")
