@@ -122,7 +122,7 @@ class Setting:
     @property
     def context(self) -> int:
         """The tokens of context at which costs are measured, one of ``CONTEXTS``."""
-        return min(CONTEXTS, key=lambda tokens: abs(tokens - self.prompt))
+        return min(CONTEXTS, key=lambda tokens: abs(tokens - min(self.prompt, self.model.max_positions // 2)))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.run.break_even import BreakEven
-from decoding.run.costs import IN_A_ROW, CostTable, measure_costs
+from decoding.run.costs import REPEATS, CostTable, measure_costs
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
@@ -236,11 +238,13 @@ def test_costs_are_steady_where_a_slow_machine_slowed_every_step_alike(
 
 
 def test_measuring_costs_of_a_slow_model_ends_early() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    calls = []
+    """With one warm-up and one counted repeat, where patience lasts with one warm-up and all repeats."""
+    model, calls = tiny_model("llama", vocab=VOCAB), []
     model.register_forward_hook(lambda *_: calls.append(1))
     measure_costs(model, None, None, longest=1, patience=0.0)
-    assert len(calls) == 2 * (IN_A_ROW + 2), "one warm-up and one counted repeat of plain rounds and of two verifications"
+    few = len(calls)
+    measure_costs(model, None, None, longest=1, patience=math.inf)
+    assert (len(calls) - few) * 2 == few * (1 + REPEATS)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
