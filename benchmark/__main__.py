@@ -25,6 +25,7 @@ from rich.console import Console
 
 from benchmark.contenders import Bench, Prompt, model_drafts
 from benchmark.libraries import LIBRARIES, library_contenders
+from benchmark.off_grid import off_grid_folder
 from benchmark.report import table
 from benchmark.sections import SECTIONS
 from decoding.corpus.templates import story_prompt
@@ -62,6 +63,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="about a minute: fewer prompts, tokens and repeats")
     add("--repeats", type=int, metavar="N", help="of every text (default: 3, quick: 1)")
     add("--max-new-tokens", type=int, metavar="N", help="tokens of a text (default: 96, quick: 32)")
+    off_grid = "measure a copy of the model with noise in its weights, so that no rounding is free; made once"
+    add("--off-grid", action="store_true", help=off_grid)
+    add("--temperature", type=float, default=0.0, metavar="T", help="of the speed section; above 0 texts race")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
     add("--json", type=Path, metavar="FILE", help="also write everything that was measured")
@@ -109,6 +113,7 @@ def check_options(options: argparse.Namespace) -> None:
 def prepare(options: argparse.Namespace) -> Bench:
     """The loaded model with its prompts, ways to draft and libraries. Raises InputError when memory is too small."""
     folder, device = model_folder(options.model), pick_device(options.device)
+    folder = off_grid_folder(folder) if options.off_grid else folder
     tokenizer, config = Tokenizer(folder), read_config(folder)
     draft = read_config(model_folder(options.draft_model)) if options.draft_model else None
     texts = {kind: PROMPTS[kind][: 1 if options.quick else None] for kind in PROMPTS}
@@ -124,7 +129,9 @@ def prepare(options: argparse.Namespace) -> Bench:
     dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
     check_fits(estimate(config, dtype, positions, prompt=longest, draft=draft, fast_on=device), device)
     model = accelerate(load_model(folder, dtype, device))
-    bench = Bench(options, Setting(folder, model, tokenizer, SamplingParams(), positions), prompts)
+    params = SamplingParams(options.temperature)
+    coupling = "race" if options.temperature else "ratio"
+    bench = Bench(options, Setting(folder, model, tokenizer, params, positions, coupling), prompts)
     if options.exit_layer is None:
         shares = (1 / 2, 4 / 5) if options.quick else (1 / 2, 2 / 3, 4 / 5)
         options.exit_layer = sorted({int(config.num_layers * share) for share in shares} - {0})

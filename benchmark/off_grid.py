@@ -39,11 +39,12 @@ def off_grid_folder(folder: Path, seed: int = 0) -> Path:
     copy = folder.with_name(f"{folder.name}-off-grid")
     note = read_optional_json(copy / NOTE)
     if not note:
-        say(f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; a minute or two")
+        say(f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some minutes")
         model, tokenizer = load_model(folder), Tokenizer(folder)
         fast = accelerate(model)
         texts = [write_texts(fast, tokenizer, SamplingParams(0.7), seed) for seed in range(1, TEXTS + 1)]
-        held_out = write_texts(fast, tokenizer, SamplingParams(), prompts=[each[0] for each in PROMPTS.values()])
+        held_out_prompts = [prompt for prompts in PROMPTS.values() for prompt in prompts[:2]]
+        held_out = write_texts(fast, tokenizer, SamplingParams(), prompts=held_out_prompts)
         before = greedy_tokens(model, held_out)
         add_noise(model, input_covariances(model, [text for each in texts for text in each]), seed)
         same = share_of_equal(before, greedy_tokens(model, held_out))

@@ -43,9 +43,10 @@ def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain steps."""
     longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
     target = bench.setting.model
-    lookup = measure_costs(target, None, None, longest=longest)
+    params = bench.setting.params
+    lookup = measure_costs(target, None, None, params, longest=longest)
     drafts = bench.drafts.items()
-    tables = {name: measure_costs(target, way.model, way.plan, verify=lookup.verify) for name, way in drafts}
+    tables = {name: measure_costs(target, way.model, way.plan, params, verify=lookup.verify) for name, way in drafts}
     bench.costs = {"lookup": lookup} | tables
     rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(lookup.verify, start=1)]
     return rows + [{"step": f"draft step, {name}", "plain steps": bench.costs[name].draft} for name in bench.drafts]
@@ -105,7 +106,7 @@ def predicted_speedups(texts: Texts, plain: Texts, costs: CostTable) -> list[flo
 
 
 def speed_section(bench: Bench) -> list[Row]:
-    """Greedy texts, prefill included: medians over the prompts (lowest-highest), medians by kind of prompt."""
+    """Texts, prefill included: medians over the prompts (lowest-highest), medians by kind of prompt."""
     prompts = [prompt for prompt in bench.prompts if prompt.kind != "stories"]
     kinds = np.array([prompt.kind for prompt in prompts])
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries, prompts)
@@ -127,7 +128,9 @@ def stories_section(bench: Bench) -> list[Row]:
     rows, tokenizer = [], bench.setting.tokenizer
     prompts = [prompt for prompt in bench.prompts if prompt.kind == "stories"]
     for temperature in TEMPERATURES:
-        setting = replace(bench.setting, params=SamplingParams(temperature))
+        setting = replace(
+            bench.setting, params=SamplingParams(temperature), coupling="race" if temperature else "ratio"
+        )
         contenders = our_contenders(setting, bench.drafts, frozenset(tokenizer.eos_ids))
         contenders = {name: write for name, write in contenders.items() if not name.endswith(ADAPTIVE)}
         texts = time_texts(bench, contenders, prompts)
