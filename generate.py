@@ -11,33 +11,41 @@ import argparse
 import json
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from decoding.policies import Policy
 from decoding.run.chooser import DRAFTERS, Drafting, Setting, choose
 from decoding.run.compare import comparison
 from decoding.run.options import TextOptions
-from decoding.run.writer import Interrupted, Sample, Writer
+from decoding.run.together import Conductor, Task
+from decoding.run.writer import Interrupted, Reader, Sample, Writer
 from decoding.serve import serve
 from decoding.show.labels import Labels
 from decoding.show.page import Heading, Recording, write_page
 from decoding.show.report import as_json, describe, sampling_in_words
 from decoding.show.streaming import TextStream
-from decoding.show.trace import LiveTrace, TraceConsole
+from decoding.show.trace import PAUSE, LiveTrace, TraceConsole
+from decoding.text import Text
 from decoding.verify import COUPLINGS, Coupling
 from model import Decoder, InputError
+from model.clock import now
 from model.fast import accelerate
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, check_utf8
 from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
 from weights.load import DTYPES, load_model, read_config, stored_dtype
-from weights.memory import check_fits, estimate
+from weights.memory import check_fits, estimate, free_bytes
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
+
+MOST_TOGETHER = 16  # samples written at once
+COUPLING = "race (default with --seed or several samples): a seed means a text; ratio: accepts more"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -63,9 +71,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
-    sampling.add_argument("--seed", type=int, metavar="S", help="(default: random); makes race the default --coupling")
-    sampling.add_argument("--coupling", choices=list(COUPLINGS), help="race: a seed means a text; ratio: accepts more")
-    sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write")
+    sampling.add_argument("--seed", type=int, metavar="S", help="(default: random)")
+    sampling.add_argument("--coupling", choices=list(COUPLINGS), help=COUPLING)
+    sampling.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="texts to write, together if they can be"
+    )
     sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
     sampling.add_argument("--ban", action="append", default=[], metavar="WORD", help="never write WORD")
     machine = parser.add_argument_group("machine and output")
@@ -117,6 +127,17 @@ class Request:
         needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
         return needs | self.draft.needs(self.folder, self.config)
 
+    def places(self, model: Decoder) -> int:
+        """The number of samples written at once: as many as fit into memory; 1 where times are to be compared."""
+        if self.options.num_samples == 1 or self.options.compare:
+            return 1
+        if not hasattr(model, "together"):
+            say("samples are written one after another: here a step takes one text")
+            return 1
+        memory = estimate(self.config, **self.needs(), fast_on=self.device)
+        room = free_bytes(self.device) // (memory.cache + memory.workspace)
+        return max(1, min(self.options.num_samples, MOST_TOGETHER, room))
+
 
 class Output:
     """Where pieces of text, the trace, the page and the JSON go."""
@@ -131,26 +152,81 @@ class Output:
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, showing it as it comes, and its line of statistics."""
-        options, request = self.request.options, self.request
-        text, policy = writer.new_text(request.rules), self.drafting.new_policy()
-        stream, recording = TextStream(text), Recording(policy, request.params, self.labels)
-        self.recordings.append(recording)
-        readers = [recording.add]
-        with ExitStack() as views:
-            if options.trace:
-                readers.append(views.enter_context(LiveTrace(TraceConsole(file=self.file), self.labels, policy)).add)
-            else:
-                show = partial(print, end="", file=self.file, flush=True)
-                readers.append(lambda round, seconds: show(stream.pull()))
-                views.callback(lambda: show(stream.flush() + "\n"))
-            shown = {"policy": policy, "readers": readers, "observer": recording.observe if options.html else None}
+        text, recorded = writer.new_text(self.request.rules), self.record()
+        with self.shown(text, recorded["policy"]) as read:
+            recorded["readers"].append(read)
             try:
-                sample = writer.write(text, self.drafting, request.params, coupling, **shown)
+                sample = writer.write(text, self.drafting, self.request.params, coupling, **recorded)
             except Interrupted as stopped:
                 sample = stopped.sample
-        print(describe(sample, self.drafting.name, request.repeat_with), file=sys.stderr)
-        self.samples.append(sample)
+        self.end(sample)
         return sample
+
+    def write_together(self, conductor: Conductor, couplings: list[Coupling]) -> bool:
+        """Write a sample of each coupling at once, shown in order; returns whether Ctrl-C ended them.
+
+        The first is shown as it comes, another when it and those before it have ended. Raises the first error, when
+        all have ended.
+        """
+        request, began, interrupted = self.request, now(self.request.device), False
+        text = partial(Text, request.ids, request.rules, conductor.model, request.tokenizer.token_bytes)
+        tasks = [Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings]
+        with ExitStack() as live:
+            tasks[0].readers.append(live.enter_context(self.shown(tasks[0].text, tasks[0].policy)))
+
+            def show_ended(_: Task | None = None) -> None:
+                for task in tasks[len(self.samples) :]:
+                    if task.sample is None:
+                        return
+                    if task is tasks[0]:
+                        live.close()
+                    else:
+                        with self.shown(task.text, task.policy, pause=0) as read:
+                            for round in task.sample.rounds:
+                                read(round, task.sample.seconds)
+                    self.end(task.sample)
+
+            for task in tasks:
+                task.on_end = show_ended
+                conductor.submit(task)
+            try:
+                conductor.run()
+            except KeyboardInterrupt:
+                interrupted = True
+                show_ended()
+        for error in [task.error for task in tasks if task.error]:
+            raise error
+        seconds = now(request.device) - began - conductor.reading
+        speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
+        print(f"[{len(self.samples)} texts together: {speed:.1f} tokens/s in all]", file=sys.stderr)
+        return interrupted
+
+    def record(self) -> dict[str, Any]:
+        """A fresh policy, and the recording of a text under it for the page: arguments of ``Writer.write``."""
+        recording = Recording(self.drafting.new_policy(), self.request.params, self.labels)
+        self.recordings.append(recording)
+        observer = recording.observe if self.request.options.html else None
+        return {"policy": recording.policy, "readers": [recording.add], "observer": observer}
+
+    @contextmanager
+    def shown(self, text: Text, policy: Policy, pause: float = PAUSE) -> Iterator[Reader]:
+        """Shows a text, or its trace, as its rounds are read."""
+        if self.samples:
+            print("-" * 20, file=self.file)
+        if self.request.options.trace:
+            with LiveTrace(TraceConsole(file=self.file), self.labels, policy, pause=pause) as live:
+                yield live.add
+            return
+        stream, show = TextStream(text), partial(print, end="", file=self.file, flush=True)
+        try:
+            yield lambda round, seconds: show(stream.pull())
+        finally:
+            show(stream.flush() + "\n")
+
+    def end(self, sample: Sample) -> None:
+        """The line of statistics of a text that has been shown."""
+        print(describe(sample, self.drafting.name, self.request.repeat_with), file=sys.stderr)
+        self.samples.append(sample)
 
     def close(self) -> None:
         """Print the JSON and write the page, of what is complete."""
@@ -158,12 +234,12 @@ class Output:
         if options.json:
             for sample in self.samples:
                 print(json.dumps(as_json(sample, request.repeat_with), ensure_ascii=False))
-        if options.html and self.recordings:
+        if options.html and (recordings := [each for each in self.recordings if each.rounds]):
             sampling = sampling_in_words(request.params, request.repeat_with)
             facts = [("Model", request.folder.name), ("Draft", self.drafting.name), ("Sampling", sampling)]
             rule = {"greedy": request.params.temperature == 0, "race": request.coupling.name == "race"}
             heading = Heading(request.prompt, facts, self.drafting.plan, **rule)
-            write_page(options.html, heading, self.recordings)
+            write_page(options.html, heading, recordings)
             say(f"the run round by round: {options.html}")
 
 
@@ -186,19 +262,20 @@ def write(request: Request, model: Decoder) -> int:
     setting = Setting(request.folder, model, request.tokenizer, request.params, request.capacity)
     setting = replace(setting, coupling=request.coupling.name, prompt=len(request.ids))
     drafting = choose(request.draft, setting)
-    writer = Writer(model, request.capacity, request.tokenizer.token_bytes)
-    writer.begin(request.ids)
-    if options.compare or request.device.type == "cuda":
-        writer.warm_up(drafting, request.params)
     output = Output(request, drafting)
+    couplings = [replace(request.coupling, sample=number) for number in range(options.num_samples)]
     try:
-        for number in range(options.num_samples):
-            if number:
-                print("-" * 20, file=output.file)
-            sample = output.write(writer, replace(request.coupling, sample=number))
+        if (places := request.places(model)) > 1:
+            return 130 if output.write_together(Conductor(model, request.capacity, places), couplings) else 0
+        writer = Writer(model, request.capacity, request.tokenizer.token_bytes)
+        writer.begin(request.ids)
+        if options.compare or request.device.type == "cuda":
+            writer.warm_up(drafting, request.params)
+        for coupling in couplings:
+            sample = output.write(writer, coupling)
             if sample.interrupted:
                 return 130
-            if options.compare and number == 0:
+            if options.compare and coupling is couplings[0]:
                 exact = ":" not in options.draft  # a class of the user's may misstate its q
                 said = comparison(writer, sample, request.params, request.coupling, exact=exact)
                 print(said, file=sys.stderr)

@@ -117,7 +117,8 @@ def unlikely_among_candidates(probs: Tensor, mass: float) -> Tensor:
     for row, below in zip(probs, unlikely, strict=True):
         candidates = (~below).nonzero()[:, 0]
         ascending, order = row[candidates].sort(stable=True)
-        dropped = row[below].sum() + ascending.cumsum(-1) <= mass
+        tail = float(row[below].numpy().sum())  # torch's sum would depend on the number of threads
+        dropped = tail + ascending.cumsum(-1) <= mass
         dropped[-1:] = False
         below[candidates[order[dropped]]] = True
     return unlikely

@@ -67,6 +67,12 @@ class KVCache:
         """Forget every position from ``length`` on, in every layer. Touches no tensor."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
+    def copy(self, source: KVCache, length: int) -> None:
+        """Take over another cache's first ``length`` entries, and nothing behind them."""
+        for mine, theirs in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
+            mine[:, :, :length] = theirs[:, :, :length]
+        self.lengths = [length] * len(self.lengths)
+
     def clear(self) -> None:
         """Zero every position, for steps that read beyond the valid entries and mask them: 0 times NaN is NaN."""
         for entries in (*self.keys, *self.values):

@@ -137,8 +137,12 @@ class Decoder(nn.Module):
 
         Chunks end at multiples of ``PREFILL_CHUNK``, so that their entries do not depend on how a prompt arrives.
         """
-        first, end = start, start + tokens.shape[1]
-        while first < end:
-            last = min(end, (first // PREFILL_CHUNK + 1) * PREFILL_CHUNK)
-            self.hidden(tokens[:, first - start : last - start], cache, first)
-            first = last
+        while tokens.shape[1]:
+            count = chunk_at(start)
+            self.hidden(tokens[:, :count], cache, start)
+            tokens, start = tokens[:, count:], start + count
+
+
+def chunk_at(start: int) -> int:
+    """The most tokens of a prompt that are read at once from position ``start`` on."""
+    return PREFILL_CHUNK - start % PREFILL_CHUNK

@@ -420,7 +420,7 @@ MUTANTS = [
 ]
 
 NOT_OURS = {
-    19: "there is no padded batch: each text decodes by itself",
+    19: "there is no padding: each row of a step has its own position and cache",
 }
 
 

@@ -25,9 +25,10 @@ class TextOptions(NamedTuple):
         """Those of options under the command line's names. Raises InputError for a value that is not possible."""
         draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
+        race = "race" if options.num_samples > 1 else None  # texts that may share steps
         return TextOptions(
             DraftOptions(options.draft, **draft),
             SamplingParams(**params),
             Rules(options.max_new_tokens, eos_ids, options.stop, options.ban),
-            Coupling.of(options.coupling, options.seed),
+            Coupling.of(options.coupling or race, options.seed),
         )

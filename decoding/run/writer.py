@@ -81,18 +81,22 @@ class Writer:
 
         A draft model with a cache of its own reads it when it first drafts.
         """
-        began = now(self.model.device)
+        began = self.clock()
         self.prompt = list(prompt)
         self.cache.truncate(0)
         for drafter in self.drafters.values():
             drafter.rollback(0)
         ids = torch.tensor([self.prompt[:-1]], dtype=torch.int64, device=self.model.device)
         self.model.prefill(ids, self.cache)
-        return now(self.model.device) - began
+        return self.clock() - began
 
     def new_text(self, rules: Rules) -> Text:
         """A text that holds the prompt and nothing more."""
         return Text(self.prompt, rules, self.model, self.token_bytes)
+
+    def clock(self) -> float:
+        """Seconds: what decoding is timed by."""
+        return now(self.model.device)
 
     def drafter(self, drafting: Drafting) -> Drafter:
         """The drafter of a drafting: one for all texts."""
@@ -122,14 +126,14 @@ class Writer:
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *drawn, observer=observer)
         try:
             with closing(rounds):
-                began = now(self.model.device)
+                began = self.clock()
                 for round in rounds:
-                    sample.seconds += now(self.model.device) - began
+                    sample.seconds += self.clock() - began
                     sample.rounds.append(round)
                     sample.statistics.add(round)
                     for read in readers:
                         read(round, sample.seconds)
-                    began = now(self.model.device)
+                    began = self.clock()
         except KeyboardInterrupt:
             sample.interrupted = True
             raise Interrupted(sample) from None

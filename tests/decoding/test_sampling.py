@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -228,3 +229,27 @@ def test_the_unlikely_are_found_among_few_candidates_of_a_large_vocabulary(top_p
 
 def test_uniform_rows_keep_a_token_at_the_smallest_top_p() -> None:
     assert not unlikely_among_candidates(torch.full((1, 7), 1 / 7), 1.0).all()
+
+
+def test_the_candidates_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
+    """Where torch's own sum of the others does, and the choice of mass lets that decide."""
+    before = torch.get_num_threads()
+
+    def on_threads(count: int, work: Callable[[], Tensor]) -> Tensor:
+        torch.set_num_threads(count)
+        try:
+            return work()
+        finally:
+            torch.set_num_threads(before)
+
+    for seed in range(20):
+        row = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) / 1e6
+        row[:2] = torch.tensor([0.11, 0.9])
+        masses = [(on_threads(count, row[2:].sum) + row[0]).item() for count in (1, 2)]
+        if masses[0] != masses[1]:
+            break
+    else:
+        pytest.skip("torch sums alike on one thread and two")
+    mass = min(masses)
+    one, two = (on_threads(count, lambda: unlikely_among_candidates(row[None], mass)) for count in (1, 2))
+    assert torch.equal(one, two)

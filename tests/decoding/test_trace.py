@@ -228,7 +228,7 @@ DRAFTS = {
     "none": [],
     "lookup": ["--ban", "a"],
     "model": ["--draft-model", "{}/draft", "--adaptive"],
-    "skip": ["--plan", "{}/plan.json"],
+    "skip": ["--plan", "{}/plan.json", "--num-samples", "3", "--temperature", "1", "--seed", "4"],
     "exit": ["--compare", "--num-samples", "2", "--temperature", "1", "--seed", "3"],
     "auto": [],
 }
@@ -271,7 +271,7 @@ def test_ctrl_c_keeps_what_was_there(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writer, "speculate", interrupted)
-    options = ["the hen", "--model", str(models / "model"), "--draft", "none", "--num-samples", "2", "--trace"]
+    options = ["the hen", "--model", str(models / "model"), "--draft", "none", "--trace"]
     assert generate.main([*options, "--html", str(page)]) == 130
     assert "1.00 tokens a round" in capsys.readouterr().err
     ((sample),) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]

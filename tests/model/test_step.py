@@ -135,6 +135,26 @@ def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@torch.inference_mode()
+def test_nor_on_calls_that_share_its_step(name: str) -> None:
+    """Of texts with caches of their own, of any capacity and length, in more rows than a step takes."""
+    model = accelerate(random_model(name))
+    calls, expected, alone = [], [], []
+    for number in range(40):
+        start, count = 1 + 3 * number % 17, 1 + number % 4
+        text = tokens_for(start + count)
+        caches = [model.new_cache(start + count + number % 5) for _ in range(2)]
+        for cache in caches:
+            model.prefill(text[:, :start], cache)
+        calls.append((text[:, start:], caches[0], start))
+        expected.append(model(text[:, start:], caches[1], start))
+        alone.append(entries(caches[1]))
+    found = model.together(calls)
+    assert sum(call[0].numel() for call in calls) > 64 and all_equal(found, expected)
+    assert all(all_equal(entries(call[1]), each) for call, each in zip(calls, alone, strict=True))
+
+
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     name=st.sampled_from(list(CONFIGS)),

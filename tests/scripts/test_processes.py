@@ -37,9 +37,10 @@ def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(tmp_path
     assert "times plain decoding" in said and "seed 3" in said and "Traceback" not in said
 
 
-def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize("samples", [1, 3])
+def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(samples: int, tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model", LONG)
-    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16]
+    options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", samples]
     with subprocess.Popen(
         command("the hen", "--model", model, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -49,7 +50,7 @@ def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(tmp_path: Pat
         rest, said = process.communicate()
     assert process.returncode == 130
     assert first and (first + rest).endswith(b"\n")
-    assert b"tokens/s" in said and b"Traceback" not in said
+    assert said.count(b" tokens in ") == samples and b"Traceback" not in said
 
 
 def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path) -> None:

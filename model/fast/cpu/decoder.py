@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -66,30 +66,29 @@ class FastDecoder:
         """Logits after each token at ``[start, start + T)``: ``[batch, T]`` ids -> ``[batch, T, vocab]`` float32."""
         if cache is None:
             return self.model(tokens, cache, start, plan)
+        return self.together([(tokens, cache, start)], plan)[0]
+
+    def together(self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None) -> list[Tensor]:
+        """Logits of several calls ``(tokens, cache, start)`` under one plan, in as few steps as can be.
+
+        The caches are different ones. Each answer has the bits that it would have alone.
+        """
         plan = plan or LayerPlan.full(self.model.num_layers)
-        batch, count = tokens.shape
-        logits = torch.empty(batch, count, self.model.vocab_size)
-        for texts, columns in pieces(batch, count):
-            part = tokens[texts, columns]
+        for tokens, cache, start in calls:
             for layer, bits in enumerate(plan.attention):
                 if bits:
-                    cache.claim(layer, start + columns.start, part.shape[1])
-            positions = torch.arange(start + columns.start, start + columns.stop).expand_as(part)
-            rows = torch.arange(texts.start, texts.stop)[:, None].expand_as(part)
-            found = logits[texts, columns] if batch == 1 else torch.empty(*part.shape, self.model.vocab_size)
-            self._step(plan, cache, Rows(*(each.flatten().numpy() for each in (part, positions, rows))), found)
-            if batch > 1:
-                logits[texts, columns] = found
-        return logits
-
-    def _step(self, plan: LayerPlan, cache: KVCache, rows: Rows, logits: Tensor) -> None:
-        weights = self._weights(plan, cache.capacity)
-        stride, size = cache.keys[0].stride(), cache.keys[0].itemsize
-        entries = [[keys.data_ptr(), values.data_ptr()] for keys, values in zip(cache.keys, cache.values, strict=True)]
+                    cache.claim(layer, start, tokens.shape[1])
+        places, rows = lay_out(calls)
+        weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
+        logits = torch.empty(len(rows.tokens), self.model.vocab_size)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        with STEPPING:
-            places = Cache(np.array(entries), stride[0] * size, stride[1] * size)
-            self.step(weights, places, rows, logits.flatten(0, -2).numpy())
+        for first in range(0, len(logits), MOST_ROWS):  # a text's earlier tokens first
+            part = slice(first, first + MOST_ROWS)
+            with STEPPING:
+                self.step(weights, places, Rows(*(column[part] for column in rows)), logits[part].numpy())
+        shapes = [tokens.shape for tokens, _, _ in calls]
+        parts = logits.split([shape.numel() for shape in shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
         """The model under a plan, with rotary angles for ``positions`` at least."""
@@ -159,9 +158,18 @@ def scale_of(norm: RMSNorm) -> np.ndarray:
     return (norm.weight.detach().float() + (1 - norm.neutral)).numpy()
 
 
-def pieces(batch: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Steps of at most ``MOST_ROWS`` rows that make up ``batch`` texts of ``count`` tokens: earlier tokens first."""
-    width = max(1, MOST_ROWS // batch)
-    for first in range(0, count, width):
-        for text in range(0, batch, MOST_ROWS):
-            yield slice(text, min(batch, text + MOST_ROWS)), slice(first, min(count, first + width))
+def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[Cache, Rows]:
+    """The caches and the rows of a step: text by text, each one's tokens in their order."""
+    entries, head_bytes, columns, texts = [], [], [], 0
+    for tokens, cache, start in calls:
+        batch, count = tokens.shape
+        stride, size = cache.keys[0].stride(), cache.keys[0].itemsize
+        pairs = zip(cache.keys, cache.values, strict=True)
+        first = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
+        entries.append(np.arange(batch)[:, None, None] * (stride[0] * size) + first)
+        head_bytes.append(np.full(batch, stride[1] * size))
+        places = np.arange(start, start + count), np.arange(texts, texts + batch)[:, None]
+        columns.append([np.broadcast_to(each, tokens.shape).ravel() for each in (tokens.numpy(), *places)])
+        texts += batch
+    rows = Rows(*map(np.concatenate, zip(*columns, strict=True)))
+    return Cache(np.concatenate(entries), np.concatenate(head_bytes)), rows

@@ -139,10 +139,9 @@ def attend_head(
 def attend(
     kind: int,
     queries: np.ndarray,
-    keys: int,
-    values: int,
-    text_bytes: int,
-    head_bytes: int,
+    entries: np.ndarray,
+    head_bytes: np.ndarray,
+    layer: int,
     positions: np.ndarray,
     texts: np.ndarray,
     kv_heads: int,
@@ -153,7 +152,7 @@ def attend(
 ) -> None:
     """Causal grouped-query attention (arXiv 2305.13245) of each row to the entries of its text up to its position.
 
-    ``queries`` ``[rows, H, bytes]`` in the cache's dtype; ``keys`` and ``values``: the addresses of a layer's. Writes
+    ``queries`` ``[rows, H, bytes]`` in the cache's dtype; ``entries`` and ``head_bytes`` as in ``Cache``. Writes
     ``out`` ``[rows, H, D]``.
     """
     heads, entry_bytes, place = out.shape[1], queries.shape[2], address(queries)
@@ -161,11 +160,12 @@ def attend(
     for index in prange(len(out) * heads):
         task = np.int64(index)
         row, head = task // heads, task % heads
-        position = positions[row]
+        position, text = positions[row], texts[row]
         first = max(0, position + 1 - window) if window else 0
-        begin = texts[row] * text_bytes + head // groups * head_bytes + first * entry_bytes
+        begin = head // groups * head_bytes[text] + first * entry_bytes
+        keys, values = entries[text, layer, 0] + begin, entries[text, layer, 1] + begin
         query, count = place + task * entry_bytes, position + 1 - first
-        attend_head(kind, query, keys + begin, values + begin, count, scale, cap, out[row, head])
+        attend_head(kind, query, keys, values, count, scale, cap, out[row, head])
 
 
 @compiled(inline="always")
@@ -200,12 +200,11 @@ def attention(
     """``model.layers.Attention``: projections, rotary embedding, cache, attention. ``out`` ``[rows, hidden]``."""
     kind, heads, kv_heads, size, count = weights.kind, weights.heads, weights.kv_heads, weights.head_dim, len(x)
     matrices, entry_bytes = weights.matrices[layer], size * BYTES_OF[weights.kind]
-    keys, values = cache.entries[layer, 0], cache.entries[layer, 1]
     qkv = np.empty((count, (heads + 2 * kv_heads) * size), np.float32)
     project(matrices[Q : V + 1], weights.biases, x, weights.hidden, inputs, qkv)
     queries = np.empty((count, heads, entry_bytes), np.uint8)
     for row in range(count):
-        position, begin = rows.positions[row], rows.texts[row] * cache.text_bytes
+        position, text = rows.positions[row], rows.texts[row]
         for head in range(heads + 2 * kv_heads):
             numbers = qkv[row, head * size : (head + 1) * size]
             if head < heads + kv_heads:
@@ -213,12 +212,12 @@ def attention(
             if head < heads:
                 write_entry(kind, numbers, address(queries[row, head]))
             else:
-                group = (head - heads) % kv_heads
-                place = begin + group * cache.head_bytes + position * entry_bytes
-                write_entry(kind, numbers, place + (keys if head < heads + kv_heads else values))
+                which, group = divmod(head - heads, kv_heads)  # of the keys, then of the values
+                place = cache.entries[text, layer, which] + group * cache.head_bytes[text]
+                write_entry(kind, numbers, place + position * entry_bytes)
     attended = np.empty((count, heads, size), np.float32)
     attend(
-        kind, queries, keys, values, cache.text_bytes, cache.head_bytes, rows.positions, rows.texts, kv_heads,
+        kind, queries, cache.entries, cache.head_bytes, layer, rows.positions, rows.texts, kv_heads,
         weights.windows[layer], weights.attention_scale, weights.attention_cap, attended,
     )  # fmt: skip
     project(matrices[O : O + 1], weights.biases, attended.reshape(count, heads * size), heads * size, inputs, out)

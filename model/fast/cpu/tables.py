@@ -47,7 +47,7 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The tokens of a step: ids, positions, and the row of each one's text in the cache, all ``[rows]`` int64."""
+    """The tokens of a step: ids, positions, and the number of each one's text, all ``[rows]`` int64."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -55,8 +55,11 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """``entries`` ``[layers, 2]``: addresses of keys and values; bytes from one text, and one head, to the next."""
+    """The caches of a step's texts, wherever they lie.
+
+    ``entries`` ``[texts, layers, 2]``: addresses of keys and values; ``head_bytes`` ``[texts]``: bytes from one head
+    to the next.
+    """
 
     entries: np.ndarray
-    text_bytes: int
-    head_bytes: int
+    head_bytes: np.ndarray

@@ -1,0 +1,332 @@
+"""Texts written together are those written alone, token for token; a text that fails or leaves ends alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoding.drafters import ModelDrafter
+from decoding.policies import FixedLength
+from decoding.proof.enumeration import output_law, total_variation
+from decoding.proof.judge import self_draft
+from decoding.proof.plain_law import Request, plain_law
+from decoding.proof.table_model import TEXTS, TableModel
+from decoding.randomness import Randomness
+from decoding.run.chooser import Drafting, plain
+from decoding.run.together import Conductor, Task
+from decoding.run.writer import Interrupted, Writer
+from decoding.sampling import SamplingParams
+from decoding.text import Rules, Text
+from decoding.verify import Coupling, verify_by_ratio
+from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
+from model.fast import accelerate
+from tests.configs import small
+from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
+
+VOCAB, CAPACITY, CHUNK = 11, 48, 4
+LETTERS = [b"abcdefghijk"[token : token + 1] for token in range(VOCAB)]
+TINY: dict[str, Any] = {"vocab": VOCAB, "hidden": 16}
+DRAFTS = accelerate(tiny_model("llama", layers=1, seed=99, **TINY).bfloat16())
+MODELS: dict[str, Decoder] = {
+    "float64": tiny_model("llama", **TINY),
+    "bfloat16": accelerate(tiny_model("llama", **TINY).bfloat16()),
+    "bfloat16, gemma2": accelerate(tiny_model("gemma2", **TINY).bfloat16()),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_chunks() -> Iterator[None]:
+    """Most prompts are read in several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.decoder.PREFILL_CHUNK", CHUNK)
+        yield
+
+
+def nothing_after(tokens: int) -> Any:
+    """A constraint that allows nothing once the text has so many tokens."""
+    return lambda text: torch.zeros(VOCAB, dtype=torch.bool) if len(text) >= tokens else None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A text to write: it ``arrives`` when so many rounds have been told of all, and ``leaves`` after so many of its
+    own."""
+
+    prompt: list[int]
+    rules: Rules
+    kind: str = "none"
+    policy: str = "fixed"
+    params: SamplingParams = SamplingParams(1.0)
+    coupling: str = "ratio"
+    seed: int = 0
+    arrives: int = 0
+    leaves: int | None = None
+
+    def drafting(self, model: Decoder) -> Drafting:
+        def new_drafter(cache: KVCache) -> Any:
+            if self.kind == "fast model":
+                return ModelDrafter(DRAFTS, DRAFTS.new_cache(cache.capacity))
+            return REAL_DRAFTERS[self.kind](model, cache)
+
+        return Drafting(self.kind, new_drafter, REAL_POLICIES[self.policy])
+
+    def text(self, model: Decoder) -> Text:
+        return Text(self.prompt, self.rules, model, LETTERS.__getitem__)
+
+    @property
+    def drawn(self) -> Coupling:
+        return Coupling(self.coupling, self.seed)
+
+
+Outcome = tuple[list[int], str | None, str]
+
+
+def outcome(text: Text, error: BaseException | None = None) -> Outcome:
+    """Tokens and finish; of a text that failed the message alone."""
+    return ([], None, str(error)) if error else (text.generated, text.finish, "")
+
+
+def alone(model: Decoder, wish: Wish) -> Outcome:
+    writer = Writer(model, CAPACITY, LETTERS.__getitem__)
+    writer.begin(wish.prompt)
+    text, rounds = writer.new_text(wish.rules), []
+
+    def read(*round: object) -> None:
+        rounds.append(round)
+        if len(rounds) == wish.leaves:
+            raise KeyboardInterrupt
+
+    try:
+        writer.write(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
+    except Interrupted:
+        pass
+    except InputError as error:
+        return outcome(text, error)
+    return outcome(text)
+
+
+def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcome]:
+    conductor = Conductor(model, CAPACITY, places)
+    to_come = sorted(wishes, key=lambda wish: wish.arrives)
+    tasks: dict[int, Task] = {}
+    told = 0
+
+    def arrive(wish: Wish) -> None:
+        rounds = 0
+
+        def read(*round: object) -> None:
+            nonlocal told, rounds
+            told, rounds = told + 1, rounds + 1
+            if rounds == wish.leaves:
+                task.cancelled = True
+            arrive_if_time()
+
+        text = wish.text(model)
+        task = Task(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
+        tasks[id(wish)] = task
+        conductor.submit(task)
+
+    def arrive_if_time() -> None:
+        while to_come and to_come[0].arrives <= told:
+            arrive(to_come.pop(0))
+
+    while to_come:
+        told = max(told, to_come[0].arrives)
+        arrive_if_time()
+        conductor.run()
+    found = [tasks[id(wish)] for wish in wishes]
+    return [outcome(task.text, task.error) for task in found]
+
+
+rules = st.builds(
+    Rules,
+    st.integers(1, 16),
+    st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
+    st.lists(st.sampled_from(["ab", "g", "cc"]), max_size=1),
+    st.lists(st.sampled_from(["aa", "bc", "d", "ef"]), max_size=2),
+    st.lists(st.integers(4, 20).map(nothing_after), max_size=1),
+)
+wishes = st.builds(
+    Wish,
+    st.one_of(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=13), st.just([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])),
+    rules,
+    st.sampled_from([*REAL_DRAFTERS, "fast model"]),
+    st.sampled_from([*REAL_POLICIES]),
+    st.sampled_from([SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.8, repetition_penalty=1.2)]),
+    st.sampled_from(["ratio", "race"]),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 20),
+    st.one_of(st.none(), st.integers(1, 8)),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(wanted=st.lists(wishes, min_size=2, max_size=5), places=st.integers(1, 4))
+def test_texts_written_together_are_those_written_alone(name: str, wanted: list[Wish], places: int) -> None:
+    model = MODELS[name]
+    assert together(model, wanted, places) == [alone(model, wish) for wish in wanted]
+
+
+class SharedTable(TableModel):
+    """A table whose calls share steps."""
+
+    def __init__(self, *tables: Tensor) -> None:
+        super().__init__(*tables)
+        self.widths: list[int] = []
+
+    def together(self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None) -> list[Tensor]:
+        self.widths.append(len(calls))
+        return [self(*call, plan) for call in calls]
+
+
+@pytest.mark.parametrize("table", [TableModel, SharedTable])
+def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: type[TableModel]) -> None:
+    """Enumerated through the conductor: every outcome of every draw of both."""
+    generator = torch.Generator().manual_seed(3)
+    target, draft = torch.rand(2, 4, 2, dtype=torch.float64, generator=generator) + 0.1
+    model = table(target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True))
+    drafting = Drafting("self", lambda cache: self_draft(model, cache), lambda: FixedLength(1))
+    requests = [Request((0, 1), max_new_tokens=2), Request((1,), max_new_tokens=2, banned=("bb",))]
+
+    def write(randomness: Randomness) -> tuple[object, ...]:
+        conductor = Conductor(model, 16, 2)
+        coupling = SimpleNamespace(randomness=lambda device: randomness, verify=verify_by_ratio)
+        texts = [Text(each.prompt, each.rules, model, TEXTS.__getitem__) for each in requests]
+        for text, request in zip(texts, requests, strict=True):
+            conductor.submit(Task(text, drafting, request.params, coupling))
+        conductor.run()
+        return tuple((tuple(text.generated), text.finish) for text in texts)
+
+    first, second = (plain_law(model, request) for request in requests)
+    product = {(one, two): p * q for one, p in first.items() for two, q in second.items()}
+    assert total_variation(output_law(write), product) < 1e-9
+    if isinstance(model, SharedTable):
+        assert 2 in model.widths
+
+
+def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What the model computes from now on: ("step", rows) and ("chunk", tokens)."""
+    seen: list[tuple[str, int]] = []
+    step, hidden = model.step, model.model.hidden
+    patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[2].tokens))), step(*all)))
+    patch.setattr(
+        model.model, "hidden", lambda tokens, *more: (seen.append(("chunk", tokens.shape[1])), hidden(tokens, *more))
+    )
+    return seen
+
+
+def test_steps_are_shared_and_a_common_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["bfloat16"]
+    seen = counted(model, monkeypatch)
+    wish = Wish([3, 1, 4, 1, 5, 9], Rules(8), "exit", params=SamplingParams())
+    together(model, [wish, replace(wish), replace(wish)], 3)
+    assert [each for each in seen if each[0] == "chunk"] == [("chunk", 4), ("chunk", 1)]
+    # The first text drafts a token before the others have copied its prompt; then they go on in step.
+    steps = [rows for what, rows in seen if what == "step"]
+    assert steps[:5] == [1, 3, 3, 2, 12]
+    assert set(steps[5:]) <= {3, 6, 9, 12}
+
+
+def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step at most between two of its chunks, and none of them delays a step."""
+    model = MODELS["bfloat16"]
+    short, long = Wish([1, 2], Rules(20)), Wish([1, 2, 3] * 6, Rules(2), arrives=3)
+    expected = [alone(model, wish) for wish in (short, long)]
+    seen = counted(model, monkeypatch)
+    assert together(model, [short, long], 2) == expected
+    first = [what for what, _ in seen].index("chunk", 1)
+    assert seen[first : first + 9 : 2] == [("chunk", 4)] * 4 + [("chunk", 1)]
+    assert seen[first + 1 : first + 8 : 2] == [("step", 1)] * 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_that_fails_ends_alone(name: str) -> None:
+    """By its constraint, by a drafter that writes where it may not, before it has begun, by broken numbers."""
+
+    class Careless:
+        def __init__(self, model: Decoder, cache: KVCache) -> None:
+            self.model, self.cache = model, cache
+
+        def propose(self, text: Text, *_: object) -> None:
+            self.model(text.tensor(self.model.device)[None, -1:], self.cache, len(text) + 3, LayerPlan.early_exit(3, 1))
+
+        def rollback(self, length: int) -> None:
+            pass
+
+    def refuse(cache: KVCache) -> None:
+        raise InputError("no such drafter")
+
+    config = small("llama", vocab_size=VOCAB, hidden=16, tie_word_embeddings=False)
+    model = build(parse_config(config)).double().requires_grad_(False)
+    model.initialise(std=0.7, generator=torch.Generator().manual_seed(0))
+    model.embed_tokens.weight[7] = float("nan")
+    model = model if name == "float64" else accelerate(model.bfloat16())
+    rules = Rules(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
+    good = Wish([1, 2, 3, 4, 5], rules, "exit")
+    dead_end = replace(rules, constraints=[*rules.constraints, nothing_after(7)])
+    bad = [replace(good, rules=dead_end), replace(good, prompt=[1, 7, 3, 4, 5])]
+    conductor, tasks = Conductor(model, CAPACITY, 6), []
+    draftings = [wish.drafting(model) for wish in (good, *bad, good)]
+    draftings[3:3] = [Drafting("careless", lambda cache: Careless(model, cache)), Drafting("refused", refuse)]
+    for wish, drafting in zip([good, *bad, good, good, good], draftings, strict=True):
+        tasks.append(Task(wish.text(model), drafting, wish.params, wish.drawn))
+        conductor.submit(tasks[-1])
+    conductor.run()
+    expected = alone(model, good)
+    assert expected[0] and [outcome(task.text) for task in (tasks[0], tasks[5])] == [expected, expected]
+    assert [type(task.error) for task in tasks[1:5]] == [InputError, InputError, ValueError, InputError]
+    assert [bool(row.prompt) for row in conductor.rows] == [True, *[False] * 4, True], "whose entries may be copied"
+    assert "finite" in str(tasks[2].error) and "leaves a hole" in str(tasks[3].error)
+    conductor.submit(again := Task(good.text(model), draftings[0], good.params, good.drawn))
+    conductor.run()
+    assert outcome(again.text) == expected, "no row was left unusable"
+
+
+@pytest.mark.parametrize("place", ["reader", "step"])
+def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tasks, told = MODELS["bfloat16"], [], []
+    conductor = Conductor(model, CAPACITY, 2)
+
+    def interrupt(*_: object) -> None:
+        told.append(1)
+        if len(told) == 7:
+            raise KeyboardInterrupt
+
+    for seed in range(3):
+        wish = Wish([1, 2, 3], Rules(20), seed=seed)
+        text = wish.text(model)
+        readers = [interrupt] if place == "reader" else []
+        tasks.append(Task(text, wish.drafting(model), wish.params, wish.drawn, readers=readers))
+        conductor.submit(tasks[-1])
+    if place == "step":
+        step = model.step
+        monkeypatch.setattr(model, "step", lambda *all: (step(*all), interrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        conductor.run()
+    assert [task.sample and task.sample.finish for task in tasks] == ["interrupted", "interrupted", None]
+    for seed, task in enumerate(tasks[:2]):
+        whole = alone(model, Wish([1, 2, 3], Rules(20), seed=seed))[0]
+        assert task.text.generated == whole[: len(task.text.generated)] and 3 <= len(task.text.generated) <= 6
+    assert not conductor.active and not conductor.waiting
+
+
+def test_what_readers_take_is_no_decoding_time() -> None:
+    model, tasks = MODELS["bfloat16"], []
+    conductor = Conductor(model, CAPACITY, 2)
+    for _ in range(2):
+        text, pause = Text([1, 2, 3], Rules(10), model), [lambda *_: time.sleep(0.05)]
+        tasks.append(Task(text, plain(model), SamplingParams(), Coupling("race", 0), readers=pause))
+        conductor.submit(tasks[-1])
+    conductor.run()
+    assert conductor.reading > 1.0
+    assert all(task.sample.seconds < 0.5 for task in tasks)
