@@ -4,7 +4,7 @@ A draft need not be right, only likely to be right, and decoding costs what read
 reads the same weights, rounded: a matrix in four bits takes less than a third of its size in bf16.
 
 In four and six bits rounding is affine: 32 neighbouring weights of a row, a group, share a ``scale`` and a ``zero``,
-and weight ≈ code · scale + zero, with codes of -8 to 7 for four bits. A group of 32 keeps a single large weight from
+and weight ≈ code · scale + zero, with codes of 0 to 15 for four bits. A group of 32 keeps a single large weight from
 coarsening a whole row. In eight bits a row is one group and zero is 0: codes are -127 to 127.
 
 An error counts by what it does to the product: it is weighted with the mean square of the input that the weight is
@@ -29,7 +29,7 @@ CHUNK = 1 << 16  # weights that are rounded at a time: their intermediate result
 
 @dataclass(frozen=True)
 class Quantised:
-    """``codes`` ``[out, in]`` int8; ``scale`` and ``zero`` ``[out, groups]``: bfloat16, in eight bits float32."""
+    """``codes`` ``[out, in]`` uint8, ``scale`` and ``zero`` ``[out, groups]`` bfloat16; in eight bits int8, float32."""
 
     codes: Tensor
     scale: Tensor
@@ -70,7 +70,7 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
     padding, groups = -columns % GROUP, -(-columns // GROUP)
     importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
-    codes = torch.empty(out, groups * GROUP, dtype=torch.int8, device=weight.device)
+    codes = torch.empty(out, groups * GROUP, dtype=torch.uint8, device=weight.device)
     scale, zero = (torch.empty(out, groups, dtype=torch.bfloat16, device=weight.device) for _ in range(2))
     rows = max(1, CHUNK // (groups * GROUP))
     # A zero importance would leave scale and zero open; the same factor for all changes nothing.
@@ -90,18 +90,18 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
 
     Codes are ``[32, n]``, scale and zero ``[n]``, all float32; scale and zero are numbers that bfloat16 holds.
     """
-    half, levels = 2 ** (bits - 1), 2**bits - 1
+    levels = 2**bits - 1
     low, high = torch.aminmax(weight, dim=0)
     total = importance.sum(0)
     best: tuple[Tensor, ...] = ()
     for cut in CUTS:
         scale = (high - low) * ((1 - 2 * cut / levels) / levels)
-        zero = (low + high + scale) / 2
+        zero = (low + high - levels * scale) / 2
         for fit in range(FITS + 1):
             # Rounded before the codes are chosen, so that these make up for it.
             scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
             inverse = torch.where(scale > 0, 1 / scale, 0)  # of weights that are all alike, every code is 0
-            codes = ((weight - zero) * inverse).round_().clamp_(-half, half - 1)
+            codes = ((weight - zero) * inverse).round_().clamp_(0, levels)
             weighted = codes * importance
             error = torch.addcmul(zero, codes, scale).sub_(weight).square_().mul_(importance).sum(0)
             found = codes, scale, zero, error

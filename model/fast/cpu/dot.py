@@ -262,58 +262,49 @@ def multiply_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, x: ir.Value, c
     total = cgutils.alloca_once_value(builder, constant(FLOAT, 0.0))
     with turns(builder, builder.sdiv(columns, ir.Constant(I64, BLOCK))) as turn:
         at = scaled(builder, turn, BLOCK)
-        codes = load(builder, builder.add(w, at), vector(I32)) if kind == INT8 else four_bit_codes(builder, w, turn)
-        if kind == INT6:
-            high_plane = builder.add(w, builder.sdiv(columns, ir.Constant(I64, 2)))
-            codes = builder.or_(codes, two_bit_codes(builder, high_plane, turn))
-        # Stored codes begin at 0: the middle one, 8, 32 or 128, is subtracted again, times the sum of the inputs.
-        middle = builder.shl(load(builder, builder.add(sums, at), vector(I32)), constant(I32, bits - 4))
-        products = add_bytes(builder, middle, codes, load(builder, builder.add(x, at), vector(I32)))
+        codes = load_codes(builder, kind, w, turn, columns)
+        # Codes of eight bits are stored from 0 on: 128 is subtracted again, times the sum of the inputs.
+        begin = load(builder, builder.add(sums, at), vector(I32)) if kind == INT8 else constant(I32, 0)
+        products = add_bytes(builder, begin, codes, load(builder, builder.add(x, at), vector(I32)))
         pair = load(builder, builder.add(input_scales, scaled(builder, turn, 8)), vector(FLOAT, 2))
         scale = builder.shuffle_vector(pair, pair, ir.Constant(vector(I32), [0, 1] * (LANES // 2)))
         if kind != INT8:
             both = broadcast(builder, load(builder, builder.add(scales, scaled(builder, turn, 4)), I32))
             even_lanes_up = builder.shl(both, ir.Constant(vector(I32), [16, 0] * (LANES // 2)))
-            own = builder.bitcast(builder.and_(even_lanes_up, constant(I32, 0xFFFF0000)), vector(FLOAT))
-            scale = builder.fmul(scale, own)
+            of_weights = builder.bitcast(builder.and_(even_lanes_up, constant(I32, 0xFFFF0000)), vector(FLOAT))
+            scale = builder.fmul(scale, of_weights)
         floats = builder.sitofp(products, vector(FLOAT))
         builder.store(fused_multiply_add(builder, builder.load(total), floats, scale), total)
     if kind == INT8:
         return builder.fmul(builder.load(total), broadcast(builder, load(builder, scales, FLOAT)))
-    zeros, group_sums = (
-        builder.add(scales, scaled(builder, groups, 2)),
-        builder.add(input_scales, scaled(builder, groups, 4)),
-    )
-    with turns(
-        builder, builder.sdiv(builder.add(groups, ir.Constant(I64, LANES - 1)), ir.Constant(I64, LANES))
-    ) as turn:
+    zeros = builder.add(scales, scaled(builder, groups, 2))
+    group_sums = builder.add(input_scales, scaled(builder, groups, 4))
+    vectors = builder.sdiv(builder.add(groups, ir.Constant(I64, LANES - 1)), ir.Constant(I64, LANES))
+    with turns(builder, vectors) as turn:
         zero = widen(builder, BF16, load(builder, builder.add(zeros, scaled(builder, turn, 2 * LANES)), vector(I16)))
         of_inputs = load(builder, builder.add(group_sums, scaled(builder, turn, 4 * LANES)), vector(FLOAT))
         builder.store(fused_multiply_add(builder, builder.load(total), zero, of_inputs), total)
     return builder.load(total)
 
 
-def four_bit_codes(builder: ir.IRBuilder, w: ir.Value, block: ir.Value) -> ir.Value:
-    """64 codes of two groups, whose words of four take turns: the low halves of 32 bytes, and their high halves."""
-    lanes = LANES // 2
-    packed = load(builder, builder.add(w, scaled(builder, block, BLOCK // 2)), vector(I32, lanes))
-    wide = builder.zext(packed, vector(I64, lanes))
-    both = builder.or_(wide, builder.shl(wide, constant(I64, 28, lanes)))
-    return builder.bitcast(builder.and_(both, constant(I64, 0x0F0F0F0F0F0F0F0F, lanes)), vector(I32))
+def load_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, block: ir.Value, columns: ir.Value) -> ir.Value:
+    """The 64 codes of a block, a byte each, in the order of the inputs: ``[16]`` int32."""
+    if kind == INT8:
+        return load(builder, builder.add(w, scaled(builder, block, BLOCK)), vector(I32))
 
+    def spread(plane: ir.Value, bits: int, left: list[int]) -> ir.Value:
+        """A plane of so many bits per code, once per part of the vector that holds it, each part rotated."""
+        lanes = LANES * bits // 8
+        part = load(builder, builder.add(plane, scaled(builder, block, BLOCK * bits // 8)), vector(I32, lanes))
+        whole = builder.shuffle_vector(part, part, ir.Constant(vector(I32), list(range(lanes)) * (LANES // lanes)))
+        by = ir.Constant(vector(I32), [each for each in left for _ in range(lanes)])
+        return call(builder, f"llvm.fshl.v{LANES}i32", whole.type, whole, whole, by)
 
-def two_bit_codes(builder: ir.IRBuilder, plane: ir.Value, block: ir.Value) -> ir.Value:
-    """The two highest of six bits of 64 codes, shifted to their place; in the order of ``four_bit_codes``.
-
-    A byte holds those of a word of four codes, the words of two groups taking turns. They are spread in three halvings.
-    """
-    lanes = LANES // 2
-    packed = load(builder, builder.add(plane, scaled(builder, block, BLOCK // 4)), vector(I16, lanes))
-    spread = builder.zext(packed, vector(I64, lanes))
-    for shift, mask in ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303)):
-        spread = builder.or_(spread, builder.shl(spread, constant(I64, shift, lanes)))
-        spread = builder.and_(spread, constant(I64, mask, lanes))
-    return builder.bitcast(builder.shl(spread, constant(I64, 4, lanes)), vector(I32))
+    low = builder.and_(spread(w, 4, [0, 28]), constant(I32, 0x0F0F0F0F))
+    if kind == INT4:
+        return low
+    high_plane = builder.add(w, builder.sdiv(columns, ir.Constant(I64, 2)))
+    return builder.or_(low, builder.and_(spread(high_plane, 2, [4, 2, 0, 30]), constant(I32, 0x30303030)))
 
 
 def dot_function(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., None]:

@@ -198,7 +198,7 @@ def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
 def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
     """One row of inputs in int8 with a scale per group, at an address, as ``dot.multiply_codes`` reads it.
 
-    First the codes, words of four of two groups taking turns; then -8 times the sum of each word, int32; the scales,
+    First the codes, words of four of two groups taking turns; then -128 times the sum of each word, int32; the scales,
     float32; and the sum of each group times its scale, float32, up to whole vectors.
     """
     padded = in_blocks(columns)
@@ -223,7 +223,7 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
         for word in range(GROUP // 4):
             at, byte = group // 2 * (BLOCK // 4) + 2 * word + group % 2, 4 * word
             word_sum = codes[byte] + codes[byte + 1] + codes[byte + 2] + codes[byte + 3]
-            words[at], sums[at] = own_words[word], -8 * word_sum
+            words[at], sums[at] = own_words[word], -128 * word_sum
             total_code += word_sum
         scales[group] = scale
         totals[group] = scale * np.float32(total_code)

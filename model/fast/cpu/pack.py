@@ -13,25 +13,24 @@ from model.quantise import Quantised
 def packed(rounded: Quantised) -> Tensor:
     """Codes with their scales, uint8 ``[out, bytes]``: a row is the input of ``dot.multiply_codes``.
 
-    Columns are padded to whole blocks of two groups. Words are four codes; in eight bits words of the two groups take
-    turns. Otherwise a plane of four bits comes first: a byte holds a code of the first group in its lower half and one
-    of the second in its upper half. In six bits a plane of the two highest bits follows, a byte per word, the words of
-    the two groups taking turns.
+    Columns are padded to whole blocks of two groups, whose words of four codes take turns. In eight bits a code is a
+    byte, 128 more than it stands for. Otherwise a plane of four bits comes first: byte i of a block holds code i in its
+    lower half and code i + 32 in its upper half. In six bits a plane of the two highest bits follows: byte i holds
+    those of the codes i, i + 16, i + 32 and i + 48.
     """
     out, columns = rounded.codes.shape
-    codes = F.pad(rounded.codes, (0, -columns % BLOCK)).view(out, -1, 2, GROUP)
+    codes = F.pad(rounded.codes, (0, -columns % BLOCK)).view(out, -1, 2, GROUP // 4, 4)
+    codes = codes.transpose(2, 3).reshape(out, -1, BLOCK)
     if rounded.bits == 8:
-        words = (codes.view(torch.uint8) + 128).unflatten(-1, (-1, 4)).transpose(2, 3)
-        return torch.cat((words.reshape(out, -1), rounded.scale.view(torch.uint8)), 1)
-    codes = (codes + 2 ** (rounded.bits - 1)).view(torch.uint8)
-    low, high = (codes & 15).unbind(2)
-    planes = [(low | high << 4).reshape(out, -1)]
+        return torch.cat((codes.flatten(1).view(torch.uint8) + 128, rounded.scale.view(torch.uint8)), 1)
+    low, high = (codes & 15).unflatten(2, (2, -1)).unbind(2)
+    planes = [low | high << 4]
     if rounded.bits == 6:
-        pairs = (codes >> 4).unflatten(-1, (-1, 4)) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
-        planes.append(pairs.sum(-1, dtype=torch.uint8).transpose(2, 3).reshape(out, -1))
+        parts = (codes >> 4).unflatten(2, (4, -1)).unbind(2)
+        planes.append(parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6)
     groups = codes.shape[1] * 2
     scales, zeros = (
         F.pad(each, (0, count - each.shape[1])).contiguous().view(torch.uint8)
         for each, count in ((rounded.scale, groups), (rounded.zero, -(-groups // LANES) * LANES))
     )
-    return torch.cat((*planes, scales, zeros), 1)
+    return torch.cat((*(plane.flatten(1) for plane in planes), scales, zeros), 1)
