@@ -21,7 +21,7 @@ from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-REPEATS = 7
+REPEATS = 11
 IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
 UNSTEADY = 1.3  # factor between a cost by medians and by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
@@ -102,7 +102,7 @@ def measure_costs(
     verify: tuple[float, ...] | None = None,
     patience: float = PATIENCE,
 ) -> CostTable:
-    """Time the loop's own steps with these sampling parameters, in turns, and take medians; the first is warm-up.
+    """Time the loop's own steps with these sampling parameters, in turns, and take the fastest; the first is warm-up.
 
     ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
     ``context`` tokens stand before them. ``verify``: costs of verification that are known already.
@@ -115,14 +115,15 @@ def measure_costs(
         own_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
         steps.append(draft_steps(draft_model, own_cache, plan, params, context=context))
     timings = take_turns(steps, REPEATS, target.device, patience)
-    plain = timings[0].median / IN_A_ROW
+    # The fastest repeats: other work only ever makes a step slower.
+    plain = timings[0].fastest / IN_A_ROW
     if verify is None:
-        one, *more = (took.median for took in timings[1 : longest + 2])
+        one, *more = (took.fastest for took in timings[1 : longest + 2])
         plain = max(plain, one)  # a round takes its step and more
         verify = (1.0, *((seconds + plain - one) / plain for seconds in more))
     drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
-    draft = timings[-1].median / IN_A_ROW / plain if draft_model is not None else 0.0
+    draft = timings[-1].fastest / IN_A_ROW / plain if draft_model is not None else 0.0
     return CostTable(draft, verify, steady)
 
 
