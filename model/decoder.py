@@ -12,6 +12,7 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import Positions, RMSNorm, place
 from model.plan import LayerPlan
+from model.quantise import Quantised, rounded
 from model.twins import Twins
 
 PREFILL_CHUNK = 2048  # tokens per forward of a prompt: bounds the memory of activations
@@ -45,6 +46,10 @@ class Decoder(nn.Module):
     def row_invariant(self) -> bool:
         """Whether a position's logits have the same bits whatever other rows its step has; else ``why_rows_vary``."""
         return self.why_rows_vary is None
+
+    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
+        """The weights of a linear layer, or of an embedding as a head, in few bits; see ``model.quantise``."""
+        return rounded(product, bits)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies that a plan asks for now, not while a text is timed."""

@@ -15,6 +15,7 @@ among a few: ranges with more or less cut off at both ends, each fitted to its o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GROUP = 32  # weights that share scale and zero, in four and six bits
+RoundGroups = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, to begin with
 FITS = 2  # least-squares fits of each
-CHUNK = 1 << 16  # weights that are rounded at a time: their intermediate results fit into a processor's cache
+CHUNK = 1 << 22  # weights that are rounded at a time, in float32
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,50 @@ class Quantised:
         return weights.flatten(1)[:, :columns].to(dtype)
 
 
-def rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-    """The weights of a linear layer or an embedding in few bits, by the ``importance`` of its inputs if it has one."""
-    return quantise(product.weight.detach(), bits, getattr(product, "importance", None))
+def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero of groups ``[n, 32]`` float32: uint8 ``[n, 32]``, and two of ``[n]`` float32.
+
+    ``importance`` ``[rows, 32]`` repeats: group g has row g % rows. Scale and zero are numbers that bfloat16 holds.
+    """
+    importance = importance.repeat(len(weight) // len(importance), 1)
+    levels, total = 2**bits - 1, importance.sum(1)
+    low, high = torch.aminmax(weight, dim=1)
+    best: tuple[Tensor, ...] = ()
+    for cut in CUTS:
+        scale = (high - low) * ((1 - 2 * cut / levels) / levels)
+        zero = (low + high - levels * scale) / 2
+        for _ in range(FITS + 1):
+            # Rounded before the codes are chosen, so that these make up for it.
+            scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
+            inverse = torch.where(scale > 0, 1 / scale, 0)  # of weights that are all alike, every code is 0
+            codes = ((weight - zero[:, None]) * inverse[:, None] + 0.5).floor_().clamp_(0, levels)
+            weighted = codes * importance
+            error = (codes * scale[:, None] + zero[:, None] - weight).square_().mul_(importance).sum(1)
+            found = codes, scale, zero, error
+            better = error < (best or found)[3]
+            best = tuple(
+                torch.where(better if new.ndim == 1 else better[:, None], new, old)
+                for new, old in zip(found, best or found, strict=True)
+            )
+            # The line through the points (code, weight): scale is its slope, zero its height at code 0.
+            mean_code, mean = weighted.sum(1) / total, (weight * importance).sum(1) / total
+            spread = (weighted * codes).sum(1) - total * mean_code.square()
+            slope = ((weighted * weight).sum(1) - total * mean_code * mean) / spread
+            scale = torch.where(spread > 0, slope, scale)
+            zero = mean - scale * mean_code
+    return best[0].to(torch.uint8), *best[1:3]
 
 
 @torch.no_grad()
-def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Quantised:
+def quantise(
+    weight: Tensor,
+    bits: int,
+    importance: Tensor | None = None,
+    round_groups: RoundGroups = round_groups,
+) -> Quantised:
     """Round ``[out, in]`` weights to codes of 4, 6 or 8 bits.
 
-    ``importance`` ``[in]``: the mean square of each input, 1 by default. Its weighted squared error is at most that of
+    ``importance`` ``[in]``: the mean square of each input, 1 by default. The weighted squared error is at most that of
     rounding to the nearest of evenly spaced values between a group's least and largest weight. A last group of fewer
     than 32 columns has a scale of its own.
     """
@@ -70,52 +106,23 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
     padding, groups = -columns % GROUP, -(-columns // GROUP)
     importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
+    # An importance of zero would leave scale and zero open; a common factor changes nothing.
+    importance = importance.float() / importance.mean().clamp(min=1e-30) + 1e-4
+    importance = F.pad(importance, (0, padding)).view(groups, GROUP)
     codes = torch.empty(out, groups * GROUP, dtype=torch.uint8, device=weight.device)
     scale, zero = (torch.empty(out, groups, dtype=torch.bfloat16, device=weight.device) for _ in range(2))
     rows = max(1, CHUNK // (groups * GROUP))
-    # A zero importance would leave scale and zero open; the same factor for all changes nothing.
-    weights = F.pad(importance.float() / importance.mean().clamp(min=1e-30) + 1e-4, (0, padding))
-    weights = weights.view(groups, GROUP).T.repeat(1, rows)
     for first in range(0, out, rows):
-        part = F.pad(weight[first : first + rows].float(), (0, padding), mode="replicate")
-        part = part.reshape(-1, GROUP).T.contiguous()  # [32, groups of all rows]: what is per group is contiguous
-        found = round_groups(part, weights[:, : part.shape[1]], bits)
-        codes[first : first + rows] = found[0].T.reshape(-1, groups * GROUP)
-        scale[first : first + rows], zero[first : first + rows] = (each.view(-1, groups) for each in found[1:])
+        part = F.pad(weight[first : first + rows].float(), (0, padding), mode="replicate").view(-1, GROUP)
+        found = round_groups(part, importance, bits)
+        for whole, each in zip((codes, scale, zero), found, strict=True):
+            whole[first : first + rows] = each.view(-1, whole.shape[1])
     return Quantised(codes[:, :columns].contiguous(), scale, zero, bits)
 
 
-def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero of groups, the columns of ``[32, n]`` weights; see ``quantise``.
-
-    Codes are ``[32, n]``, scale and zero ``[n]``, all float32; scale and zero are numbers that bfloat16 holds.
-    """
-    levels = 2**bits - 1
-    low, high = torch.aminmax(weight, dim=0)
-    total = importance.sum(0)
-    best: tuple[Tensor, ...] = ()
-    for cut in CUTS:
-        scale = (high - low) * ((1 - 2 * cut / levels) / levels)
-        zero = (low + high - levels * scale) / 2
-        for fit in range(FITS + 1):
-            # Rounded before the codes are chosen, so that these make up for it.
-            scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
-            inverse = torch.where(scale > 0, 1 / scale, 0)  # of weights that are all alike, every code is 0
-            codes = ((weight - zero) * inverse).round_().clamp_(0, levels)
-            weighted = codes * importance
-            error = torch.addcmul(zero, codes, scale).sub_(weight).square_().mul_(importance).sum(0)
-            found = codes, scale, zero, error
-            better = error < (best or found)[3]
-            best = tuple(torch.where(better, new, old) for new, old in zip(found, best or found, strict=True))
-            if fit == FITS:
-                break
-            # The line through the points (code, weight): scale is its slope, zero its height at code 0.
-            mean_code, mean = weighted.sum(0) / total, (weight * importance).sum(0) / total
-            spread = (weighted * codes).sum(0) - total * mean_code.square()
-            slope = ((weighted * weight).sum(0) - total * mean_code * mean) / spread
-            scale = torch.where(spread > 0, slope, scale)
-            zero = mean - scale * mean_code
-    return best[:3]
+def rounded(product: nn.Linear | nn.Embedding, bits: int, round_groups: RoundGroups = round_groups) -> Quantised:
+    """The weights of a linear layer or an embedding in few bits, by the ``importance`` of its inputs if it has one."""
+    return quantise(product.weight, bits, getattr(product, "importance", None), round_groups)
 
 
 def round_inputs(x: Tensor) -> Tensor:

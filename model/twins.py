@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.plan import FULL, LayerPlan
-from model.quantise import round_inputs, rounded
+from model.quantise import Quantised, round_inputs
 
 if TYPE_CHECKING:
     from model.decoder import Decoder
@@ -28,7 +28,7 @@ class Twins:
     """
 
     def __init__(self, model: Decoder, exchange: Callable[[Any, int], Any] | None = None) -> None:
-        self.model, self.exchange = model, exchange or RoundedLinear
+        self.model, self.exchange = model, exchange or self.round
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.sublayers: dict[tuple[int, str, int], Any] = {}
         self.heads: dict[int, Any] = {}
@@ -36,6 +36,10 @@ class Twins:
     @property
     def trouble(self) -> str | None:
         return getattr(self.exchange, "trouble", None)
+
+    def round(self, product: nn.Linear | nn.Embedding, bits: int) -> RoundedLinear:
+        """The reference of a low-bit product."""
+        return RoundedLinear(product, self.model.rounded(product, bits))
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make what the plan asks for now, layer by layer."""
@@ -93,10 +97,9 @@ class RoundedLinear(nn.Linear):
     """The reference of a low-bit product: weights and inputs rounded, computed in their own dtype."""
 
     @torch.no_grad()
-    def __init__(self, product: nn.Linear | nn.Embedding, bits: int) -> None:
+    def __init__(self, product: nn.Linear | nn.Embedding, rounded: Quantised) -> None:
         nn.Module.__init__(self)
-        dtype = product.weight.dtype
-        self.weight = nn.Parameter(rounded(product, bits).dequantised(dtype), requires_grad=False)
+        self.weight = nn.Parameter(rounded.dequantised(product.weight.dtype), requires_grad=False)
         self.bias = getattr(product, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import model.quantise
 from model.plan import LOW_BITS
 from model.quantise import GROUP, quantise, round_inputs
 
@@ -103,3 +104,17 @@ def test_inputs_are_rounded_with_a_scale_per_group(columns: int, seed: int) -> N
         largest = x[..., first : first + GROUP].abs().amax(-1, keepdim=True)
         assert (error[..., first : first + GROUP] <= largest / 254 * 1.001).all()
     assert torch.equal(round_inputs(torch.zeros(1, 40)), torch.zeros(1, 40))
+
+
+@pytest.mark.parametrize("bits", AFFINE)
+def test_compiled_rounding_is_as_good_as_the_readable_one(bits: int) -> None:
+    pytest.importorskip("numba", reason="rounding is compiled by numba: pip install numba")
+    from model.fast.cpu import rounding
+
+    weight, importance = weights(40, 100, 3), torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01
+    errors = []
+    for round_groups in (model.quantise.round_groups, rounding.round_groups):
+        found = quantise(weight, bits, importance, round_groups)
+        errors.append(groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2))
+        assert found.codes.max() == 2**bits - 1
+    torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-7)

@@ -27,19 +27,20 @@ class Locator(UserProvidedCacheLocator):
         self._cache_path = numba.config.CACHE_DIR
 
 
-def compiled_step() -> Any:
-    """``model.fast.cpu.step.step``; a line on standard error says when it will first be compiled."""
+def compiled_functions() -> tuple[Any, Any]:
+    """``step.step`` and ``rounding.round_groups``; a line on standard error says when they will first be compiled."""
     folder, config = kernel_folder(), numba.config
     before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
     # Both are read where a function is declared, so the import comes behind.
     config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(folder), f"{__name__}.{Locator.__name__}"
     try:
+        from model.fast.cpu.rounding import round_groups
         from model.fast.cpu.step import step
     finally:
         config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
     if not step.signatures and not any(folder.rglob("*.nbc")):
         print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
-    return step
+    return step, round_groups
 
 
 def kernel_folder(sources: Path = Path(__file__).parent) -> Path:

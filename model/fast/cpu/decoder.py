@@ -19,9 +19,10 @@ from model.fast.cpu.tables import ABSENT, MOST_ROWS, Cache, Rows, Weights
 from model.fast.flash import attend_causally
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
-from model.quantise import rounded
+from model.quantise import Quantised, RoundGroups, rounded
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+Step = Callable[[Weights, Cache, Rows, np.ndarray], None]
 MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 STEPPING = threading.Lock()  # Numba's threads serve one step at a time
@@ -39,9 +40,9 @@ class FastDecoder:
     why_rows_vary = None
     fast_bits = tuple(LOW_BITS)
 
-    def __init__(self, model: Decoder, step: Callable[[Weights, Cache, Rows, np.ndarray], None]) -> None:
-        """``step``: see ``model.fast.cpu.compile``."""
-        self.model, self.step = model, step
+    def __init__(self, model: Decoder, step: Step, round_groups: RoundGroups) -> None:
+        """``step`` and ``round_groups``: see ``model.fast.cpu.compile``."""
+        self.model, self.step, self.round_groups = model, step, round_groups
         for block in model.layers:
             block.self_attn.attend = attend_causally
         self.plans: dict[LayerPlan, Weights] = {}
@@ -50,6 +51,10 @@ class FastDecoder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
+        """``Decoder.rounded``, compiled."""
+        return rounded(product, bits, self.round_groups)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies that the plan asks for now."""
@@ -144,7 +149,7 @@ class FastDecoder:
         if bits != FULL:
             kind = LOW_BITS[bits]
             if (product, bits) not in self.low_bits:
-                self.low_bits[product, bits] = packed(rounded(product, bits))
+                self.low_bits[product, bits] = packed(self.rounded(product, bits))
             weight = self.low_bits[product, bits]
         bias, place = getattr(product, "bias", None), ABSENT
         if bias is not None:
