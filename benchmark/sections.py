@@ -22,7 +22,7 @@ from benchmark.libraries import LIBRARIES, WARM_UP_TOKENS
 from benchmark.peak import peak_bytes
 from decoding.corpus.quality import LEAST_MENTIONED, mentioned, repetition
 from decoding.rounds import Statistics
-from decoding.run.chooser import plain, planned
+from decoding.run.chooser import bits_table, plain, planned
 from decoding.run.costs import CostTable, measure_costs
 from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import Writer
@@ -50,6 +50,17 @@ def costs_section(bench: Bench) -> list[Row]:
     bench.costs = {"lookup": lookup} | tables
     rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(lookup.verify, start=1)]
     return rows + [{"step": f"draft step, {name}", "plain steps": bench.costs[name].draft} for name in bench.drafts]
+
+
+def bits_section(bench: Bench) -> list[Row]:
+    """Drafts of all layers in few bits: cost of a step, share of drafts kept, best length, predicted speed-up.
+
+    Measured as the first ``--draft lowbit`` does it.
+    """
+    table = bits_table(bench.setting)
+    columns = zip(table.bits, table.cost, table.acceptance, table.gamma, table.speedup, strict=True)
+    names = "bits", "plain steps", "kept", "gamma", "speed-up"
+    return [dict(zip(names, row, strict=True)) for row in columns]
 
 
 class Texts(NamedTuple):
@@ -216,6 +227,7 @@ def timed(took: Timing, unit: Timing) -> Row:
 
 SECTIONS = {  # in the order in which they are measured: a predicted speed needs the costs
     "costs": costs_section,
+    "bits": bits_section,
     "speed": speed_section,
     "context": context_section,
     "first-token": first_token_section,
