@@ -13,7 +13,7 @@ FORMATS |= dict.fromkeys(("accepted", "repeated", "about it"), "{:.0%}")
 
 
 def table(rows: list[Row]) -> Table:
-    """The one kind of table: a column per key of the rows, but for values that are lists."""
+    """Table with a column per key of the rows, without keys whose values are lists."""
     shown = Table()
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list))
     for key in keys:
@@ -24,7 +24,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def cell(value: Any, form: Any) -> str:
-    """A value as it is printed; a spread as its median with its range."""
+    """Printed form of a value; of a spread the median with its range."""
     if isinstance(value, dict):
         return f"{form(value['median'])} ({form(value['lowest'])}-{form(value['highest'])})"
     return "" if value is None else form(value) if isinstance(value, float) else str(value)

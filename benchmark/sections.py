@@ -1,4 +1,4 @@
-"""Sections of the benchmark: costs of steps, speed of texts, growing texts, first tokens, memory, floor, stories.
+"""Sections of the benchmark: costs of steps, speed of texts, context, first token, memory, floor, stories.
 
 The first line of a section's docstring is the title of its table.
 """
@@ -36,7 +36,7 @@ LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7
 TEMPERATURES = (0.0, 0.7, 1.0)  # of stories
 FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
-BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # to be read in a time that can be measured
+BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # enough that the time to read them can be measured
 
 
 def costs_section(bench: Bench) -> list[Row]:
@@ -64,14 +64,14 @@ def bits_section(bench: Bench) -> list[Row]:
 
 
 class Texts(NamedTuple):
-    """One contender's texts by prompt, the same in all runs, and the median seconds of a run, prefill included."""
+    """Texts of a contender by prompt, and the median seconds of a run, prefill included."""
 
     written: list[Written]
     seconds: np.ndarray
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender], prompts: list[Prompt]) -> dict[str, Texts]:
-    """Texts of each contender. They take turns on each prompt, after one warm-up each."""
+    """Texts of each contender. After a warm-up each, contenders take turns on each prompt."""
     device, shape = bench.setting.model.device, (bench.options.repeats, len(prompts))
     written = {name: [Written([])] * len(prompts) for name in contenders}
     seconds = {name: np.zeros(shape) for name in contenders}
@@ -87,7 +87,7 @@ def time_texts(bench: Bench, contenders: dict[str, Contender], prompts: list[Pro
 
 
 def text_columns(texts: Texts, plain: Texts) -> Row:
-    """Columns of every table of texts: speed-up over plain decoding, acceptance, texts equal to plain decoding's."""
+    """Columns of a table of texts: speed-up over plain decoding, acceptance, texts equal to plain decoding's."""
     sums = Statistics()
     for round in (round for text in texts.written for round in text.rounds):
         sums.add(round)
@@ -102,10 +102,10 @@ def text_columns(texts: Texts, plain: Texts) -> Row:
 
 
 def predicted_speedups(texts: Texts, plain: Texts, costs: CostTable) -> list[float]:
-    """Speed-up on each prompt by measured costs and the rounds that occurred.
+    """Speed-up on each prompt, computed from measured costs and the rounds of its text.
 
-    A round with a draft of k tokens is charged k draft steps and the verification of k + 1 tokens (as in arXiv
-    2211.17192, theorem 3.8), in plain steps of this text; the prompt is charged its own prefill.
+    A round with a draft of k tokens costs k draft steps and the verification of k + 1 tokens (as in arXiv 2211.17192,
+    theorem 3.8), in plain steps of this text. The measured time of prefill is added.
     """
     predicted = []
     for text, other, total in zip(texts.written, *plain, strict=True):
@@ -134,7 +134,7 @@ def speed_section(bench: Bench) -> list[Row]:
 def stories_section(bench: Bench) -> list[Row]:
     """Stories, as long as the model makes them: medians over the stories (lowest-highest).
 
-    They are plain decoding's whatever drafts; "about it" is the share that mentions the subject of its prompt.
+    Drafting does not change them. "about it" is the share that mentions the subject of its prompt.
     """
     rows, tokenizer = [], bench.setting.tokenizer
     prompts = [prompt for prompt in bench.prompts if prompt.kind == "stories"]
@@ -156,14 +156,14 @@ def stories_section(bench: Bench) -> list[Row]:
 
 
 def context_section(bench: Bench) -> list[Row]:
-    """Plain steps that complete a text of n tokens, and their ratio to the first.
+    """Plain steps after a context, in all n tokens, and the ratio to the shortest.
 
-    The tokens before are zeros, which take as long to read as others.
+    The cache holds zeros, which take as long to read as other numbers.
     """
     model = bench.setting.model
     cache = model.new_cache(max(bench.lengths))
     for tensor in [*cache.keys, *cache.values]:
-        tensor.zero_()  # pages that nobody has written to are one page of zeros, quickly read
+        tensor.zero_()  # unwritten pages are all one page of zeros, which is read faster
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
 
     def step(length: int) -> None:
@@ -188,8 +188,7 @@ def first_token_section(bench: Bench) -> list[Row]:
 def memory_section(bench: Bench) -> list[Row]:
     """Memory of weights and of decoding, as measured and as estimated from the config.
 
-    Measured are tensors: on CUDA the allocator's peak, on the CPU the most that torch's profiler sees allocated at
-    once. Scratch memory of kernels is in neither.
+    Measured is the peak of torch's allocations, on the CPU by its profiler. Scratch memory of kernels is not included.
     """
     model, gamma = bench.setting.model, 8
     written = 2 * (gamma + 1)
@@ -205,7 +204,7 @@ def memory_section(bench: Bench) -> list[Row]:
 
 
 def floor_section(bench: Bench) -> list[Row]:
-    """Floor of a plain step: every weight read once (of an untied embedding one row)."""
+    """Floor of a plain step: the time to read every weight once (of an untied embedding one row)."""
     model, config = bench.setting.model, bench.setting.model.config
     read = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
@@ -215,12 +214,13 @@ def floor_section(bench: Bench) -> list[Row]:
 
 
 def spread(values: Iterable[float]) -> Row:
+    """Median and range of some values."""
     values = list(map(float, values))
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def timed(took: Timing, unit: Timing) -> Row:
-    """Columns of a timed step: milliseconds, and the ratio to another's."""
+    """Columns of a timed step: milliseconds, and the ratio to the median of ``unit``."""
     seconds = {"median": took.median, "lowest": took.fastest, "highest": took.slowest}
     return {"ms": {name: 1e3 * value for name, value in seconds.items()}, "ratio": took.median / unit.median}
 

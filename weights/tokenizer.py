@@ -94,7 +94,7 @@ class Tokenizer:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         names = {key: token_text(self.settings.get(key)) for key in NAMED_TOKENS}
-        with explaining("the model's chat template fails", (Exception,)):  # a template is a program and can raise anything
+        with explaining("the model's chat template fails", (Exception,)):  # a template can raise any error
             template = environment.from_string(self.chat_template)
             text = template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
             text.encode()  # fails for half of a surrogate pair

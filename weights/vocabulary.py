@@ -3,8 +3,8 @@
 Both kinds have these attributes: ``special``, the ids of control tokens by name; ``pieces``, the bytes that each token
 adds to the text, none for a control token; and ``adds_space``, whether encoding puts a space before the text.
 
-Both have these methods: ``encode`` for a text, in which names of control tokens are text; ``encode_parts`` for the parts
-of a conversation, with control tokens given as ids; and ``encode_prompt`` for a text after the beginning-of-text token,
+Both have these methods: ``encode`` for a text, in which names of control tokens are text; ``encode_parts`` for parts of
+a conversation, with control tokens given as ids; and ``encode_prompt`` for a text after the beginning-of-text token,
 where the model expects one.
 """
 
@@ -135,8 +135,8 @@ def _control_names(settings: dict[str, Any]) -> set[str]:
     return {text for text in map(token_text, named) if text}
 
 
-# Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are themselves, the others are,
-# in order, the characters from U+0100 on.
+# Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are themselves, the others
+# are, in order, the characters from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}

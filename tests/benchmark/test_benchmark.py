@@ -177,7 +177,6 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
             ["--against", f"llama.cpp={__file__}"],
             "--against llama.cpp needs a package that is not installed: pip install llama-cpp",
         ),
-        (["--against", "transformers=a.gguf"], "--against transformers takes no file"),
         (["--model", "/no/model"], "no folder '/no/model'"),
         (["--draft-model", "/no/model"], "no folder '/no/model'"),
         (["--max-new-tokens", "250"], "a prompt of "),
