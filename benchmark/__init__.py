@@ -1,9 +1,5 @@
 """Benchmark of decoding on this machine: every way to draft, other libraries, and single steps.
 
 Begin with ``sections``, each of which measures one table. ``contenders`` write texts with this project's loop,
-``libraries`` with other libraries. ``report`` and ``picture`` show the results.
+``libraries`` with other libraries. ``picture`` draws the results.
 """
-
-from typing import Any
-
-Row = dict[str, Any]  # one row of a table, by column names; --json writes the same

@@ -26,7 +26,6 @@ from rich.console import Console
 from benchmark.contenders import Bench, Prompt, model_drafts
 from benchmark.libraries import LIBRARIES, library_contenders
 from benchmark.off_grid import off_grid_folder
-from benchmark.report import table
 from benchmark.sections import SECTIONS
 from decoding.corpus.templates import story_prompt
 from decoding.run.chooser import GAMMA, Setting
@@ -39,6 +38,7 @@ from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, write_json
 from weights.cli.prompt import encode_prompt
+from weights.cli.table import table
 from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder

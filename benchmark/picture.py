@@ -5,9 +5,9 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import Row
 from search.prompts import PROMPTS
 from weights.cli.picture import INK, MUTED, RULE, count_along, legend_below
+from weights.cli.table import Row
 
 
 def picture(report: dict[str, list[Row]]) -> Figure:

@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmark import Row
 from benchmark.contenders import ADAPTIVE, Bench, Contender, Prompt, Written, contender, our_contenders
 from benchmark.libraries import LIBRARIES, WARM_UP_TOKENS
 from benchmark.peak import peak_bytes
@@ -30,6 +29,7 @@ from decoding.sampling import SamplingParams
 from model import LayerPlan
 from model.clock import Timing, now, take_turns
 from model.decoder import PREFILL_CHUNK
+from weights.cli.table import Row
 from weights.memory import estimate, held_bytes, parameter_count
 
 LONGEST_VERIFICATION = 16  # tokens

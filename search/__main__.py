@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from decoding.run.acceptance import Calibration
 from decoding.run.chooser import Setting, plan_in_words
@@ -57,6 +56,7 @@ from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place
 from weights.cli.prompt import encode_prompt
+from weights.cli.table import Row, table
 from weights.fingerprint import model_fingerprint
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
@@ -106,24 +106,18 @@ def check_options(options: argparse.Namespace, out: Path) -> SamplingParams:
     return SamplingParams(*(getattr(options, field.name) for field in fields(SamplingParams)))
 
 
-def confirmation_table(confirmed: list[Confirmation]) -> Table:
-    """Table with a row per confirmed plan, the fastest first."""
-    table = Table(title="held-out prompts: predicted, and measured beside plain decoding")
-    for heading in ("plan", "γ", "threshold", "speed-up", "predicted", "accepted", "predicted", "tokens per round"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for one in confirmed:
-        plan, prediction = one.candidate.plan, one.candidate.prediction
-        table.add_row(
-            plan_in_words(plan),
-            str(prediction.gamma),
-            f"{prediction.threshold}" if prediction.threshold else "none",
-            f"{one.speedup:.2f}",
-            f"{one.predicted.speedup:.2f}",
-            f"{one.acceptance_rate:.1%}",
-            f"{one.predicted.acceptance_rate:.1%}",
-            f"{one.tokens_per_round:.2f}",
-        )
-    return table
+def row_of(confirmed: Confirmation) -> Row:
+    """Columns of a confirmed plan."""
+    return {
+        "plan": plan_in_words(confirmed.candidate.plan),
+        "γ": confirmed.candidate.prediction.gamma,
+        "threshold": confirmed.candidate.prediction.threshold or None,
+        "speed-up": confirmed.speedup,
+        "speed-up predicted": confirmed.predicted.speedup,
+        "accepted": confirmed.acceptance_rate,
+        "acceptance predicted": confirmed.predicted.acceptance_rate,
+        "tokens per round": confirmed.tokens_per_round,
+    }
 
 
 def conclude(
@@ -191,7 +185,8 @@ def run(options: argparse.Namespace) -> int:
     with suppress(KeyboardInterrupt):  # the study has all finished trials
         optimise(study, objective, space, options.trials)
         confirmed = confirm(setting, costs, held_out, candidates(study)[:CONFIRMED], rules, options.seed)
-        Console(width=None if sys.stdout.isatty() else 120).print(confirmation_table(confirmed))
+        title = "held-out prompts: predicted, and measured beside plain decoding"
+        Console(width=None if sys.stdout.isatty() else 120).print(table([row_of(each) for each in confirmed], title))
     found = candidates(study)
     if not found:
         say("interrupted before the first plan was tried: no plan written")

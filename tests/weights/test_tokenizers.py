@@ -285,27 +285,6 @@ def control_ids(tokenizer: Tokenizer) -> set[int]:
     return set(tokenizer.vocabulary.special.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "bos"),
-    [
-        ("llama-2, sentencepiece", "<s>"),
-        ("llama-2, json", "<s>"),
-        ("llama-2, transformers 5", "<s>"),
-        ("gemma, sentencepiece", "<bos>"),
-        ("gemma, json", "<bos>"),
-        ("llama-3", "<|begin_of_text|>"),
-        ("smollm", None),
-    ],
-)
-def test_a_plain_prompt_begins_as_its_model_was_trained(folders, kind, bos):
-    tokenizer = loaded(folders[kind])
-    expected = [] if bos is None else [tokenizer.vocabulary.special[bos]]
-    assert tokenizer.encode("") == expected
-    ids = tokenizer.encode("The fox")
-    assert ids[: len(expected)] == expected
-    assert not control_ids(tokenizer) & set(ids[len(expected) :])
-
-
 @every_kind
 @pytest.mark.parametrize("adds", [True, False])
 def test_add_bos_token_in_the_settings_wins(folders, kind, adds, tmp_path):
@@ -369,18 +348,6 @@ def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(fold
     assert loaded(folders[kind]).encode_chat(typed) == twin.convert_tokens_to_ids(pieces)
     innocent = twin.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=True)["input_ids"]
     assert twin.convert_ids_to_tokens(innocent) == [*pieces[:5], "▁fox", *pieces[8:]]
-
-
-def test_gemmas_turns_are_framed_by_control_tokens(folders):
-    for kind in ("gemma, sentencepiece", "gemma, json"):
-        tokenizer = loaded(folders[kind])
-        special = tokenizer.vocabulary.special
-        turn, end = special["<start_of_turn>"], special["<end_of_turn>"]
-        ids = tokenizer.encode_chat([{"role": "user", "content": "The fox"}])
-        expected = "user\nThe fox" + "\n" + "model\n"
-        assert ids[:2] == [special["<bos>"], turn]
-        assert [token for token in ids if token in special.values()] == [special["<bos>"], turn, end, turn]
-        assert tokenizer.decode(ids) == expected
 
 
 @every_kind
