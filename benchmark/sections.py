@@ -122,12 +122,12 @@ def speed_section(bench: Bench) -> list[Row]:
     kinds = np.array([prompt.kind for prompt in prompts])
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries, prompts)
     rows, plain = [], texts["plain"]
-    for name, own in texts.items():
-        costs, speedups = bench.costs.get(name.removesuffix(ADAPTIVE)), plain.seconds / own.seconds
-        row = {"decoder": name, "tokens/s": spread(bench.options.max_new_tokens / own.seconds)}
-        row["predicted"] = spread(predicted_speedups(own, plain, costs)) if costs else None
+    for name, found in texts.items():
+        costs, speedups = bench.costs.get(name.removesuffix(ADAPTIVE)), plain.seconds / found.seconds
+        row = {"decoder": name, "tokens/s": spread(bench.options.max_new_tokens / found.seconds)}
+        row["predicted"] = spread(predicted_speedups(found, plain, costs)) if costs else None
         by_kind = {kind: float(np.median(speedups[kinds == kind])) for kind in dict.fromkeys(kinds.tolist())}
-        rows.append(row | text_columns(own, plain) | by_kind)
+        rows.append(row | text_columns(found, plain) | by_kind)
     return rows
 
 
@@ -145,11 +145,11 @@ def stories_section(bench: Bench) -> list[Row]:
         contenders = our_contenders(setting, bench.drafts, frozenset(tokenizer.eos_ids))
         contenders = {name: write for name, write in contenders.items() if not name.endswith(ADAPTIVE)}
         texts = time_texts(bench, contenders, prompts)
-        for name, own in texts.items():
-            said = [tokenizer.decode(text.tokens) for text in own.written]
+        for name, found in texts.items():
+            said = [tokenizer.decode(text.tokens) for text in found.written]
             about = [mentioned(p.text, text) >= LEAST_MENTIONED for p, text in zip(prompts, said, strict=True)]
-            row = {"temperature": temperature, "decoder": name} | text_columns(own, texts["plain"])
-            row |= {"tokens": statistics.median(len(text.tokens) for text in own.written)}
+            row = {"temperature": temperature, "decoder": name} | text_columns(found, texts["plain"])
+            row |= {"tokens": statistics.median(len(text.tokens) for text in found.written)}
             row |= {"repeated": statistics.median(map(repetition, said)), "about it": sum(about) / len(about)}
             rows.append(row)
     return rows

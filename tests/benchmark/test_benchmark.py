@@ -82,7 +82,7 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     for name, row in rows.items():
         assert row["equal"] == "2/2" and len(row["seconds"]) == 2 and row.keys() >= SMALL_PROMPTS.keys()
         one_draft = "transformers" not in name and name not in ("plain", "auto")
-        assert (row["predicted"] is not None) == one_draft, "auto drafts in several ways, each with costs of its own"
+        assert (row["predicted"] is not None) == one_draft, "auto drafts in several ways, with different costs"
     assert rows["model"]["accepted"] == 1, "the draft model is the target"
     assert rows["plain"]["speed-up"] == {"median": 1, "lowest": 1, "highest": 1}
     assert list(measured) == ["about", *list(SECTIONS)[:-1]]
@@ -209,7 +209,7 @@ def test_llama_cpp_without_a_gguf_file_is_refused_and_the_remedy_named(
 
 
 def test_steps_are_warmed_up_and_then_take_turns(ticking: list[float]) -> None:
-    """Seconds of the warm-up count for nothing; each step's median, fastest and slowest are its own."""
+    """Seconds of the warm-up are left out; median, fastest and slowest are those of each step."""
     order: list[str] = []
 
     def step(name: str, *seconds: float) -> None:
@@ -283,7 +283,7 @@ def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
 def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
     tmp_path: Path, ticking: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read as often and in turns; a library's other ways to draft read no prompt of their own."""
+    """In turns; the other contenders of a library are not timed."""
     read: list[tuple[str, int, int]] = []
 
     def write(name: str, seconds: int, prompt: list[int], count: int) -> Written:

@@ -58,7 +58,7 @@ from tests.pictures import faults
 from weights.cli.files import write_json
 from weights.fingerprint import model_fingerprint
 
-BY_BITS = [bits / FULL for bits in BITS]  # of what a sublayer costs
+BY_BITS = [bits / FULL for bits in BITS]  # shares of the cost of a sublayer
 COSTS = SublayerCosts(
     *(tuple(cost * share for share in BY_BITS) for cost in (0.1, 0.12, 0.1)),
     confidence=0.02,

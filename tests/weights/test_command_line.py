@@ -86,7 +86,7 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def outcome(work: Callable[[], int | None], capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
-    """Exit status and what was said on standard error; nothing was said on standard output."""
+    """Exit status and text on standard error; standard output is empty."""
     status = run_command(work, *more)
     said = capsys.readouterr()
     assert said.out == ""

@@ -24,7 +24,7 @@ DOCUMENTS = [
 
 
 def documents_of(path: Path, content: bytes) -> list[str]:
-    """The documents of a file with this beginning; what follows are enough others."""
+    """Documents of a file with this beginning, after which enough others follow."""
     rest = "".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS)
     path.write_bytes(content + b"\n" + rest.encode())
     return read_documents([path])[: -len(DOCUMENTS)]

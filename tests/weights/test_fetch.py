@@ -117,7 +117,7 @@ def tensors() -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
 
 
 def write_gguf(path: Path, *, in_bfloat16: bool = False) -> dict[str, torch.Tensor]:
-    """A GGUF file as llama.cpp writes it; returns what it stores, dequantised, in Hugging Face's order.
+    """Write a GGUF file as llama.cpp does; returns the stored tensors, dequantised, in Hugging Face's order.
 
     ``in_bfloat16``: every number is one of bfloat16, stored in float32, so that a conversion loses nothing.
     """
@@ -422,7 +422,7 @@ def test_a_download_with_another_checksum_is_refused_in_one_line(
 
 
 def test_without_a_network_the_command_ends_in_one_line(tmp_path: Path) -> None:
-    """The real pip, which is told that there is no index: the command's own words are the last line."""
+    """With the real pip and no index. The last line is that of the command."""
     (tmp_path / "empty").mkdir()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
     environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path / "empty")}

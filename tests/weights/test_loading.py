@@ -528,7 +528,7 @@ def loads_or_says_why(folder: Path) -> None:
 
 
 def loading(folder: Path) -> Path:
-    """The folder, which loads before it is damaged: so what is refused is refused for the damage."""
+    """The folder, after a check that it loads before it is damaged."""
     assert load_model(folder).num_layers == 2
     return folder
 

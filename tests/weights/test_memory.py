@@ -1,4 +1,4 @@
-"""Memory from the config alone: published sizes, what torch really takes, and the refusal."""
+"""Memory estimate from the config: published sizes, peaks of torch's allocations, and the refusal."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def as_transformers_4(folder: Path) -> None:
 
 
 def transformers_logits(folder: Path) -> Tensor:
-    """What transformers computes from the folder, its float32 casts lifted; every weight must be found there."""
+    """Logits of transformers for the folder, without its float32 casts; every weight must be found there."""
     with lifted():
         oracle, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True

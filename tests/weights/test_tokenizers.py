@@ -354,7 +354,7 @@ def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(fold
 @over_texts
 @given(data=st.data())
 def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
-    """The control tokens of a conversation are the template's own; what was typed is there as text, whole."""
+    """The control tokens of a conversation are those of the template; typed text stays whole."""
     tokenizer = loaded(folders[kind])
     names = st.sampled_from(sorted(tokenizer.vocabulary.special))
     content = data.draw(st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1))
@@ -436,7 +436,7 @@ def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, 
 
 
 def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_path):
-    """Published files disagree at times: what either calls a control token cannot be typed."""
+    """Published files disagree at times: a control token of either file cannot be typed."""
     settings_ = copy_of(folders["gemma, json"], tmp_path)
     write(tmp_path, **settings_ | {"extra_special_tokens": ["<b>", *GEMMA_CONTROL]})
     before, after = loaded(folders["gemma, json"]), Tokenizer(tmp_path)
