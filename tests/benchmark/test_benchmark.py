@@ -166,7 +166,7 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
         (["--json", "/no/such/folder/report.json"], "/no/such/folder/report.json cannot be written"),
         (["--plot", "picture.gif"], "--plot picture.gif must end in .svg or .png"),
         (["--plot", "picture.png", "--only", "floor"], "--plot concerns the sections speed, costs, context only"),
-        (["--only", "speed,everything"], "--only 'everything' is unknown: give costs, speed"),
+        (["--only", "speed,everything"], "--only 'everything' is unknown: give costs, bits, speed"),
         (["--against", "transformers,vllm"], "--against 'vllm' is unknown: give transformers, llama.cpp"),
         (
             ["--against", "transformers", "--only", "floor"],
