@@ -1,9 +1,9 @@
 """LayerSkip training (arXiv 2404.16710, section 4.1): a Llama or Gemma-2 whose early layers can draft.
 
-The recipe is ``dropout_rates`` and ``exit_weights`` below, on top of an ordinary training loop. ``recipe_loss`` has one
-idea more, which the paper does not have: the last layer may teach the exits. Every random choice of a step follows from
-(seed, step, micro-batch) alone. So a killed run continues to the same weights, and several processes (``torchrun``)
-compute the gradients that accumulation in one would, up to the order of sums.
+The recipe is ``dropout_rates`` and ``exit_weights`` below, with an ordinary training loop. One option is not in the
+paper: the last layer can teach the exits (``recipe_loss``). Every random choice of a step follows from (seed, step,
+micro-batch) alone. So a killed run continues to the same weights, and several processes (``torchrun``) compute the same
+gradients as accumulation in one process, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def exit_weights(
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
     """Hidden states ``[batch, T, hidden]`` after each layer, for token ids ``[batch, T]``.
 
-    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip it whole, without rescaling.
+    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the layer, without rescaling.
     """
     x = model.embed(tokens)
     positions = place(model.config, 0, tokens.shape[1], x)
@@ -101,8 +101,9 @@ def recipe_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss ``[layers]`` (NaN: weight 0).
 
-    The target of an early exit is the next token or, with the share ``taught``, the last layer's probabilities: drafts
-    are judged by the model, not by the text. The paper's share is 0 (for self-distillation see arXiv 1905.08094).
+    An early exit is trained towards a mixture: the last layer's probabilities with the share ``taught``, and the next
+    token with the rest. The model verifies drafts, not the text. The paper's share is 0 (for self-distillation see
+    arXiv 1905.08094).
     """
     hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
     following, last = tokens[:, 1:].flatten(), len(weights) - 1
@@ -147,7 +148,7 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
 
 
 def join_processes(device: str | None) -> tuple[int, int, torch.device]:
-    """Rank, number of processes, and device: the named one or, under ``torchrun``, a GPU per process or the CPU."""
+    """Rank, number of processes, and device: the named one or, with ``torchrun``, a GPU per process or the CPU."""
     rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if size <= 1:
         return 0, 1, pick_device(device)
@@ -158,7 +159,7 @@ def join_processes(device: str | None) -> tuple[int, int, torch.device]:
 
 
 def average(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over the processes, in one exchange."""
+    """Replace each tensor by its mean over the processes, in one all-reduce."""
     flat = parameters_to_vector(tensors)
     dist.all_reduce(flat)
     vector_to_parameters(flat / dist.get_world_size(), tensors)
@@ -167,9 +168,9 @@ def average(tensors: Sequence[Tensor]) -> None:
 def backward(
     model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
 ) -> Tensor:
-    """Add the gradients of the mean loss of these micro-batches of a step; returns the losses.
+    """Losses of these micro-batches of a step, whose gradients are added to the parameters' gradients.
 
-    ``[layers + 1]``: the mean loss of each exit (NaN: weight 0 in this step), then of the whole.
+    ``[layers + 1]``: the mean loss of each exit (NaN: weight 0 in this step), then the mean weighted sum.
     """
     layers = model.num_layers
     rates = dropout_rates(layers, step, options.steps, options.layer_dropout, from_scratch=options.start_from is None)
@@ -189,8 +190,8 @@ def backward(
 
 
 @torch.no_grad()
-def judge(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
-    """Held-out loss of every exit and its greedy agreement with the full model, each by layer, 1 to L."""
+def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
+    """Held-out loss of every exit and its greedy agreement with the full model, each a list by layer."""
     generator, sums = torch.Generator().manual_seed(0), torch.zeros(2, model.num_layers, dtype=torch.float64)
     for _ in range(HELD_OUT_BATCHES):
         tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)
@@ -207,7 +208,7 @@ def judge(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[floa
 
 
 def train(options: argparse.Namespace) -> None:
-    """The training loop; rank 0 also logs every step, and judges and saves as often as asked."""
+    """Training loop; rank 0 also logs every step, evaluates and saves."""
     keep_freed_memory()
     rank, size, device = join_processes(options.device)
     model, rows, held_out = prepare(options)
@@ -248,7 +249,7 @@ def train(options: argparse.Namespace) -> None:
             append_log(log, {"step": done, "loss": loss, "exit_losses": by_exit, "norm": norm, "learning_rate": share})
             bar.show(done, loss)
             if last or done % options.evaluate_every == 0:
-                append_log(log, {"step": done, **judge(model, held_out, options.autocast)})
+                append_log(log, {"step": done, **evaluate(model, held_out, options.autocast)})
             if last or done % options.save_every == 0:
                 parts = [part.state_dict() for part in (model, *optimisers)]
                 save_run(options, model, {"settings": settings, "step": done, "parts": parts})

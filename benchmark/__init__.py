@@ -1,9 +1,5 @@
-"""Benchmark of this machine: every way to draft, other libraries, and the single steps they are made of.
+"""Benchmark of decoding on this machine: every way to draft, other libraries, and single steps.
 
-Begin with ``__main__``, whose ``SECTIONS`` name the measurements: of whole texts (``texts``), written by our loop
-(``contenders``) and by other libraries (``libraries``), and of single steps (``steps``). ``report`` shows them.
+Begin with ``sections``, each of which measures one table. ``contenders`` write texts with this project's loop,
+``libraries`` with other libraries. ``picture`` draws the results.
 """
-
-from typing import Any
-
-Row = dict[str, Any]  # one line of a table by column names; --json writes the same

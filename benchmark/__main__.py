@@ -1,7 +1,7 @@
-"""Measure what decoding costs on this machine: every way of drafting, other libraries, and single steps.
+"""Measure the speed of decoding on this machine: every way of drafting, other libraries, and single steps.
 
-``python -m benchmark --quick`` takes about a minute on two idle cores, and as much again for each ``--against``.
-Contenders take turns, so that a busy moment of the machine slows all alike; only the ratios count.
+``python -m benchmark --quick`` takes about a minute on two idle cores, and another minute for each ``--against``.
+Contenders take turns, so that a busy moment of the machine slows all alike. Only ratios can be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from rich.console import Console
 from benchmark.contenders import Bench, Prompt, model_drafts
 from benchmark.libraries import LIBRARIES, library_contenders
 from benchmark.off_grid import off_grid_folder
-from benchmark.report import table
 from benchmark.sections import SECTIONS
 from decoding.corpus.templates import story_prompt
 from decoding.run.chooser import GAMMA, Setting
@@ -39,6 +38,7 @@ from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, write_json
 from weights.cli.prompt import encode_prompt
+from weights.cli.table import table
 from weights.load import DTYPES, load_model, read_config, stored_dtype
 from weights.memory import check_fits, estimate
 from weights.names import model_folder
@@ -54,22 +54,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m benchmark", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    add("--draft-model", metavar="DIR", help="draft with this model too, of the same vocabulary")
+    add("--draft-model", metavar="DIR", help="also draft with this model, of the same vocabulary")
     add("--exit-layer", type=int, nargs="+", metavar="N", help="exits to draft with (default: middle and late ones)")
     libraries = "a library to measure: transformers, llama.cpp=FILE.gguf (several: a comma, or the option again)"
     add("--against", type=names, action="extend", default=[], metavar="LIBRARY", help=libraries)
     sections = f"of {', '.join(SECTIONS)} (default: all but the last)"
     add("--only", type=names, action="extend", metavar="SECTION", help=sections)
-    add("--quick", action="store_true", help="about a minute: fewer prompts, tokens and repeats")
+    add("--quick", action="store_true", help="fewer prompts, tokens and repeats: about a minute")
     add("--repeats", type=int, metavar="N", help="of every text (default: 3, quick: 1)")
     add("--max-new-tokens", type=int, metavar="N", help="tokens of a text (default: 96, quick: 32)")
-    off_grid = "measure a copy of the model with noise in its weights, so that no rounding is free; made once"
+    off_grid = "measure a copy of the model with noise in its weights, which no rounding restores; made once"
     add("--off-grid", action="store_true", help=off_grid)
     add("--temperature", type=float, default=0.0, metavar="T", help="of the speed section; above 0 texts race")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
-    add("--json", type=Path, metavar="FILE", help="also write everything that was measured")
-    add("--plot", type=Path, metavar="FILE", help="also draw it, as .svg or .png")
+    add("--json", type=Path, metavar="FILE", help="also write all measurements")
+    add("--plot", type=Path, metavar="FILE", help="also draw them, as .svg or .png")
     options = parser.parse_args(arguments)
     options.against = dict(name.partition("=")[::2] for name in options.against)  # library -> its file, or ""
     options.only = options.only or list(SECTIONS)[:-1]
@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises InputError for options that can be known to be wrong before anything is loaded."""
+    """Raises InputError for wrong options, before anything is loaded."""
     if options.max_new_tokens < 2 * GAMMA:
         raise InputError(f"--max-new-tokens must be at least {2 * GAMMA} to measure anything")
     if options.repeats < 1:
@@ -97,8 +97,6 @@ def check_options(options: argparse.Namespace) -> None:
     for name, file in options.against.items():
         if util.find_spec(name.replace(".", "_")) is None:
             raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
-        if name == "transformers" and file:
-            raise InputError("--against transformers takes no file: it reads the folder of --model")
         if name == "llama.cpp" and not os.path.isfile(file):
             raise InputError(
                 f"--against llama.cpp={file:.80} names no file: write a GGUF file of the model with llama.cpp's "
@@ -111,7 +109,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> Bench:
-    """The loaded model with its prompts, ways to draft and libraries. Raises InputError when memory is too small."""
+    """Loaded model with prompts, ways to draft and libraries. Raises InputError when memory is too small."""
     folder, device = model_folder(options.model), pick_device(options.device)
     folder = off_grid_folder(folder) if options.off_grid else folder
     tokenizer, config = Tokenizer(folder), read_config(folder)
@@ -143,7 +141,7 @@ def prepare(options: argparse.Namespace) -> Bench:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure, print, write."""
+    """Measure the sections, print their tables, and write the files asked for."""
     check_options(options)
     bench = prepare(options)
     packages = ["torch", *(PACKAGES[name] for name in options.against)]

@@ -1,4 +1,4 @@
-"""Contenders of this project: plain decoding, and the loop with every way to draft."""
+"""Contenders of this project: plain decoding, and the loop with each way to draft."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts and of growing texts
-ADAPTIVE = ", adaptive"  # after the name of a draft: it stops by Draft & Verify's adaptive exit
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of timed prompts and contexts
+ADAPTIVE = ", adaptive"  # suffix of the name of a draft that stops by Draft & Verify's adaptive exit
 
 
 class Prompt(NamedTuple):
+    """Prompt with its kind (a key of ``search.prompts.PROMPTS``, or "stories") and token ids."""
+
     kind: str
     text: str
     ids: list[int]
@@ -27,23 +29,19 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """Tokens of a text; of our loop's texts also the rounds, and the seconds of the prompt's prefill."""
+    """Tokens of a text; for texts of this project's loop also the rounds, and the seconds of prefill."""
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
     prefill: float = 0.0
 
 
-Eos = frozenset[int]  # ids of end-of-text tokens
 Contender = Callable[[list[int], int], Written]  # writes a text of up to n tokens after a prompt
 
 
 @dataclass
 class Bench:
-    """Input of every section: options, the target in its setting, prompts, drafts with their costs, libraries.
-
-    The prompts include those of the kind "stories".
-    """
+    """Input of every section: options, target with its setting, prompts, drafts with their costs, libraries."""
 
     options: argparse.Namespace
     setting: Setting
@@ -54,13 +52,15 @@ class Bench:
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of text within the model's context at which steps and prompts are timed, in tokens."""
+        """Lengths in tokens, within the model's context, at which steps and prompts are timed."""
         chosen = LENGTHS[:5:2] if self.options.quick else LENGTHS
         return [length for length in chosen if length <= self.setting.model.max_positions]
 
 
-def contender(writer: Writer, drafting: Drafting, params: SamplingParams, eos_ids: Eos = frozenset()) -> Contender:
-    """The loop with one way to draft, prefill included. The seed of a sampled text depends on its prompt only."""
+def contender(
+    writer: Writer, drafting: Drafting, params: SamplingParams, eos_ids: frozenset[int] = frozenset()
+) -> Contender:
+    """Contender: the loop with one way to draft, prefill included. The seed depends on the prompt only."""
 
     def write(prompt: list[int], count: int) -> Written:
         prefill = writer.begin(prompt)
@@ -71,8 +71,10 @@ def contender(writer: Writer, drafting: Drafting, params: SamplingParams, eos_id
     return write
 
 
-def our_contenders(setting: Setting, drafts: dict[str, Drafting], eos_ids: Eos = frozenset()) -> dict[str, Contender]:
-    """Plain decoding, lookup, each model draft at its own length and with adaptive exit, and --draft auto."""
+def our_contenders(
+    setting: Setting, drafts: dict[str, Drafting], eos_ids: frozenset[int] = frozenset()
+) -> dict[str, Contender]:
+    """Contenders: plain decoding, lookup, each model draft with its length and with adaptive exit, --draft auto."""
     ways = {"plain": plain(setting.model), "lookup": choose(DraftOptions("lookup"), setting)}
     for name, drafting in drafts.items():
         adaptive = with_policy(drafting, DraftOptions("exit", adaptive=True), setting.params)
@@ -83,7 +85,7 @@ def our_contenders(setting: Setting, drafts: dict[str, Drafting], eos_ids: Eos =
 
 
 def model_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:
-    """Early exits, all layers in low bits, the folder's own plan and the draft model, as far as there are any."""
+    """Model drafts: early exits, all layers in low bits, the plan in the model's folder, the draft model, if any."""
     ways = {f"exit {at}": DraftOptions("exit", exit_layer=at, gamma=GAMMA) for at in options.exit_layer}
     if setting.model.fast_bits:
         ways["low bits"] = DraftOptions("lowbit")

@@ -22,7 +22,7 @@ WARM_UP_TOKENS = 8
 
 
 def transformers_contenders(bench: Bench) -> dict[str, Contender]:
-    """``generate`` of transformers on the same checkpoint, dtype and device, with each of its ways to draft."""
+    """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each way to draft."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -31,7 +31,7 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
 
     def load(folder: Path) -> Any:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
-        # As in our contenders end-of-text is ignored and every draft is GAMMA tokens long.
+        # As in this project's contenders, end-of-text is ignored and every draft has GAMMA tokens.
         lengths = {"num_assistant_tokens": GAMMA, "num_assistant_tokens_schedule": "constant"}
         loaded.generation_config.update(eos_token_id=None, assistant_confidence_threshold=0.0, **lengths)
         return loaded
@@ -54,7 +54,7 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
 
 
 def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
-    """Plain decoding of llama.cpp from a GGUF file, with torch's number of threads.
+    """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads.
 
     Raises InputError when the package was built without support for the device.
     """
@@ -69,7 +69,7 @@ def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
     say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
 
     def write(prompt: list[int], count: int) -> Written:
-        theirs.reset()  # otherwise a prompt that it has just read costs nothing
+        theirs.reset()  # otherwise the same prompt again needs no prefill
         return Written(list(islice(theirs.generate(prompt, temp=0.0), count)))
 
     return {"llama.cpp": write}
@@ -79,7 +79,7 @@ LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_con
 
 
 def library_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders of the libraries of --against, less those that fail with this model."""
+    """Contenders of the libraries of --against, without those that fail with this model."""
     found: dict[str, Contender] = {}
     for library in bench.options.against:
         with saying_why_not(library):
@@ -92,7 +92,7 @@ def library_contenders(bench: Bench) -> dict[str, Contender]:
 
 @contextmanager
 def saying_why_not(name: str) -> Iterator[None]:
-    """Reports any error in a line and goes on: a library may fail in any way on a model that it does not know."""
+    """Context that prints any error in one line and goes on, since a library may not support the model."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,8 @@
-"""Weights off every rounding grid: a copy of a checkpoint with noise that its text hardly notices.
+"""Weights off the four-bit grid: a copy of a checkpoint with noise that hardly changes its text.
 
-A checkpoint whose weights come from a four-bit file lies on the grid that a four-bit draft rounds to, so that its draft
-is nearly the model itself and says little about other checkpoints. The copy gets noise of half a rounding step on
-either side, in the half of the input directions that text uses least. It writes almost the same text, and no rounding
-is free any more.
+The weights of a checkpoint that was made from a four-bit file lie on the grid of a four-bit draft. Its draft is nearly
+the model itself, which says little about other checkpoints. The copy gets noise of up to half a rounding step, in the
+half of the input directions that text uses least. It writes almost the same text, and rounding changes its weights.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
-NOTE = "off_grid.json"  # in the copy's folder: the two shares of the line
+NOTE = "off_grid.json"  # in the copy's folder: the measured shares of equal tokens
 LEVELS = 15  # steps of a four-bit grid
 TEXTS = 8  # sets of texts that the covariance is measured on
 
 
 def off_grid_folder(folder: Path, seed: int = 0) -> Path:
-    """The folder of the copy, beside the checkpoint's; made if it is not there. Prints a line about it."""
+    """Folder of the copy, beside the checkpoint's; made if it is missing. Prints a line about it."""
     copy = folder.with_name(f"{folder.name}-off-grid")
     note = read_optional_json(copy / NOTE)
     if not note:
@@ -55,20 +54,20 @@ def off_grid_folder(folder: Path, seed: int = 0) -> Path:
         note = {"same": same, "nearest_four_bits": rounded, "seed": seed}
         write_json(copy / NOTE, note)
     say(
-        f"{copy.name}: writes the checkpoint's greedy token in {note['same']:.2f} of all places; "
-        f"rounded to the nearest of four bits, its own in {note['nearest_four_bits']:.2f}"
+        f"{copy.name}: its greedy token is the checkpoint's at {note['same']:.2f} of the positions; "
+        f"rounded to the nearest of four bits, the copy keeps its token at {note['nearest_four_bits']:.2f}"
     )
     return copy
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Linear]:
-    """The linear layers of all blocks, by name."""
+    """Linear layers of all blocks, by name."""
     return {name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)}
 
 
 @torch.inference_mode()
 def input_covariances(model: Decoder, texts: Sequence[Continuation]) -> dict[str, Tensor]:
-    """The uncentred covariance ``[in, in]`` float32 of each linear layer's inputs on these texts, up to a factor."""
+    """Uncentred covariance ``[in, in]`` float32 of each linear layer's inputs on these texts, up to a factor."""
     sums: dict[str, Tensor] = {}
     with ExitStack() as hooks:
         for name, layer in linear_layers(model).items():
@@ -100,7 +99,7 @@ def add_noise(model: Decoder, covariances: dict[str, Tensor], seed: int, size: f
 
 
 def group_ranges(weight: Tensor) -> Tensor:
-    """The largest less the least weight of each weight's group of 32 columns: ``[out, in]`` -> ``[out, in]``."""
+    """Range of the weights in each weight's group of 32 columns: ``[out, in]`` -> ``[out, in]``."""
     parts = [part.amax(1) - part.amin(1) for part in weight.split(GROUP, 1)]
     return torch.stack(parts, 1).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
@@ -117,7 +116,7 @@ def round_to_nearest(model: Decoder) -> None:
 
 @torch.inference_mode()
 def greedy_tokens(model: Decoder, texts: Sequence[Continuation]) -> list[Tensor]:
-    """The likeliest token at every written place of each text, given the text before it."""
+    """Likeliest token at every written position of each text, given the text before it."""
     found = []
     for text in texts:
         tokens = torch.tensor([[*text.prompt, *text.written[:-1]]], device=model.device)
@@ -126,5 +125,5 @@ def greedy_tokens(model: Decoder, texts: Sequence[Continuation]) -> list[Tensor]
 
 
 def share_of_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """The share of places at which two models chose the same token."""
+    """Share of positions at which two models chose the same token."""
     return torch.cat([a == b for a, b in zip(first, second, strict=True)]).float().mean().item()

@@ -1,4 +1,4 @@
-"""Peak of the memory that some work takes, as torch allocates it."""
+"""Peak memory of some work, as allocated by torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that torch had allocated at once on the device for ``work``, beyond those held before."""
+    """Peak of the bytes that torch allocates on the device during ``work``, beyond those allocated before."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would report its start and stop on standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints its start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         work()
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]

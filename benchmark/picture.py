@@ -1,17 +1,17 @@
-"""Picture of a report: speed-ups above; costs of verification and of a growing text below."""
+"""Picture of a report: speed-ups above; below, the costs of verification and of a plain step by context."""
 
 from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmark import Row
 from search.prompts import PROMPTS
 from weights.cli.picture import INK, MUTED, RULE, count_along, legend_below
+from weights.cli.table import Row
 
 
 def picture(report: dict[str, list[Row]]) -> Figure:
-    """One panel per section of ``PANELS`` that was measured."""
+    """Picture with a panel for each measured section of ``PANELS``."""
     grid = [[name for name in names if name in report] for names in (["speed"], ["costs", "context"])]
     grid = [names for names in grid if names]
     heights = [1.9 + 0.32 * len(report["speed"]) if "speed" in names else 3.6 for names in grid]
@@ -24,7 +24,7 @@ def picture(report: dict[str, list[Row]]) -> Figure:
 
 
 def draw_speed(axes: Axes, rows: list[Row]) -> None:
-    """A bar per contender, its median speed-up; on it a dot per kind of prompt, and the predicted median."""
+    """Draw a bar per contender, its median speed-up; on it a dot per kind of prompt, and the predicted median."""
     places, medians = range(len(rows)), [row["speed-up"]["median"] for row in rows]
     axes.barh(places, medians, 0.7, color=RULE, edgecolor=MUTED, label="median of all prompts")
     for kind in filter(rows[0].get, PROMPTS):
@@ -40,7 +40,7 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_verification(axes: Axes, rows: list[Row]) -> None:
-    """The cost of verifying one to sixteen tokens."""
+    """Draw the cost of a verification by its number of tokens."""
     rows = [row for row in rows if row["step"] == "verification"]
     axes.plot([row["tokens"] for row in rows], [row["plain steps"] for row in rows], marker="o")
     axes.set(title="Verifying several tokens at once", xlabel="tokens", ylabel="plain steps", ylim=(0, None))
@@ -48,7 +48,7 @@ def draw_verification(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_context(axes: Axes, rows: list[Row]) -> None:
-    """The time of a plain step by the length of the text, with its range."""
+    """Draw the time of a plain step by the length of the text, with its range."""
     tokens, times = [row["tokens"] for row in rows], [row["ms"] for row in rows]
     axes.plot(tokens, [ms["median"] for ms in times], marker="o")
     axes.fill_between(tokens, [ms["lowest"] for ms in times], [ms["highest"] for ms in times], alpha=0.2)

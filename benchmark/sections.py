@@ -1,4 +1,4 @@
-"""Sections of the benchmark: costs of steps, speed of texts, growing texts, first tokens, memory, floor, stories.
+"""Sections of the benchmark: costs of steps, speed of texts, context, first token, memory, floor, stories.
 
 The first line of a section's docstring is the title of its table.
 """
@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmark import Row
 from benchmark.contenders import ADAPTIVE, Bench, Contender, Prompt, Written, contender, our_contenders
 from benchmark.libraries import LIBRARIES, WARM_UP_TOKENS
 from benchmark.peak import peak_bytes
@@ -30,13 +29,14 @@ from decoding.sampling import SamplingParams
 from model import LayerPlan
 from model.clock import Timing, now, take_turns
 from model.decoder import PREFILL_CHUNK
+from weights.cli.table import Row
 from weights.memory import estimate, held_bytes, parameter_count
 
 LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7
 TEMPERATURES = (0.0, 0.7, 1.0)  # of stories
 FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
-BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # to be read in a time that can be measured
+BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # enough that the time to read them can be measured
 
 
 def costs_section(bench: Bench) -> list[Row]:
@@ -64,14 +64,14 @@ def bits_section(bench: Bench) -> list[Row]:
 
 
 class Texts(NamedTuple):
-    """One contender's texts by prompt, the same in all runs, and the median seconds of a run, prefill included."""
+    """Texts of a contender by prompt, and the median seconds of a run, prefill included."""
 
     written: list[Written]
     seconds: np.ndarray
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender], prompts: list[Prompt]) -> dict[str, Texts]:
-    """Texts of each contender. They take turns on each prompt, after one warm-up each."""
+    """Texts of each contender. After a warm-up each, contenders take turns on each prompt."""
     device, shape = bench.setting.model.device, (bench.options.repeats, len(prompts))
     written = {name: [Written([])] * len(prompts) for name in contenders}
     seconds = {name: np.zeros(shape) for name in contenders}
@@ -87,7 +87,7 @@ def time_texts(bench: Bench, contenders: dict[str, Contender], prompts: list[Pro
 
 
 def text_columns(texts: Texts, plain: Texts) -> Row:
-    """Columns of every table of texts: speed-up over plain decoding, acceptance, texts equal to plain decoding's."""
+    """Columns of a table of texts: speed-up over plain decoding, acceptance, texts equal to plain decoding's."""
     sums = Statistics()
     for round in (round for text in texts.written for round in text.rounds):
         sums.add(round)
@@ -102,10 +102,10 @@ def text_columns(texts: Texts, plain: Texts) -> Row:
 
 
 def predicted_speedups(texts: Texts, plain: Texts, costs: CostTable) -> list[float]:
-    """Speed-up on each prompt by measured costs and the rounds that occurred.
+    """Speed-up on each prompt, computed from measured costs and the rounds of its text.
 
-    A round with a draft of k tokens is charged k draft steps and the verification of k + 1 tokens (as in arXiv
-    2211.17192, theorem 3.8), in plain steps of this text; the prompt is charged its own prefill.
+    A round with a draft of k tokens costs k draft steps and the verification of k + 1 tokens (as in arXiv 2211.17192,
+    theorem 3.8), in plain steps of this text. The measured time of prefill is added.
     """
     predicted = []
     for text, other, total in zip(texts.written, *plain, strict=True):
@@ -122,19 +122,19 @@ def speed_section(bench: Bench) -> list[Row]:
     kinds = np.array([prompt.kind for prompt in prompts])
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries, prompts)
     rows, plain = [], texts["plain"]
-    for name, own in texts.items():
-        costs, speedups = bench.costs.get(name.removesuffix(ADAPTIVE)), plain.seconds / own.seconds
-        row = {"decoder": name, "tokens/s": spread(bench.options.max_new_tokens / own.seconds)}
-        row["predicted"] = spread(predicted_speedups(own, plain, costs)) if costs else None
+    for name, found in texts.items():
+        costs, speedups = bench.costs.get(name.removesuffix(ADAPTIVE)), plain.seconds / found.seconds
+        row = {"decoder": name, "tokens/s": spread(bench.options.max_new_tokens / found.seconds)}
+        row["predicted"] = spread(predicted_speedups(found, plain, costs)) if costs else None
         by_kind = {kind: float(np.median(speedups[kinds == kind])) for kind in dict.fromkeys(kinds.tolist())}
-        rows.append(row | text_columns(own, plain) | by_kind)
+        rows.append(row | text_columns(found, plain) | by_kind)
     return rows
 
 
 def stories_section(bench: Bench) -> list[Row]:
     """Stories, as long as the model makes them: medians over the stories (lowest-highest).
 
-    They are plain decoding's whatever drafts; "about it" is the share that mentions the subject of its prompt.
+    Drafting does not change them. "about it" is the share that mentions the subject of its prompt.
     """
     rows, tokenizer = [], bench.setting.tokenizer
     prompts = [prompt for prompt in bench.prompts if prompt.kind == "stories"]
@@ -145,25 +145,25 @@ def stories_section(bench: Bench) -> list[Row]:
         contenders = our_contenders(setting, bench.drafts, frozenset(tokenizer.eos_ids))
         contenders = {name: write for name, write in contenders.items() if not name.endswith(ADAPTIVE)}
         texts = time_texts(bench, contenders, prompts)
-        for name, own in texts.items():
-            said = [tokenizer.decode(text.tokens) for text in own.written]
+        for name, found in texts.items():
+            said = [tokenizer.decode(text.tokens) for text in found.written]
             about = [mentioned(p.text, text) >= LEAST_MENTIONED for p, text in zip(prompts, said, strict=True)]
-            row = {"temperature": temperature, "decoder": name} | text_columns(own, texts["plain"])
-            row |= {"tokens": statistics.median(len(text.tokens) for text in own.written)}
+            row = {"temperature": temperature, "decoder": name} | text_columns(found, texts["plain"])
+            row |= {"tokens": statistics.median(len(text.tokens) for text in found.written)}
             row |= {"repeated": statistics.median(map(repetition, said)), "about it": sum(about) / len(about)}
             rows.append(row)
     return rows
 
 
 def context_section(bench: Bench) -> list[Row]:
-    """Plain steps that complete a text of n tokens, and their ratio to the first.
+    """Plain steps after a context, in all n tokens, and the ratio to the shortest.
 
-    The tokens before are zeros, which take as long to read as others.
+    The cache holds zeros, which take as long to read as other numbers.
     """
     model = bench.setting.model
     cache = model.new_cache(max(bench.lengths))
     for tensor in [*cache.keys, *cache.values]:
-        tensor.zero_()  # pages that nobody has written to are one page of zeros, quickly read
+        tensor.zero_()  # unwritten pages are all one page of zeros, which is read faster
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
 
     def step(length: int) -> None:
@@ -188,8 +188,7 @@ def first_token_section(bench: Bench) -> list[Row]:
 def memory_section(bench: Bench) -> list[Row]:
     """Memory of weights and of decoding, as measured and as estimated from the config.
 
-    Measured are tensors: on CUDA the allocator's peak, on the CPU the most that torch's profiler sees allocated at
-    once. Scratch memory of kernels is in neither.
+    Measured is the peak of torch's allocations, on the CPU by its profiler. Scratch memory of kernels is not included.
     """
     model, gamma = bench.setting.model, 8
     written = 2 * (gamma + 1)
@@ -205,7 +204,7 @@ def memory_section(bench: Bench) -> list[Row]:
 
 
 def floor_section(bench: Bench) -> list[Row]:
-    """Floor of a plain step: every weight read once (of an untied embedding one row)."""
+    """Floor of a plain step: the time to read every weight once (of an untied embedding one row)."""
     model, config = bench.setting.model, bench.setting.model.config
     read = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
@@ -215,12 +214,13 @@ def floor_section(bench: Bench) -> list[Row]:
 
 
 def spread(values: Iterable[float]) -> Row:
+    """Median and range of some values."""
     values = list(map(float, values))
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def timed(took: Timing, unit: Timing) -> Row:
-    """Columns of a timed step: milliseconds, and the ratio to another's."""
+    """Columns of a timed step: milliseconds, and the ratio to the median of ``unit``."""
     seconds = {"median": took.median, "lowest": took.fastest, "highest": took.slowest}
     return {"ms": {name: 1e3 * value for name, value in seconds.items()}, "ratio": took.median / unit.median}
 

@@ -1,8 +1,8 @@
-"""Find the layer plan that makes a model draft for itself fastest: ``python -m search --model DIR``.
+"""Find the layer plan with which a model drafts for itself fastest: ``python -m search --model DIR``.
 
-The target writes a few texts. For any plan, one pass over them tells which of its drafts would be accepted, and, with
-the costs measured on this machine, the speed of decoding. Optuna searches the plans. The best ones are run on prompts
-held out, and the fastest is written as a plan file that generate.py reads.
+The target writes a few texts. One pass of a plan over them predicts its acceptance and, with the costs measured on this
+machine, its speed-up. Optuna searches the plans. The best ones then decode held-out prompts, and the fastest is written
+as a plan file for generate.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from decoding.run.acceptance import Calibration
 from decoding.run.chooser import Setting, plan_in_words
@@ -57,41 +56,32 @@ from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place
 from weights.cli.prompt import encode_prompt
+from weights.cli.table import Row, table
 from weights.fingerprint import model_fingerprint
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-CONFIRMED = 3  # plans that are run for real
+CONFIRMED = 3  # plans that decode the held-out prompts
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m search", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans that are tried")
+    parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans to try")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)")
     parser.add_argument("--resume", action="store_true", help="continue the search of this plan file")
-    parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe", help="what proposes the plans")
+    parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe", help="method that proposes plans")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same search")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the best plan and all plans into this folder")
     widths = (0, *LOW_BITS)
-    parser.add_argument(
-        "--bits",
-        type=int,
-        nargs="+",
-        choices=widths,
-        default=widths,
-        help="of a sublayer besides the checkpoint's, 0: skipped (default: all)",
-    )
+    bits = "bits that a sublayer may have besides the checkpoint's, 0: skipped (default: all)"
+    parser.add_argument("--bits", type=int, nargs="+", choices=widths, default=widths, help=bits)
     text = parser.add_argument_group("calibration text")
-    text.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help=".txt (one prompt per line) or .jsonl with prompt (default: built-in prompts)",
-    )
-    text.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="written after each prompt")
-    text.add_argument("--coupling", choices=list(COUPLINGS), default="ratio", help="of draft and target when sampling")
+    prompts = ".txt (one prompt per line) or .jsonl with prompt (default: built-in prompts)"
+    text.add_argument("--calibration", type=Path, metavar="FILE", help=prompts)
+    text.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens written after each prompt")
+    text.add_argument("--coupling", choices=list(COUPLINGS), default="ratio", help="rule of verification when sampling")
     text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
     text.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
     text.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
@@ -103,54 +93,49 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace, out: Path) -> SamplingParams:
-    """The sampling parameters. Raises InputError for a value out of range and for a place that cannot be written."""
+    """Sampling parameters. Raises InputError for an option out of range and for a file that cannot be written."""
     if options.trials < 1:
         raise InputError(f"--trials must be at least 1, found {options.trials}")
     if not 0 <= options.seed < 2**31:
         raise InputError(f"--seed must be from 0 to {2**31 - 1}, found {options.seed}")
     if out.suffix == ".journal":
-        raise InputError(f"--out {out}: the search keeps its trials under that name: end it in .json")
+        raise InputError(f"--out {out}: the search stores its trials in that file: give a name that ends in .json")
     check_place(out)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
     return SamplingParams(*(getattr(options, field.name) for field in fields(SamplingParams)))
 
 
-def confirmation_table(confirmed: list[Confirmation]) -> Table:
-    """A row per plan that was run, the fastest first."""
-    table = Table(title="held-out prompts: predicted, and measured beside plain decoding")
-    for heading in ("plan", "γ", "threshold", "speed-up", "predicted", "accepted", "predicted", "tokens per round"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for one in confirmed:
-        plan, prediction = one.candidate.plan, one.candidate.prediction
-        table.add_row(
-            plan_in_words(plan),
-            str(prediction.gamma),
-            f"{prediction.threshold}" if prediction.threshold else "none",
-            f"{one.speedup:.2f}",
-            f"{one.predicted.speedup:.2f}",
-            f"{one.acceptance_rate:.1%}",
-            f"{one.predicted.acceptance_rate:.1%}",
-            f"{one.tokens_per_round:.2f}",
-        )
-    return table
+def row_of(confirmed: Confirmation) -> Row:
+    """Columns of a confirmed plan."""
+    return {
+        "plan": plan_in_words(confirmed.candidate.plan),
+        "γ": confirmed.candidate.prediction.gamma,
+        "threshold": confirmed.candidate.prediction.threshold or None,
+        "speed-up": confirmed.speedup,
+        "speed-up predicted": confirmed.predicted.speedup,
+        "accepted": confirmed.acceptance_rate,
+        "acceptance predicted": confirmed.predicted.acceptance_rate,
+        "tokens per round": confirmed.tokens_per_round,
+    }
 
 
 def conclude(
     out: Path, identity: dict[str, Any], objective: Objective, found: list[Candidate], confirmed: list[Confirmation]
 ) -> str:
-    """Write the plan file and return a line that says whether the plan pays.
+    """Line with the result of the search, whose plan file is written.
 
     Without a confirmation (it was interrupted) the prediction alone decides whether to speculate.
     """
-    best = confirmed[0].candidate if confirmed else found[0]
-    speedup = confirmed[0].speedup if confirmed else best.prediction.speedup
+    first = confirmed[0] if confirmed else None
+    best = first.candidate if first else found[0]
+    speedup = first.speedup if first else best.prediction.speedup
     provenance = {
-        "acceptance_rate": confirmed[0].acceptance_rate if confirmed else None,
+        "acceptance_rate": first and first.acceptance_rate,
         "predicted_acceptance_rate": best.prediction.acceptance_rate,
         "predicted_speedup": best.prediction.speedup,
-        "predicted_speedup_held_out": confirmed[0].predicted.speedup if confirmed else None,
-        "measured_speedup": confirmed[0].speedup if confirmed else None,
+        "predicted_speedup_held_out": first and first.predicted.speedup,
+        "measured_speedup": first and first.speedup,
         "draft_cost": objective.costs.draft(best.plan),
         "sampling": identity["sampling"],
         "dtype": identity["dtype"],
@@ -166,7 +151,7 @@ def conclude(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Everything after the arguments are parsed; returns the exit status. Refusals come before the long work."""
+    """Run a search and write its plan; returns the exit status. Wrong input is refused before the long work."""
     quiet_optuna()
     folder = model_folder(options.model)
     out = options.out or folder / "plan.json"
@@ -189,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
     if not study.trials:
         say("writing calibration texts")
         texts = write_texts(model, encoded, params, rules, options.seed)
-        say("measuring the costs of sublayers, or reading those measured before")
+        say("measuring the costs of sublayers, unless they were measured before")
         costs = kept_sublayer_costs(folder, model, params, lambda: measure_sublayers(model, params))
         lost = importances(Calibration(model, split(texts)[0], params, options.coupling, depths=1))
         attributes = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": asdict(costs)}
@@ -197,10 +182,11 @@ def run(options: argparse.Namespace) -> int:
     costs, (searched, held_out) = kept_costs(study), split(kept_texts(study))
     objective = Objective(Calibration(model, searched, params, options.coupling), costs)
     confirmed: list[Confirmation] = []
-    with suppress(KeyboardInterrupt):  # the study has all that was found until then
+    with suppress(KeyboardInterrupt):  # the study has all finished trials
         optimise(study, objective, space, options.trials)
         confirmed = confirm(setting, costs, held_out, candidates(study)[:CONFIRMED], rules, options.seed)
-        Console(width=None if sys.stdout.isatty() else 120).print(confirmation_table(confirmed))
+        title = "held-out prompts: predicted, and measured beside plain decoding"
+        Console(width=None if sys.stdout.isatty() else 120).print(table([row_of(each) for each in confirmed], title))
     found = candidates(study)
     if not found:
         say("interrupted before the first plan was tried: no plan written")

@@ -1,22 +1,14 @@
-"""Measured costs of every sublayer of a draft step, by its bits, and of a round of the loop."""
+"""Costs of a model's sublayers in draft steps, by their bits, measured on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from decoding.drafters import raw_probability
-from decoding.run.costs import (
-    BITS,
-    IN_A_ROW,
-    LONGEST_DRAFT,
-    SublayerCosts,
-    draft_steps,
-    filled_cache,
-    plain_rounds,
-    verification,
-)
+from decoding.run.costs import BITS, IN_A_ROW, SublayerCosts, draft_steps, filled_cache, measure_costs, plain_rounds
 from decoding.sampling import SamplingParams
 from model import Decoder, LayerPlan
 from model.clock import take_turns
@@ -26,30 +18,29 @@ REPEATS, PATIENCE = 21, 15.0  # times, and seconds: more than for one draft, sin
 
 @torch.inference_mode()
 def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
-    """Time draft steps of some plans, verifications and the plain loop, in turns, with these sampling parameters.
+    """Costs in rounds of plain decoding: draft steps of some plans take turns with these, with these parameters.
 
     The draft steps are fitted by base + attention · attentions + mlp · MLPs, each by its bits (least squares).
     """
-    cache, plans = filled_cache(model, LONGEST_DRAFT), list(measured_plans(model.num_layers))
+    verify = measure_costs(model, None, None, params, patience=PATIENCE).verify
+    cache, plans = filled_cache(model, IN_A_ROW), list(measured_plans(model.num_layers))
     for plan in plans:
         model.prepare(plan)
-    plain, *verify = (verification(model, count, cache, params) for count in range(1, LONGEST_DRAFT + 2))
-    rows = [lambda: [plain() for _ in range(IN_A_ROW)], plain_rounds(model, filled_cache(model, IN_A_ROW), params)]
-    rows += [draft_steps(model, cache, plan, params) for plan in plans]  # IN_A_ROW steps each
-    timings = take_turns([*rows, *verify, _confidence(model)], REPEATS, model.device, PATIENCE)
-    seconds = torch.tensor([took.median for took in timings], dtype=torch.float64)
-    seconds[: len(rows)] /= IN_A_ROW
-    in_plain_steps = seconds / seconds[0]
-    loop, drafts = in_plain_steps[1], in_plain_steps[2 : len(rows)]
+    token = torch.tensor(0, device=model.device)
+    logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
+    steps = [plain_rounds(model, filled_cache(model, IN_A_ROW), params)]
+    steps += [draft_steps(model, cache, plan, params) for plan in plans]  # IN_A_ROW of them, like the plain rounds
+    timings = take_turns([*steps, partial(raw_probability, logits, token)], REPEATS, model.device, PATIENCE)
+    plain, *drafts, confidence = (took.fastest for took in timings)  # other work only makes a step slower
     sizes = torch.tensor([counts_of(plan) for plan in plans], dtype=torch.float64)
-    fitted = torch.linalg.lstsq(sizes, drafts[:, None]).solution[:, 0].clamp(min=0)
+    costs = torch.tensor(drafts, dtype=torch.float64) / plain
+    fitted = torch.linalg.lstsq(sizes, costs[:, None]).solution[:, 0].clamp(min=0)
     base, attention, mlp = (tuple(part.tolist()) for part in fitted.split(len(BITS)))
-    *longer, confidence = in_plain_steps[len(rows) :].tolist()
-    return SublayerCosts(attention, mlp, base, confidence, max(0.0, loop.item() - 1), (1.0, *longer))
+    return SublayerCosts(attention, mlp, base, confidence * IN_A_ROW / plain, verify)
 
 
 def measured_plans(layers: int) -> Iterator[LayerPlan]:
-    """Plans whose draft steps tell the costs of all sublayers, by their bits."""
+    """Plans whose draft steps determine the costs of all sublayers, by their bits."""
     every = range(layers)
     for bits in BITS:
         for skipped in (((), ()), (every, every), (every[::2], ()), ((), every[1::2]), (every[::2], every[::2])):
@@ -57,12 +48,6 @@ def measured_plans(layers: int) -> Iterator[LayerPlan]:
 
 
 def counts_of(plan: LayerPlan) -> list[float]:
-    """The numbers of heads, attentions and MLPs of each number of bits in a plan: ``3 · len(BITS)``."""
+    """Numbers of heads, attentions and MLPs of each number of bits in a plan: ``3 · len(BITS)``."""
     parts = ([plan.head], plan.attention, plan.mlp)
     return [float(sum(each == bits for each in part)) for part in parts for bits in BITS]
-
-
-def _confidence(model: Decoder) -> Callable[[], object]:
-    token = torch.tensor(0, device=model.device)
-    logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
-    return lambda: raw_probability(logits, token)

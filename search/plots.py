@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,26 +18,22 @@ from search.study import Candidate
 from weights.cli.picture import BLUE, INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
 
 BITS = {"cmap": SCALE, "norm": Normalize(0, FULL)}
-IN_A_CELL = {0: "×", FULL: ""}  # instead of the number of bits
+IN_A_CELL = {0: "×", FULL: ""}  # in place of the number of bits
 
 
 def draw_plots(
     folder: Path, found: Sequence[Candidate], confirmed: Sequence[Confirmation], costs: SublayerCosts
 ) -> None:
-    """Write plan.svg and front.svg into ``folder``. ``found`` is every plan tried, best first."""
+    """Write plan.svg and front.svg into ``folder``. ``found`` are all tried plans, the best first."""
     best = confirmed[0] if confirmed else None
-    drawings: dict[str, Callable[[], Figure]] = {
-        "plan.svg": lambda: plan_and_acceptance(best.candidate if best else found[0], best),
-        "front.svg": lambda: front(found, costs),
-    }
-    for name, draw in drawings.items():
-        write_picture(draw, folder / name)
+    write_picture(lambda: plan_and_acceptance(best.candidate if best else found[0], best), folder / "plan.svg")
+    write_picture(lambda: front(found, costs), folder / "front.svg")
 
 
 def plan_and_acceptance(candidate: Candidate, confirmation: Confirmation | None) -> Figure:
-    """The plan as layers × bits, and below it the share of drafts kept by depth: predicted, and measured if it was run.
+    """Picture of a plan by layer and bits; below it the accepted share of drafts by depth, predicted and measured.
 
-    With a confirmation the prediction is that for the held-out prompts, on which it was measured.
+    Without a confirmation nothing was measured. With one, the prediction too is for the held-out prompts.
     """
     plan, prediction = candidate.plan, confirmation.predicted if confirmation else candidate.prediction
     figure = Figure(figsize=(max(7.5, 0.34 * plan.num_layers + 2), 5.6))
@@ -66,18 +62,19 @@ def plan_and_acceptance(candidate: Candidate, confirmation: Confirmation | None)
 
 
 def mean_bits(plan: LayerPlan) -> float:
-    """Mean bits of the plan's sublayers; a skipped one has 0."""
+    """Mean bits of the plan's sublayers; a skipped one has 0 bits."""
     return float(np.mean(plan.attention + plan.mlp))
 
 
 def front(found: Sequence[Candidate], costs: SublayerCosts) -> Figure:
-    """Acceptance against draft cost, a dot per plan, over lines of equal speed-up."""
+    """Picture of the plans by draft cost and acceptance, with lines of equal speed-up."""
     figure = Figure(figsize=(7.5, 5.6))
     axes = figure.subplots()
     cost = np.array([costs.draft(candidate.plan) for candidate in found])
     kept = np.array([candidate.prediction.kept_share for candidate in found])
     grid_cost, grid_kept = np.linspace(0, max(1.05, 1.03 * cost.max()), 80), np.linspace(0, 1, 80)
-    speedups = [[_best_speedup(share, price, costs) for price in grid_cost] for share in grid_kept]
+    tables = [CostTable(price, costs.verify) for price in grid_cost]
+    speedups = [[max(predicted_speedup(a, gamma, table) for gamma in GAMMAS) for table in tables] for a in grid_kept]
     levels = [0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0]
     widths = [2.0 if level == 1 else 0.8 for level in levels]
     lines = axes.contour(grid_cost, grid_kept, speedups, levels=levels, colors=MUTED, linewidths=widths, alpha=0.5)
@@ -91,9 +88,3 @@ def front(found: Sequence[Candidate], costs: SublayerCosts) -> Figure:
     axes.set_title("The plans tried; lines join equal speed-ups")
     legend_below(axes)
     return figure
-
-
-def _best_speedup(share: float, price: float, costs: SublayerCosts) -> float:
-    """The formula's speed-up at the best draft length of at least 1."""
-    table = CostTable(price, tuple(cost + costs.overhead for cost in costs.verify))
-    return (1 + costs.overhead) * max(predicted_speedup(share, gamma, table) for gamma in GAMMAS)

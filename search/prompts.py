@@ -1,6 +1,6 @@
-"""The built-in prompts, by kind of work: drafts fare very differently on a story and on a rewriting.
+"""Built-in prompts by kind of task, since the speed of drafts depends on it.
 
-Every prompt is a user's turn of a chat; a model without a chat template continues it as text.
+Each is a user's turn of a chat; a model without a chat template continues it as text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optuna search; objective: predicted speed-up. A plan's parameters are the bits of each sublayer and of the head.
 
-The study lives in a journal file, with the texts and costs that its predictions are made from. Any number of processes
-may work on it, on one machine or several that share the file, and a killed search goes on where it was.
+The study is kept in a journal file, with the texts and costs of its predictions. Any number of processes may work on
+it, on one machine or several that share the file, and a killed search continues from its last trial.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from weights.cli.files import one_line
 
 
 def tpe(seed: int) -> BaseSampler:
-    """TPE with a density per sublayer: for so many choices, trials are too few for joint (multivariate) densities.
+    """TPE sampler with one density per sublayer, since a search has too few trials for joint (multivariate) densities.
 
-    Good trials are the best tenth, at most 10, so that the prior, which pulls their shares to uniform, needs a small
-    weight.
+    Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a small weight.
     """
     return TPESampler(
         seed=seed,
@@ -45,7 +44,7 @@ def tpe(seed: int) -> BaseSampler:
 
 
 SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {"tpe": tpe, "random": RandomSampler}
-THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # of confidence, below which a draft ends; 0: never
+THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
 NAME = "layer plan"
 HEAD = "head"
 
@@ -54,7 +53,7 @@ Space = Mapping[str, Sequence[int]]  # the bits that each parameter may have
 
 @dataclass(frozen=True)
 class Objective:
-    """The predicted speed-up of any layer plan, on the texts of a calibration and at given costs."""
+    """Predicted speed-up of a layer plan, on the texts of a calibration and with measured costs."""
 
     calibration: Calibration
     costs: SublayerCosts
@@ -62,36 +61,35 @@ class Objective:
     def __call__(
         self, plan: LayerPlan, gammas: Sequence[int] = GAMMAS, thresholds: Sequence[float] = THRESHOLDS
     ) -> Prediction:
-        """The prediction at the best of these draft lengths and thresholds."""
+        """Prediction at the best of these draft lengths and thresholds."""
         acceptance, table = self.calibration.acceptance(plan), CostTable(self.costs.draft(plan), self.costs.verify)
-        confidence, overhead = self.costs.confidence, self.costs.overhead
-        return predict(acceptance, table, gammas, thresholds, confidence=confidence, overhead=overhead)
+        return predict(acceptance, table, gammas, thresholds, confidence=self.costs.confidence)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was tried, with its prediction."""
+    """A tried plan, with its prediction."""
 
     plan: LayerPlan
     prediction: Prediction
 
 
 def parameters(plan: LayerPlan) -> dict[str, int]:
-    """The plan as Optuna's parameters."""
+    """Optuna's parameters of a plan."""
     runs = {"attn": plan.attention, "mlp": plan.mlp}
     bits = {f"{kind} {layer}": each for kind, layers in runs.items() for layer, each in enumerate(layers)}
     return {**bits, HEAD: plan.head}
 
 
 def plan_of(params: Mapping[str, int]) -> LayerPlan:
-    """The plan of Optuna's parameters: the inverse of ``parameters``."""
+    """Plan of Optuna's parameters: the inverse of ``parameters``."""
     layers = range(len(params) // 2)
     attention, mlp = (tuple(params[f"{kind} {layer}"] for layer in layers) for kind in ("attn", "mlp"))
     return LayerPlan(attention, mlp, params[HEAD])
 
 
 def space_of(num_layers: int, bits: Collection[int]) -> Space:
-    """All plans whose sublayers have the checkpoint's own bits or any of ``bits`` (0: skipped; not for the head)."""
+    """Space of plans whose sublayers have the checkpoint's bits or any of ``bits`` (0: skipped; not for the head)."""
     choices = [FULL, *sorted(set(bits), reverse=True)]
     sublayers = dict.fromkeys(parameters(LayerPlan.full(num_layers)), choices)
     return {**sublayers, HEAD: [each for each in choices if each]}
@@ -100,7 +98,7 @@ def space_of(num_layers: int, bits: Collection[int]) -> Space:
 def untried_neighbour(
     plan: LayerPlan, space: Space, tried: Collection[LayerPlan], rng: random.Random
 ) -> LayerPlan | None:
-    """A plan that differs in one parameter and was not tried yet; None if there is none."""
+    """A random untried plan that differs in one parameter; None if there is none."""
     params = parameters(plan)
     neighbours = [plan_of({**params, name: bits}) for name, choices in space.items() for bits in choices]
     fresh = [neighbour for neighbour in neighbours if neighbour not in tried]
@@ -108,7 +106,7 @@ def untried_neighbour(
 
 
 def importances(calibration: Calibration) -> dict[str, list[float]]:
-    """The share of first drafted tokens that the target rejects when one sublayer alone is skipped: for each of them.
+    """Importance of each sublayer: the share of first drafted tokens that the target rejects when it alone is skipped.
 
     Keys are "attn" and "mlp", with one number per layer.
     """
@@ -127,8 +125,8 @@ def importances(calibration: Calibration) -> dict[str, list[float]]:
 def starts(lost: Mapping[str, list[float]], costs: SublayerCosts, space: Space) -> list[LayerPlan]:
     """Plans of the space to try first: without the least important sublayers, evenly thinned out, and early exits.
 
-    Each in the checkpoint's bits and in the fewest; and all sublayers in each number of bits. ``lost`` are the
-    importances.
+    Each of them in the checkpoint's bits and in the fewest; besides, all sublayers in each number of bits. ``lost`` are
+    the importances.
     """
     layers = len(lost["attn"])
     price = {"attn": max(costs.attention[-1], 1e-9), "mlp": max(costs.mlp[-1], 1e-9)}
@@ -153,10 +151,10 @@ def starts(lost: Mapping[str, list[float]], costs: SublayerCosts, space: Space) 
 
 
 def open_study(path: Path, identity: Mapping[str, Any], sampler: str, seed: int, *, resume: bool) -> optuna.Study:
-    """The study kept in the journal ``path``; a new one has no trials yet.
+    """Study in the journal ``path``; a new one has no trials.
 
-    ``identity`` is a JSON object that says what is searched: model, prompts, sampling parameters, bits. Raises
-    InputError when there are trials but not to ``resume``, or of another identity, and when the file is no journal.
+    ``identity`` is a JSON object of model, prompts, sampling parameters and bits. Raises InputError when there are
+    trials but not to ``resume``, or of another identity, and when the file is no journal.
     """
     try:
         storage = JournalStorage(JournalFileBackend(str(path)))
@@ -170,15 +168,15 @@ def open_study(path: Path, identity: Mapping[str, Any], sampler: str, seed: int,
         raise InputError(f"{path} holds an earlier search: give --resume to continue it, or another --out")
     if count and found != identity:
         differ = ", ".join(key for key in identity if found.get(key) != identity[key])
-        raise InputError(f"{path} holds a search of something else (other {differ}): give another --out, or remove it")
-    study.sampler = SAMPLERS[sampler](seed + count)  # so that it does not draw again what was drawn for earlier trials
+        raise InputError(f"{path} holds another search (other {differ}): give another --out, or remove it")
+    study.sampler = SAMPLERS[sampler](seed + count)  # does not repeat the draws of earlier trials
     return study
 
 
 def begin(study: optuna.Study, attributes: Mapping[str, Any], plans: Iterable[LayerPlan]) -> None:
-    """Keep attributes (JSON) with a new study, and these plans as its first trials.
+    """Store attributes (JSON) in a new study, and these plans as its first trials.
 
-    Does nothing where another process has begun it meanwhile, so that all predictions are made from the same texts and
+    Does nothing when another process has begun the study meanwhile, so that all predictions use the same texts and
     costs.
     """
     if study.get_trials(deepcopy=False):
@@ -190,38 +188,34 @@ def begin(study: optuna.Study, attributes: Mapping[str, Any], plans: Iterable[La
 
 
 def kept_texts(study: optuna.Study) -> list[Continuation]:
-    """The texts that the study has begun with."""
+    """Calibration texts stored in the study."""
     kept = study.user_attrs["texts"]
     return [Continuation(tuple(text["prompt"]), tuple(text["written"]), text["unused"]) for text in kept]
 
 
 def kept_costs(study: optuna.Study) -> SublayerCosts:
-    """The costs that the study has begun with: those measured on the machine that began it."""
+    """Costs stored in the study, measured on the machine that began it."""
     costs = study.user_attrs["costs"]
     return SublayerCosts(**{name: tuple(cost) if isinstance(cost, list) else cost for name, cost in costs.items()})
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
+    """Finished trials of a study, by all processes."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
 
 def quiet_optuna() -> None:
-    """Switch off Optuna's lines, which would break its progress bar, and its warnings of features that may change."""
+    """Switch off Optuna's log, which would break its progress bar, and its warnings of experimental features."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     for category in (optuna.exceptions.ExperimentalWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category)
 
 
-def optimise(
-    study: optuna.Study,
-    objective: Callable[[LayerPlan], Prediction],
-    space: Space,
-    trials: int,
-) -> None:
-    """Work on the study until it has ``trials`` finished trials, those of other processes included.
+def optimise(study: optuna.Study, objective: Callable[[LayerPlan], Prediction], space: Space, trials: int) -> None:
+    """Run trials until the study has ``trials`` finished ones, including those of other processes.
 
-    A plan that was tried before keeps its value and is not evaluated again; instead of it, a neighbour that was not
-    tried comes next. Processes side by side may finish one trial more each.
+    A plan that was tried before keeps its value and is not evaluated again; an untried neighbour of it comes next.
+    Each further process may finish one trial more.
     """
 
     def run(trial: Trial) -> float:
@@ -246,7 +240,7 @@ def optimise(
 
 
 def candidates(study: optuna.Study) -> list[Candidate]:
-    """Every plan that was tried, once, the best first."""
+    """All tried plans, each once, the best first."""
     found: dict[LayerPlan, Candidate] = {}
     for trial in sorted(finished(study), key=lambda trial: (-trial.value, trial.number)):
         plan = plan_of(trial.params)

@@ -1,10 +1,10 @@
-"""Calibration texts: prompts, and the target's own continuations of them, which the search predicts from."""
+"""Calibration texts of a search: prompts, and the target's continuations of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from decoding.corpus.batch import sample_texts
 from decoding.run.acceptance import Continuation
@@ -12,43 +12,36 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from model import Decoder, InputError
 from search.prompts import PROMPTS
-from weights.cli.files import check_utf8
+from weights.cli.files import read_json_lines, read_text
 
-MOST_PROMPTS = 24  # taken from a longer file, evenly spaced
+MOST_PROMPTS = 24  # of a longer file, evenly spaced
 HELD_OUT = 4  # every fourth prompt is kept for the confirmation
-LEAST_TOKENS = 32  # written in all: fewer say nothing about a plan
+LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """The prompts of a .txt file (one per line) or a .jsonl file (an object with "prompt" per line).
+    """Prompts of a .txt file (one per line) or .jsonl file (an object with "prompt" per line), else the built-in ones.
 
-    None: the built-in ones. Raises InputError for fewer than two: one to search with and one to confirm with.
+    Raises InputError for fewer than two: one to search with and one to confirm with.
     """
     if path is None:
         return [prompt for prompts in PROMPTS.values() for prompt in prompts]
-    try:
-        rows = path.read_text("utf-8").split("\n")  # splitlines would cut at U+2028 too
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as UTF-8 text: {error}") from None
-    prompts = [row for row in rows if row.strip()]
     if path.suffix == ".jsonl":
-        lines = enumerate(rows, start=1)
-        prompts = [_prompt_of(row, f"{path}, line {number}") for number, row in lines if row.strip()]
+        prompts = [_prompt_of(row, place) for place, row in read_json_lines(path)]
+    else:
+        prompts = [line for line in read_text(path).split("\n") if line.strip()]
     if len(prompts) < 2:
         raise InputError(f"{path} holds {len(prompts)} prompts: a search needs at least 2, one of them to confirm with")
     taken = min(len(prompts), MOST_PROMPTS)
     return [prompts[number * len(prompts) // taken] for number in range(taken)]
 
 
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise InputError(f'{where}: expected an object like {{"prompt": "Tell me a story."}}')
-    check_utf8(f"prompt in {where}", prompt)
-    return prompt
+def _prompt_of(row: Any, place: str) -> str:
+    """Prompt of a jsonl line."""
+    match row:
+        case {"prompt": str(prompt)} if prompt.strip():
+            return prompt
+    raise InputError(f'{place}: expected an object like {{"prompt": "Tell me a story."}}')
 
 
 def write_texts(
@@ -56,7 +49,7 @@ def write_texts(
 ) -> list[Continuation]:
     """The model's continuation of each prompt.
 
-    Raises InputError for a prompt that does not fit the context, and when the texts are too short to predict from.
+    Raises InputError for a prompt that does not fit the context, and when the texts are too short for a prediction.
     """
     longest, budget = max(map(len, prompts)), rules.max_new_tokens
     if longest + budget > model.max_positions:
@@ -75,7 +68,7 @@ def write_texts(
 
 
 def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:
-    """The texts to search with, and those held out: every fourth, and at least one."""
+    """Texts to search with, and held-out texts: every fourth, and at least one."""
     numbers = range(len(texts))
     held_out = numbers[HELD_OUT - 1 :: HELD_OUT] or numbers[-1:]
     return [texts[number] for number in numbers if number not in held_out], [texts[number] for number in held_out]

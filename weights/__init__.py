@@ -1,1 +1,1 @@
-"""Weights: reading, writing, fetching and measuring them, and the shipped checkpoints."""
+"""Weights: loading, saving, fetching, tokenizers, memory, and the shipped checkpoints. Begin with ``load``."""

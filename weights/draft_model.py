@@ -1,4 +1,4 @@
-"""Draft models in a folder of their own, which must share the target's vocabulary."""
+"""Separate draft models, which must share the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weights.vocabulary import Vocabulary
 
 
 def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, positions: int) -> Decoder:
-    """Model of ``folder``, prepared to draft for ``target`` in its dtype and on its device.
+    """Draft model for ``target``, loaded from ``folder`` in the target's dtype, on its device.
 
     ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
     read, unless the vocabularies are equal and the text fits the draft model's context.

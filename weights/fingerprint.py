@@ -1,4 +1,4 @@
-"""Fingerprint of a model folder's numbers, so that a file made for one model is not used with another."""
+"""Fingerprint of a model folder, so that a file made for one model is not used with another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLES, SAMPLE_BYTES = 64, 1024  # of each weight file: fast at any size, and a
 
 
 def model_fingerprint(folder: Path) -> str:
-    """16 hex digits of config, tensor names, shapes and dtypes, and evenly spaced bytes of the weights."""
+    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of the weights: 16 hex digits."""
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())

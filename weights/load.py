@@ -1,7 +1,7 @@
-"""Loading of safetensors into a model, straight into the wanted dtype and device.
+"""Loading of safetensors into a model, in the wanted dtype and on the wanted device.
 
-Headers are checked against the config before a byte of weight memory is taken; then each tensor is
-copied in slices, so that memory peaks at the weights plus one slice.
+Headers are compared with the config before memory for weights is allocated. Then each tensor is copied in slices, so
+that memory peaks at the weights plus one slice.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Shard | None = None,
 ) -> Decoder:
-    """Model of a Hugging Face folder, ready to decode: eval mode, no gradients.
+    """Model of a Hugging Face folder, in eval mode and without gradients.
 
-    ``dtype`` None keeps the checkpoint's own. With a ``shard``, only that part of the weights is read.
-    Raises InputError for anything wrong with the folder.
+    ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read. Raises InputError for
+    anything wrong with the folder.
     """
     config = read_config(folder)
     stored = stored_tensors(folder)
@@ -69,12 +69,12 @@ def load_model(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Config of a Hugging Face folder. Raises InputError for one that this project cannot compute."""
+    """Config of a Hugging Face folder. Raises InputError for an architecture that is not supported."""
     return parse_config(read_json(folder / "config.json"))
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Dtype that a checkpoint is stored in, that of its embedding: ``load_model`` keeps it by default."""
+    """Dtype of a stored checkpoint, that of its embedding: the default of ``load_model``."""
     stored = stored_tensors(folder)
     if EMBEDDING not in stored:
         raise InputError(f"{folder}: tensor {EMBEDDING} is missing")
@@ -82,32 +82,31 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's safetensors files, by its name without the ``model.`` prefix.
+    """Tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
-    Raises InputError for quantised tensors, and for one that is stored twice.
+    Raises InputError for quantised tensors.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict, it has no __iter__
-                view, short = file.get_slice(name), name.removeprefix("model.")
                 if name.endswith(IGNORED_SUFFIX):
                     continue
-                if view.get_dtype() not in FLOAT_DTYPES:
+                view = file.get_slice(name)
+                dtype = FLOAT_DTYPES.get(view.get_dtype())
+                if dtype is None:
                     raise InputError(
                         f"{path}: tensor {name!r:.100} is stored as {view.get_dtype()}: quantised checkpoints do not "
                         "load; use the original float weights"
                     )
-                if short in tensors:
-                    raise InputError(f"{path}: tensor {name!r:.100} is stored twice: export the checkpoint again")
-                tensors[short] = StoredTensor(path, name, tuple(view.get_shape()), FLOAT_DTYPES[view.get_dtype()])
+                tensors[name.removeprefix("model.")] = StoredTensor(path, name, tuple(view.get_shape()), dtype)
     return tensors
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the shards its index names, or the single file.
+    """Safetensors files of a folder: the shards in its index, or the single file.
 
-    Raises InputError for a missing shard, and for pickled weights, which can run any code when opened.
+    Raises InputError for a missing shard, and for pickled weights, because opening a pickle can run any code.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
@@ -125,21 +124,21 @@ def weight_files(folder: Path) -> list[Path]:
     if pickled:
         raise InputError(
             f"{folder}: {pickled[0]} is a pickle, which can run any code when opened, so it is not loaded: "
-            "convert it with transformers' save_pretrained, which writes safetensors"
+            "convert it to safetensors with save_pretrained of transformers"
         )
     raise InputError(f"{folder} holds no model.safetensors and no model.safetensors.index.json: fetch it again")
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """An opened safetensors file. Raises InputError for one that is not whole."""
+    """An opened safetensors file. Raises InputError for a damaged one."""
     trouble = f"{path} is not a whole safetensors file, fetch or export it again"
     with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
         yield file
 
 
 def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, StoredTensor], *, tied: bool) -> None:
-    """Raises InputError unless the stored tensors are those that the config wants, in name and shape."""
+    """Raises InputError unless the stored tensors have the names and shapes that follow from the config."""
     for name, parameter in wanted.items():
         shape = stored[name].shape if name in stored else None
         if shape != tuple(parameter.shape):
@@ -155,7 +154,7 @@ def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, Stor
 
 
 def _check_tied(folder: Path, head: StoredTensor, stored: StoredTensor, embedding: Tensor, cut: Cut) -> None:
-    """Raises InputError for a stored head that is no copy of the embedding to which the config ties it."""
+    """Raises InputError where the config ties head and embedding, but the stored head is no copy of the embedding."""
     if head.shape != stored.shape or not all(
         torch.equal(rows.to(embedding), embedding[first : first + len(rows)]) for first, rows in _slices(head, cut)
     ):
@@ -166,7 +165,7 @@ def _check_tied(folder: Path, head: StoredTensor, stored: StoredTensor, embeddin
 
 
 def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str, cut: Cut) -> Tensor:
-    """A stored tensor, or the indices of one dimension that ``cut`` names."""
+    """A stored tensor, or the part of it that ``cut`` selects: a dimension and a range of indices."""
     shape = list(stored.shape)
     if cut:
         shape[cut[0]] = len(cut[1])
@@ -177,12 +176,12 @@ def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str, 
 
 
 def _slices(stored: StoredTensor, cut: Cut) -> Iterator[tuple[int, Tensor]]:
-    """The wanted part of a stored tensor, a slice of rows at a time, each with the number of its first row.
+    """Slices of rows of a stored tensor, or of the part that ``cut`` selects, each with the number of its first row.
 
-    The file is mapped afresh for each slice: pages of a mapping stay in memory until it is closed.
+    The file is mapped anew for each slice, because pages of a mapping stay in memory until it is closed.
     """
-    dimension, own = cut or (0, range(stored.shape[0]))
-    rows, columns = (own, ()) if dimension == 0 else (range(stored.shape[0]), (slice(own.start, own.stop),))
+    dimension, kept = cut or (0, range(stored.shape[0]))
+    rows, columns = (kept, ()) if dimension == 0 else (range(stored.shape[0]), (slice(kept.start, kept.stop),))
     row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
     count = max(1, SLICE_BYTES // row_bytes)
     for first in range(rows.start, rows.stop, count):

@@ -1,6 +1,6 @@
-"""Memory that decoding takes, from the model's config alone: weights, low-bit copies, KV cache and workspace.
+"""Memory for decoding, estimated from the model's config: weights, low-bit copies, KV cache and workspace.
 
-Each is a product that can be checked by hand. Sizes are decimal, as checkpoints are advertised: 1 GB is 10⁹ bytes.
+Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from model.decoder import PREFILL_CHUNK
 from model.layers import wide_dtype
 from model.plan import LayerPlan
 
-LONGEST_DRAFT = 8  # tokens per round, where nothing else is said
+LONGEST_DRAFT = 8  # tokens per round, by default
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
@@ -40,7 +40,7 @@ class Memory:
         return self.weights + self.twins + self.cache + self.workspace
 
     def describe(self, free: int) -> str:
-        """One line: the parts, and the free memory."""
+        """One line with the parts and the ``free`` bytes."""
         copies = f"low-bit copies: {in_words(self.twins)}, " if self.twins else ""
         return (
             f"weights: {in_words(self.weights)}, {copies}KV cache at {self.positions} tokens: {in_words(self.cache)}, "
@@ -64,30 +64,25 @@ def estimate(
     longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
 ) -> Memory:
-    """Memory for decoding up to ``positions`` tokens, of which ``prompt`` are given.
+    """Memory for decoding up to ``positions`` tokens, of which the first ``prompt`` are the prompt.
 
-    ``draft`` is the config of a draft model beside the target, ``plan`` that of a draft by the target itself, and
-    ``longest_draft`` its tokens per round. ``fast_on`` is the device of a model that ``model.fast`` prepares.
+    ``draft`` is the config of a separate draft model, ``plan`` the layer plan of a draft by the target itself,
+    ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that ``model.fast`` prepares.
     """
     models = [config] if draft is None else [config, draft]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
     entries = max(SMALLEST, 1 << (positions + ROWS - 1).bit_length()) if on_gpu else positions
     logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
     tokens = min(prompt, PREFILL_CHUNK)
-    # An MLP is the larger half of a layer: three tensors of each width live at once.
+    # Of a layer the MLP takes the most: three tensors of each width at once.
     layers = (3 * tokens * (each.hidden_size + each.intermediate_size) * dtype.itemsize for each in models)
     return Memory(
-        weights=sum(weight_bytes(each, dtype) for each in models),
+        weights=sum(parameter_count(each) for each in models) * dtype.itemsize,
         cache=sum(cache_bytes(each, dtype, entries) for each in models),
         workspace=max(logits * LOGIT_COPIES * wide_dtype(dtype).itemsize, *layers) + GPU_BUFFERS * on_gpu,
         positions=positions,
         twins=twin_bytes(config, plan) if plan else 0,
     )
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of every parameter, a tied head counted once."""
-    return parameter_count(config) * dtype.itemsize
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -97,7 +92,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def twin_bytes(config: ModelConfig, plan: LayerPlan) -> int:
-    """Bytes of a plan's low-bit copies: in four and six bits 32 weights share a scale and a zero of two bytes each."""
+    """Bytes of a plan's low-bit copies. In 4 and 6 bits, 32 weights share a scale and a zero point of 2 bytes each."""
     per_weight = {4: 4 / 8 + 4 / 32, 6: 6 / 8 + 4 / 32, 8: 1.0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     weights = [*((attention, bits) for bits in plan.attention), (config.hidden_size * config.vocab_size, plan.head)]
@@ -106,7 +101,7 @@ def twin_bytes(config: ModelConfig, plan: LayerPlan) -> int:
 
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
-    """Bytes of a key and a value for each layer, key head and position."""
+    """Bytes of a KV cache: a key and a value per layer, key head and position."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * dtype.itemsize
 
 
@@ -116,7 +111,7 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device, in bytes; on a CPU no more than the container's limit leaves."""
+    """Free memory of the device in bytes; on a CPU, within the limit of the container."""
     if device.type == "cuda":
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
@@ -129,19 +124,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(cgroup: Path) -> int:
-    """Bytes left to this container by its control group (version 2); a huge number where it has no limit."""
+    """Bytes that the control group (version 2) leaves to this container; ``sys.maxsize`` where it sets no limit."""
     try:
         held = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used = int((cgroup / "memory.current").read_text()) - int(held["inactive_file"])  # cached files give way
+        used = int((cgroup / "memory.current").read_text()) - int(held["inactive_file"])  # cached files can be dropped
         return max(0, int((cgroup / "memory.max").read_text()) - used)
     except (OSError, ValueError):  # no control group, or "max"
         return sys.maxsize
 
 
 def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
-    """The line of needed and free memory. Raises InputError with it when that does not fit.
+    """Line of needed and free memory. Raises InputError with that line when the memory is too small.
 
-    ``sharers``: processes of which each takes as much of the device.
+    ``sharers`` processes on the device each take as much.
     """
     free = free_bytes(device) // sharers
     line = memory.describe(free)

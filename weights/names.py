@@ -11,7 +11,7 @@ WEIGHTS = Path(__file__).parent
 
 
 def model_folder(name: str) -> Path:
-    """Folder of ``--model``: a path, or the name of a folder under ``weights/``. Raises InputError for neither."""
+    """Model folder at a path, or of this name under ``weights/``. Raises InputError where there is neither."""
     for folder in (Path(name), WEIGHTS / name):
         if os.path.isdir(folder):
             if not (folder / "config.json").exists():

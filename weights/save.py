@@ -1,4 +1,4 @@
-"""Saving of a model as an ordinary Hugging Face folder: ``config.json`` and safetensors, in one file or in shards."""
+"""Saving of a model as a Hugging Face folder: ``config.json`` and safetensors, in one file or in shards."""
 
 from __future__ import annotations
 
@@ -31,53 +31,45 @@ TOKENIZER_FILES = (
 def save_model(
     model: Decoder, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, tokenizer_from: Path | None = None
 ) -> None:
-    """Write a folder that ``load_model`` and transformers load, in the model's dtype.
+    """Write a folder that ``load_model`` and transformers can load, in the model's dtype.
 
-    Weights beyond ``max_shard_bytes`` are cut into shards of at most that size (a single larger tensor is a
-    shard of its own). ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token
-    ids go with the weights. A checkpoint that the folder held before is replaced, but only once the new one
-    is written in full. Raises InputError when the folder cannot be written.
+    A file holds up to ``max_shard_bytes`` of weights, or a single larger tensor. ``tokenizer_from`` is a model folder
+    whose tokenizer, chat template and special token ids are copied too. A checkpoint in ``folder`` is replaced once the
+    new one is written in full. Raises InputError when the folder cannot be written.
     """
     shards = _shards(model, max_shard_bytes)
-    if len(shards) == 1:
-        files = {SINGLE: shards[0]}
-    else:
-        files = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    files = dict(zip(names, shards, strict=True))
     source = {} if tokenizer_from is None else read_optional_json(tokenizer_from / "config.json")
     config = {key: source[key] for key in TOKEN_IDS if key in source} | config_json(model.config)
     texts = {"config.json": config | {"torch_dtype": str(model.dtype).removeprefix("torch.")}}
-    if len(shards) > 1:
+    if count > 1:
         size = sum(parameter.nbytes for parameter in model.parameters())
         places = {tensor: name for name, shard in files.items() for tensor in shard}
         texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": places}
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
-        with ExitStack() as written:  # every file is complete under a temporary name before the first gets its own
+        with ExitStack() as written:  # every file is complete under a temporary name before the first is renamed
             for name, shard in files.items():
                 save_file(shard, written.enter_context(atomic_path(folder / name)), metadata={"format": "pt"})
             for name, text in texts.items():
                 write_json(written.enter_context(atomic_path(folder / name)), text)
         for stale in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in files | texts}:
             stale.unlink(missing_ok=True)
-        copy_tokenizer(tokenizer_from, folder)
+        if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
+            for path in filter(Path.exists, (tokenizer_from / name for name in TOKENIZER_FILES)):
+                with atomic_path(folder / path.name) as temporary:
+                    shutil.copyfile(path, temporary)
 
 
 def _shards(model: Decoder, max_bytes: int) -> list[dict[str, Tensor]]:
-    """The parameters in order, under their Hugging Face names, in shards of up to ``max_bytes``."""
+    """Shards of up to ``max_bytes``: the parameters in order, by their Hugging Face names."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, parameter in model.named_parameters():
         if shards[-1] and size + parameter.nbytes > max_bytes:
             shards.append({})
             size = 0
-        full_name = name if name.startswith("lm_head.") else f"model.{name}"
-        shards[-1][full_name] = parameter.detach().contiguous()
+        shards[-1][name if name.startswith("lm_head.") else f"model.{name}"] = parameter.detach().contiguous()
         size += parameter.nbytes
     return shards
-
-
-def copy_tokenizer(source: Path | None, folder: Path) -> None:
-    """Copy the tokenizer files of one model folder into another, unless the two are the same."""
-    for name in TOKENIZER_FILES if source is not None and source.resolve() != folder.resolve() else ():
-        if (source / name).exists():
-            with atomic_path(folder / name) as temporary:
-                shutil.copyfile(source / name, temporary)

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, for ``tokenizer.json`` and ``tokenizer.model`` alike, and chat templates.
 
-The one unusual verb is ``token_bytes``: the bytes that a token adds to the text. Streaming, stop strings
-and banned words all work on bytes, because a token may end in the middle of a UTF-8 character.
+``token_bytes`` gives the bytes that a token adds to the text. Streaming, stop strings and banned words work on bytes,
+because a token may end in the middle of a UTF-8 character.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model import InputError
-from weights.cli.files import explaining, read_optional_json
+from weights.cli.files import explaining, read_optional_json, read_text
 from weights.vocabulary import (
     NAMED_TOKENS,
     PRIVATE_USE,
@@ -31,36 +31,36 @@ class Tokenizer:
     """Tokenizer of a model folder: vocabulary, end-of-text ids, chat template."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the folder's tokenizer files. Raises InputError when they are absent or not understood."""
+        """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
         self.settings = read_optional_json(folder / "tokenizer_config.json")
         kind = JsonVocabulary if (folder / "tokenizer.json").exists() else SentencePieceVocabulary
         path = folder / kind.file_name
         if not path.exists():
             raise InputError(f"{folder} holds no tokenizer.json and no tokenizer.model")
-        with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):  # libraries raise this plainly
+        with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):  # raised by the libraries
             self.vocabulary: Vocabulary = kind(path, self.settings)
         self.chat_template = _chat_template(folder, self.settings)
         eos = self.vocabulary.special.get(token_text(self.settings.get("eos_token")))
         self.eos_ids = frozenset(_eos_ids(folder) or ([] if eos is None else [eos]))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the beginning-of-text token where the model expects one.
+        """Token ids of a plain prompt, after the beginning-of-text token where the model expects one.
 
-        Names of control tokens inside ``text`` are text: a user cannot end a turn by typing its token.
+        Names of control tokens in ``text`` are text: a user cannot end a turn by typing its token.
         """
         return self.vocabulary.encode_prompt(text)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Token ids of a conversation, up to the beginning of the assistant's answer.
 
-        Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Control tokens of
-        the template are control tokens; those named inside a content are text. Raises InputError when the
-        model has no chat template or the template refuses the messages.
+        Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of control tokens are
+        control tokens in the template, and text in a content. Raises InputError when the model has no chat template or
+        the template refuses the messages.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
         control = self.vocabulary.special
-        # Names that a user typed are hidden from the split at the template's control tokens, then put back as text.
+        # Typed names are hidden by unused characters while the text is split at the template's control tokens.
         written = "".join(message["content"] for message in messages)
         typed = sorted((name for name in control if name in written), key=len, reverse=True)
         fresh = (chr(code) for code in PRIVATE_USE if chr(code) not in written)
@@ -71,13 +71,13 @@ class Tokenizer:
         return self.vocabulary.encode_parts([control.get(part, _replace_all(part, names)) for part in parts])
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that this token adds to the text: none for control tokens and ids without a piece."""
+        """Bytes that this token adds to the text: none for control tokens and ids outside the vocabulary."""
         return self.vocabulary.pieces[token] if token < len(self.vocabulary.pieces) else b""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text that begins with these tokens; bytes that are no UTF-8 become U+FFFD.
+        """Text of these tokens from its beginning; bytes that are not UTF-8 become U+FFFD.
 
-        It is the concatenation of their ``token_bytes``, less the space that encode puts before a text.
+        It is the concatenation of their ``token_bytes``, without the space that encoding puts before a text.
         """
         data = b"".join(map(self.token_bytes, tokens))
         if self.vocabulary.adds_space:
@@ -85,6 +85,8 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
+        """Text of a conversation by the chat template."""
+
         def refuse(message: str) -> None:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
 
@@ -92,10 +94,10 @@ class Tokenizer:
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         names = {key: token_text(self.settings.get(key)) for key in NAMED_TOKENS}
-        with explaining("the model's chat template fails", (Exception,)):  # it is a program: it can fail in any way
+        with explaining("the model's chat template fails", (Exception,)):  # a template can raise any error
             template = environment.from_string(self.chat_template)
             text = template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
-            text.encode()  # a template can write half of a surrogate pair, which is no text
+            text.encode()  # fails for half of a surrogate pair
         return text
 
 
@@ -106,18 +108,18 @@ def _replace_all(text: str, replacements: dict[str, str]) -> str:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Chat template of a folder: that of ``chat_template.jinja``, else of the settings, if any."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        with explaining(f"{path} cannot be read", (OSError, UnicodeDecodeError)):
-            return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates: the one for plain chat is "default"
+    if isinstance(template, list):  # several by name: the one for plain chat is "default"
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """Every id that ends a text: generation_config.json's list, else config.json's."""
+    """End-of-text ids of a folder: those in generation_config.json, else in config.json."""
     for name in ("generation_config.json", "config.json"):
         value = read_optional_json(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]

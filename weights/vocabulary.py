@@ -1,9 +1,11 @@
-"""Vocabularies behind a tokenizer: ``tokenizer.json`` and ``tokenizer.model``, and the bytes of their tokens.
+"""Vocabularies of tokenizers, from ``tokenizer.json`` or ``tokenizer.model``, and the bytes of their tokens.
 
-Both kinds have ``special``, the control tokens by name; ``pieces``, the bytes that each token adds to the text, none
-for a control token; and ``adds_space``, whether encoding puts a space before the text. They encode a text, in which
-names of control tokens are text; the parts of a conversation, control tokens given as ids; and a prompt, after the
-beginning-of-text token where the model expects one.
+Both kinds have these attributes: ``special``, the ids of control tokens by name; ``pieces``, the bytes that each token
+adds to the text, none for a control token; and ``adds_space``, whether encoding puts a space before the text.
+
+Both have these methods: ``encode`` for a text, in which names of control tokens are text; ``encode_parts`` for parts of
+a conversation, with control tokens given as ids; and ``encode_prompt`` for a text after the beginning-of-text token,
+where the model expects one.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ SPACE_MARK = "▁"  # a space in sentencepiece's pieces
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SENTENCEPIECE_DECODERS = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning, to stand for a control token's name
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning, which can stand for the name of a control token
 
 
 class JsonVocabulary:
-    """A ``tokenizer.json``, through the tokenizers library."""
+    """Vocabulary of a ``tokenizer.json``, by the tokenizers library."""
 
     file_name = "tokenizer.json"
 
@@ -49,31 +51,31 @@ class JsonVocabulary:
         for piece, number in vocabulary.items():
             self.pieces[number] = b"" if piece in self.special else to_bytes(piece)
         self.adds_space = not byte_level and self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
-        # A word that nobody can type. Added after the vocabulary was read: its id is none of the model's.
+        # A random word, which no text contains. Added after the vocabulary was read: its id is not the model's.
         self.gap = f"\ue000{secrets.token_hex(16)}"
         self.library.add_tokens([tokenizers.AddedToken(self.gap, normalized=False)])
-        # transformers lets tokenizer_config.json overrule the file's own rule.
+        # As in transformers, tokenizer_config.json overrides the rule of tokenizer.json.
         wants_bos = settings.get("add_bos_token")
         self.bos = self.special.get(token_text(settings.get("bos_token"))) if wants_bos else None
-        self.own_rule = wants_bos is None
+        self.by_file = wants_bos is None  # whether tokenizer.json decides
 
     def encode(self, text: str) -> list[int]:
         return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
-        """All at once: a text that follows a control token may be coded differently from one that begins the whole."""
+        """All parts in one text: a part after a control token may be encoded differently from one at the beginning."""
         control = (part for part in parts if isinstance(part, int))
         ids = self.encode("".join(self.gap if isinstance(part, int) else part for part in parts))
         gap = self.library.token_to_id(self.gap)
         return [next(control) if number == gap else number for number in ids]
 
     def encode_prompt(self, text: str) -> list[int]:
-        ids = self.library.encode(text, add_special_tokens=self.own_rule).ids
+        ids = self.library.encode(text, add_special_tokens=self.by_file).ids
         return ids if self.bos is None else [self.bos, *ids]
 
 
 class SentencePieceVocabulary:
-    """A ``tokenizer.model``, through the sentencepiece library."""
+    """Vocabulary of a ``tokenizer.model``, by the sentencepiece library."""
 
     file_name = "tokenizer.model"
 
@@ -83,10 +85,10 @@ class SentencePieceVocabulary:
         marked = _control_names(settings)
         control = [self.library.IsControl(number) or self.library.IsUnknown(number) for number in range(len(pieces))]
         self.special = {piece: n for n, piece in enumerate(pieces) if control[n] or piece in marked}
-        # Those that sentencepiece would find in any text, since to it they are words.
+        # Control tokens that are words to sentencepiece, which would find them in any text.
         self.found_in_text = [piece for n, piece in enumerate(pieces) if piece in marked and not control[n]]
         self.pieces = [b"" if piece in self.special else _piece_bytes(piece) for piece in pieces]
-        # Tokens that a fine-tune has added after those of tokenizer.model are all taken for control tokens.
+        # Tokens that a fine-tune added after those of tokenizer.model are control tokens.
         added = read_optional_json(path.with_name("added_tokens.json"))
         listed = settings.get("added_tokens_decoder") or {}
         added |= {token_text(entry): int(number) for number, entry in listed.items()}
@@ -96,8 +98,9 @@ class SentencePieceVocabulary:
         self.bos = self.library.bos_id() if settings.get("add_bos_token", True) else -1
 
     def encode(self, text: str) -> list[int]:
-        """Names that sentencepiece would find are broken up by a character that it must spell in bytes; these are
-        taken out again.
+        """Token ids of a text. An unused character in each name that sentencepiece would find breaks the name up.
+
+        Sentencepiece spells that character in bytes, which are removed afterwards.
         """
         names = [name for name in self.found_in_text if name in text]
         if not names:
@@ -124,7 +127,7 @@ Vocabulary = JsonVocabulary | SentencePieceVocabulary
 
 
 def _control_names(settings: dict[str, Any]) -> set[str]:
-    """Every token that tokenizer_config.json calls a control token."""
+    """Names of all control tokens in tokenizer_config.json."""
     named = [settings.get(key) for key in NAMED_TOKENS]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         named += settings.get(key) or ()
@@ -132,15 +135,15 @@ def _control_names(settings: dict[str, Any]) -> set[str]:
     return {text for text in map(token_text, named) if text}
 
 
-# The byte behind each character of a byte-level piece: printable ones stand for themselves, the others, in order, for
-# the characters from U+0100 on (the alphabet GPT-2 introduced).
+# Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are themselves, the others
+# are, in order, the characters from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def _byte_level_bytes(piece: str) -> bytes:
-    """Bytes of a piece in that alphabet; one with a character outside it, such as an added token, is plain text."""
+    """Bytes of a piece in that alphabet; a piece with another character, such as an added token, is plain text."""
     known = all(character in BYTE_OF_CHARACTER for character in piece)
     return bytes(BYTE_OF_CHARACTER[character] for character in piece) if known else piece.encode()
 
@@ -152,7 +155,7 @@ def _piece_bytes(piece: str) -> bytes:
 
 
 def _uses_byte_level(path: Path, decoder: tokenizers.decoders.Decoder | None) -> bool:
-    """Whether the decoder maps characters to bytes, or is sentencepiece's. Raises InputError for any other."""
+    """Whether the decoder is byte-level rather than sentencepiece's. Raises InputError for any other kind."""
     kinds = set() if decoder is None else set(re.findall(r'"type":"(\w+)"', decoder.__getstate__().decode()))
     if "ByteLevel" not in kinds and (not kinds or not kinds <= SENTENCEPIECE_DECODERS):
         raise InputError(f"{path}: decoder {kinds or 'none'} is neither byte-level nor sentencepiece")
@@ -160,13 +163,13 @@ def _uses_byte_level(path: Path, decoder: tokenizers.decoders.Decoder | None) ->
 
 
 def split_at(names: Iterable[str], text: str) -> list[str]:
-    """The text cut before and after each of the names, the longest first where one holds another."""
+    """Parts of a text that is split before and after each name; of overlapping names the longest counts."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text) if longest_first else [text]
 
 
 def token_text(entry: Any) -> str:
-    """A token of tokenizer_config.json, which names it by its text or by an object that holds it."""
+    """Text of a token in tokenizer_config.json, which is a string or an object with a ``content``."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else ""

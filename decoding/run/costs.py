@@ -54,19 +54,17 @@ class CostTable:
 
 @dataclass(frozen=True)
 class SublayerCosts:
-    """What the draft step of any layer plan costs, sublayer by sublayer, and what a round costs besides.
+    """Costs of the parts of a draft step, for the draft steps of any layer plan.
 
-    ``attention``, ``mlp``: one sublayer in each of ``BITS``; ``base``: a draft step that skips them all
-    (embedding, head, distribution, draw), with the head in as many; ``confidence``: reading the confidence of a drafted
-    token; ``verify`` as in CostTable; ``overhead``: what a round of the loop takes beyond its draft steps and its
-    verification.
+    ``attention``, ``mlp``: one sublayer in each of ``BITS``; ``base``: a draft step that skips all sublayers
+    (embedding, head, distribution, draw), with the head in each of ``BITS``; ``confidence``: reading the confidence of
+    a drafted token; ``verify`` as in CostTable.
     """
 
     attention: tuple[float, ...]
     mlp: tuple[float, ...]
     base: tuple[float, ...]
     confidence: float
-    overhead: float
     verify: tuple[float, ...]
 
     def __post_init__(self) -> None:

@@ -125,20 +125,19 @@ def predict(
     thresholds: Sequence[float] = (0.0,),
     *,
     confidence: float = 0.0,
-    overhead: float = 0.0,
 ) -> Prediction:
     """The largest expected speed-up over all draft lengths and thresholds, all tokens over the cost of all rounds.
 
-    In plain steps, a round that drafts k tokens costs k · costs.draft + costs.verify[k] + overhead, and under a
-    threshold k · ``confidence`` more, to read the confidence of each token. Plain decoding costs 1 + ``overhead`` per
-    token. A tie goes to the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under a threshold
+    k · ``confidence`` more, to read the confidence of each token. Plain decoding costs 1 per token. A tie goes to the
+    smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
     """
     rounds = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
     step = costs.draft + confidence * (np.array(thresholds) > 0)[:, None, None]
-    round_costs = lengths * step + np.array(costs.verify)[lengths] + overhead
-    speedups = tokens * (1 + overhead) / (rounds.drafted * round_costs).sum(-1)
+    round_costs = lengths * step + np.array(costs.verify)[lengths]
+    speedups = tokens / (rounds.drafted * round_costs).sum(-1)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     gamma = gammas[best[1]]
     drafted, accepted, rejected = rounds.drafted[best], rounds.accepted[best], rounds.rejected[best]

@@ -1,4 +1,4 @@
-"""The benchmark measures the same work for every contender, in turns, and reports it."""
+"""Benchmark: contenders in turns, the columns of its tables, pictures, and wrong input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmark.picture import picture
 from benchmark.sections import SECTIONS, Texts, predicted_speedups, time_texts
 from decoding.rounds import Round
 from decoding.run.chooser import Drafting, Setting
-from decoding.run.costs import CostTable, predicted_speedup
+from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, clock
 from model.clock import Timing, take_turns
@@ -82,7 +82,7 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
     for name, row in rows.items():
         assert row["equal"] == "2/2" and len(row["seconds"]) == 2 and row.keys() >= SMALL_PROMPTS.keys()
         one_draft = "transformers" not in name and name not in ("plain", "auto")
-        assert (row["predicted"] is not None) == one_draft, "auto drafts in several ways, each with costs of its own"
+        assert (row["predicted"] is not None) == one_draft, "auto drafts in several ways, with different costs"
     assert rows["model"]["accepted"] == 1, "the draft model is the target"
     assert rows["plain"]["speed-up"] == {"median": 1, "lowest": 1, "highest": 1}
     assert list(measured) == ["about", *list(SECTIONS)[:-1]]
@@ -111,7 +111,7 @@ def test_llama_cpp_is_measured_on_a_file_of_the_same_weights(
     assert row["equal"] == "2/2" and "llama.cpp: CPU : " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("measured", [("speed",), ("costs",), ("speed", "costs", "context")])
+@pytest.mark.parametrize("measured", [("costs",), ("speed", "costs", "context")])
 def test_the_picture_of_a_report_is_in_order(measured: tuple[str, ...]) -> None:
     names = ["plain", "lookup", "lowbit", "auto", "exit 24, adaptive", "transformers, lookup", "transformers, exit 24"]
     columns = {"speed-up": {"median": 1.1}, **dict.fromkeys(PROMPTS, 1.2)}
@@ -130,7 +130,7 @@ def test_the_picture_of_a_report_is_in_order(measured: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", ["speed", "floor"])
 def test_a_section_alone_measures_nothing_else(section: str, tmp_path: Path) -> None:
     """But the costs, without which no speed can be predicted."""
     folder, report = write_folder(tmp_path / "model"), tmp_path / "report.json"
@@ -164,10 +164,9 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--device", "toaster"], "device 'toaster' is not there"),
         (["--json", "/no/such/folder/report.json"], "/no/such/folder/report.json cannot be written"),
-        (["--plot", "/no/such/folder/picture.png"], "/no/such/folder/picture.png cannot be written"),
         (["--plot", "picture.gif"], "--plot picture.gif must end in .svg or .png"),
         (["--plot", "picture.png", "--only", "floor"], "--plot concerns the sections speed, costs, context only"),
-        (["--only", "speed,everything"], "--only 'everything' is unknown: give costs, speed"),
+        (["--only", "speed,everything"], "--only 'everything' is unknown: give costs, bits, speed"),
         (["--against", "transformers,vllm"], "--against 'vllm' is unknown: give transformers, llama.cpp"),
         (
             ["--against", "transformers", "--only", "floor"],
@@ -177,9 +176,7 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
             ["--against", f"llama.cpp={__file__}"],
             "--against llama.cpp needs a package that is not installed: pip install llama-cpp",
         ),
-        (["--against", "transformers=a.gguf"], "--against transformers takes no file"),
         (["--model", "/no/model"], "no folder '/no/model'"),
-        (["--draft-model", "/no/model"], "no folder '/no/model'"),
         (["--max-new-tokens", "250"], "a prompt of "),
     ],
 )
@@ -211,15 +208,8 @@ def test_llama_cpp_without_a_gguf_file_is_refused_and_the_remedy_named(
     )
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_folder(tmp_path / "model", LLAMA | {"max_position_embeddings": 4096})
-    other = write_folder(tmp_path / "other", LLAMA | {"vocab_size": 300})
-    assert command.main(["--model", str(folder), "--draft-model", str(other), "--only", "costs"]) == 2
-    assert "has another vocabulary (300 entries)" in capsys.readouterr().err
-
-
 def test_steps_are_warmed_up_and_then_take_turns(ticking: list[float]) -> None:
-    """Seconds of the warm-up count for nothing; each step's median, fastest and slowest are its own."""
+    """Seconds of the warm-up are left out; median, fastest and slowest are those of each step."""
     order: list[str] = []
 
     def step(name: str, *seconds: float) -> None:
@@ -269,14 +259,6 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
     assert predicted_speedups(drafted, plain, costs) == pytest.approx([10 / (3 + rounds), 1.0])
 
 
-@pytest.mark.parametrize("gamma", [1, 3])
-def test_of_a_draft_always_accepted_it_is_the_formulas_speedup(gamma: int) -> None:
-    costs, tokens = CostTable(0.25, (1.0, 1.1, 1.2, 1.5)), 5 * (gamma + 1)
-    plain = Texts([written(tokens, [0] * tokens, 0.0)], np.array([7.0]))
-    drafted = Texts([written(tokens, [gamma] * 5, 0.0)], np.array([99.0]))
-    assert predicted_speedups(drafted, plain, costs) == pytest.approx([predicted_speedup(1.0, gamma, costs)])
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_floor_is_the_time_to_read_every_weight_once_but_of_a_mere_table_one_row(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -301,7 +283,7 @@ def test_memory_sets_what_is_held_beside_the_estimate(tmp_path: Path) -> None:
 def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
     tmp_path: Path, ticking: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read as often and in turns; a library's other ways to draft read no prompt of their own."""
+    """In turns; the other contenders of a library are not timed."""
     read: list[tuple[str, int, int]] = []
 
     def write(name: str, seconds: int, prompt: list[int], count: int) -> Written:
@@ -379,8 +361,3 @@ def test_exits_are_measured_at_the_layers_asked_for(tmp_path: Path) -> None:
     assert list(drafts_of(folder, "--exit-layer", "1", "3", "1")) == ["exit 1", "exit 3"]
     with pytest.raises(InputError, match="exit layer 5 is not in"):
         drafts_of(folder, "--exit-layer", "1", "5")
-
-
-def test_there_are_at_least_four_different_prompts_of_every_kind() -> None:
-    assert {"story", "question", "code", "summary", "rewriting", "chat"} == PROMPTS.keys()
-    assert all(len(set(prompts)) >= 4 for prompts in PROMPTS.values())

@@ -49,7 +49,7 @@ def test_every_matrix_of_a_layer_leaves_the_grid_and_nothing_else_moves() -> Non
 
 
 def test_the_noise_is_orthogonal_to_the_directions_that_inputs_use_most() -> None:
-    """On the inputs' strongest direction the product stays what it was."""
+    """Products with the inputs' strongest direction do not change."""
     model, clean = noised(0), tiny_model("llama")
     for name, covariance in input_covariances(clean, TEXTS).items():
         strongest = torch.linalg.eigh(covariance)[1][:, -1].to(clean.dtype)

@@ -206,11 +206,11 @@ def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
     ones, length = torch.ones(1, 1, 6, dtype=torch.float64), torch.tensor([6])
     acceptance = Acceptance(ones, ones, ones, ones, length, length)
     costs = CostTable(0.98, (1.0, 1.05, 1.1))
-    found = predict(acceptance, costs, [2], overhead=0.05)
-    cost = 2 * (2 * 0.98 + 1.1 + 0.05)  # rounds of 2 drafted and 3 written tokens
-    assert found.speedup == pytest.approx(6 * 1.05 / cost)
+    found = predict(acceptance, costs, [2])
+    cost = 2 * (2 * 0.98 + 1.1)  # rounds of 2 drafted and 3 written tokens
+    assert found.speedup == pytest.approx(6 / cost)
     assert (found.acceptance_rate, found.kept_share, found.tokens_per_round) == (1.0, 1.0, 3.0)
     unsure = Acceptance(ones, 0.4 * ones, 0.4 * ones, ones, length, length)
-    stopping = predict(unsure, costs, [2], [0.5], overhead=0.05, confidence=0.02)  # each draft ends after one token
-    assert stopping.speedup == pytest.approx(6 * 1.05 / (3 * (0.98 + 0.02 + 1.05 + 0.05)))
+    stopping = predict(unsure, costs, [2], [0.5], confidence=0.02)  # each draft ends after one token
+    assert stopping.speedup == pytest.approx(6 / (3 * (0.98 + 0.02 + 1.05)))
     assert predict(unsure, costs, [1, 2], [0.0, 0.5], confidence=0.02).threshold == 0.0

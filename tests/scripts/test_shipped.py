@@ -1,4 +1,4 @@
-"""The checkpoints that ship with the project: they work by name, in transformers too, and their plans are their own."""
+"""Checkpoints that ship with the project: they work by name, also in transformers, and their plans fit them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_it_writes_by_name_and_drafting_changes_nothing(folder: Path, capsys: py
 
 @torch.inference_mode()
 def test_its_early_layers_speak_better_the_deeper_the_exit(folder: Path) -> None:
-    """Greedy agreement with the full model on a text of its own."""
+    """Greedy agreement with the full model on a short story."""
     model, tokenizer = load_model(folder, torch.float32), Tokenizer(folder)
     text = "Write a story about a bear.\n\nOnce upon a time, a little bear named Max lived in the woods."
     tokens = torch.tensor([tokenizer.encode(text)])

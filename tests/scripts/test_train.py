@@ -227,25 +227,6 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     assert_same_state(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_run_killed_between_the_model_and_its_state_ends_with_the_same_model(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert train.main(arguments(data, tmp_path / "whole")) == 0
-    save, calls = torch.save, iter(range(10))
-
-    def killed(*inputs: Any) -> None:
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        save(*inputs)
-
-    monkeypatch.setattr(torch, "save", killed)
-    assert train.main(arguments(data, tmp_path / "killed")) == 130
-    assert state_of(tmp_path / "killed")["step"] == 2
-    assert train.main(arguments(data, tmp_path / "killed")) == 0
-    assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
-    assert_same_state(tmp_path / "killed", tmp_path / "whole")
-
-
 def test_a_run_never_replaces_a_model_that_it_did_not_make(data: Path, tmp_path: Path, capsys: Any) -> None:
     other = write_folder(tmp_path / "other", {**LLAMA, **SHAPE, "head_dim": 8}, eos_ids=(263,))
     before = (other / "model.safetensors").read_bytes()

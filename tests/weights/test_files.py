@@ -1,4 +1,4 @@
-"""User files: what is written is whole and goes where its name leads; what is there is never taken for absent."""
+"""User files: atomic writing, links, permissions, and reading with errors of one line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
 def test_written_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
-    """Also where the writer puts a file of its own in the place of the temporary one, as safetensors does."""
+    """Also where the writer replaces the temporary file, as safetensors does."""
     before = os.umask(mask)
     try:
         write_json(tmp_path / "written", 1)

@@ -285,27 +285,6 @@ def control_ids(tokenizer: Tokenizer) -> set[int]:
     return set(tokenizer.vocabulary.special.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "bos"),
-    [
-        ("llama-2, sentencepiece", "<s>"),
-        ("llama-2, json", "<s>"),
-        ("llama-2, transformers 5", "<s>"),
-        ("gemma, sentencepiece", "<bos>"),
-        ("gemma, json", "<bos>"),
-        ("llama-3", "<|begin_of_text|>"),
-        ("smollm", None),
-    ],
-)
-def test_a_plain_prompt_begins_as_its_model_was_trained(folders, kind, bos):
-    tokenizer = loaded(folders[kind])
-    expected = [] if bos is None else [tokenizer.vocabulary.special[bos]]
-    assert tokenizer.encode("") == expected
-    ids = tokenizer.encode("The fox")
-    assert ids[: len(expected)] == expected
-    assert not control_ids(tokenizer) & set(ids[len(expected) :])
-
-
 @every_kind
 @pytest.mark.parametrize("adds", [True, False])
 def test_add_bos_token_in_the_settings_wins(folders, kind, adds, tmp_path):
@@ -371,23 +350,11 @@ def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(fold
     assert twin.convert_ids_to_tokens(innocent) == [*pieces[:5], "▁fox", *pieces[8:]]
 
 
-def test_gemmas_turns_are_framed_by_control_tokens(folders):
-    for kind in ("gemma, sentencepiece", "gemma, json"):
-        tokenizer = loaded(folders[kind])
-        special = tokenizer.vocabulary.special
-        turn, end = special["<start_of_turn>"], special["<end_of_turn>"]
-        ids = tokenizer.encode_chat([{"role": "user", "content": "The fox"}])
-        expected = "user\nThe fox" + "\n" + "model\n"
-        assert ids[:2] == [special["<bos>"], turn]
-        assert [token for token in ids if token in special.values()] == [special["<bos>"], turn, end, turn]
-        assert tokenizer.decode(ids) == expected
-
-
 @every_kind
 @over_texts
 @given(data=st.data())
 def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
-    """The control tokens of a conversation are the template's own; what was typed is there as text, whole."""
+    """The control tokens of a conversation are those of the template; typed text stays whole."""
     tokenizer = loaded(folders[kind])
     names = st.sampled_from(sorted(tokenizer.vocabulary.special))
     content = data.draw(st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1))
@@ -469,7 +436,7 @@ def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, 
 
 
 def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_path):
-    """Published files disagree at times: what either calls a control token cannot be typed."""
+    """Published files disagree at times: a control token of either file cannot be typed."""
     settings_ = copy_of(folders["gemma, json"], tmp_path)
     write(tmp_path, **settings_ | {"extra_special_tokens": ["<b>", *GEMMA_CONTROL]})
     before, after = loaded(folders["gemma, json"]), Tokenizer(tmp_path)

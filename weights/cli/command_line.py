@@ -17,7 +17,7 @@ from weights.cli.start import end_at_once
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help that shows every option's default, unless it has none, is off by default, or its help says so in words."""
+    """Help with the default of every option, unless it is none or off, or is in the option's help text already."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is False or action.default in (None, "", []) or "default" in (action.help or ""):
@@ -26,7 +26,7 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Argument parser with errors of one line and help that shows defaults."""
+    """Argument parser with errors of one line and defaults in its help."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=DefaultsFormatter, **options)
@@ -36,17 +36,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def say(line: str) -> None:
-    """Print a remark on standard error."""
+    """Print a note on standard error."""
     print(f"[{line}]", file=sys.stderr)
 
 
 def run_command(work: Callable[[], int | None], interrupted: str | None = None) -> int:
-    """Do the work of a command line; returns its exit status and prints every failure in one line.
+    """Exit status of the ``work`` of a command line; every failure is printed as one line.
 
-    0, or the result of ``work``; 2 after wrong input, memory that ran out, or a file, a disk or an output that failed;
-    130 after Ctrl-C, which prints the line ``interrupted``, if any. When nobody reads the output any more, as in
-    ``| head``, it ends in silence with 0. ``work`` should parse the arguments too, so that all this holds for them;
-    the parser's SystemExit passes through.
+    The result of ``work``, by default 0. 2 after wrong input, too little memory, and failed reading or writing. 130
+    after Ctrl-C, which prints the line ``interrupted``, if any. 0 without a message when the output is a closed pipe,
+    as after ``| head``. ``work`` includes parsing the arguments; the parser's SystemExit passes through.
     """
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,7 +55,7 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
         try:
             return work() or 0
         finally:
-            sys.stdout.flush()  # now, while a failure can still be reported
+            sys.stdout.flush()  # while a failure can still be reported
     except InputError as error:
         complaint = f"error: {error}"
     except KeyboardInterrupt:
@@ -64,7 +63,7 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
     except BrokenPipeError:
         status = 0
     except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # rich ends so when the reader of its output has gone
+        if not isinstance(end.__context__, BrokenPipeError):  # rich ends so on a closed pipe
             raise
         status = 0
     except OSError as error:
@@ -83,29 +82,26 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
 
 
 def repair_standard_streams() -> None:
-    """Put /dev/null in the place of closed standard streams, and let the others show any text.
+    """Open /dev/null in place of closed standard streams, and replace characters that the others cannot show.
 
-    Otherwise the next file to be opened would get the number of a closed one, and with it the messages of libraries.
-    In the place of standard output it is open for reading only: to write there is an error, not a loss.
+    The next opened file would otherwise get the number of a closed stream, and with it the messages of libraries.
     """
-    for name, mode, access in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, access)  # the lowest free number is the closed one
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - to the end
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open to the end
         stream = getattr(sys, name)
         if mode == "w" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
+            stream.reconfigure(errors="replace")
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: of a device, or of the host, of which torch says so in a plain RuntimeError."""
-    named = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be loaded for this
+    """Whether memory of a device ran out, or of the host, for which torch raises a plain RuntimeError."""
+    named = type(error).__name__ == "OutOfMemoryError"  # by name, since torch may not be loaded
     return named or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _finish(stream: TextIO) -> None:
-    """Flush a stream or, where that fails, drop its buffer: the interpreter would report it at exit."""
+    """Flush a stream; where that fails, drop its buffer, which the interpreter would otherwise report at exit."""
     try:
         stream.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Devices by name, the processor's name, and the allocator's settings."""
+"""Devices: choice by name, the name of the CPU, and settings of the CPU's memory allocator."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # numbers of mallopt's settings
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, by default a GPU where there is one. Raises InputError when it is not there."""
+    """Device of this name; None is a GPU where there is one. Raises InputError when the device is not available."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error says enough
+            warnings.simplefilter("ignore")  # the error is enough
             device = torch.device(name)
             torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -34,7 +34,7 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Name of the CPU."""
     with suppress(OSError):
         if named := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
             return named[1]
@@ -42,9 +42,9 @@ def processor() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for the next step: half as fast again on a CPU.
+    """Set the C library to keep freed memory for the next step, which makes a step on a CPU half as fast again.
 
-    It would give large blocks back to the system, which then clears them anew, page by page.
+    By default large blocks go back to the system, which clears them again page by page.
     """
     with suppress(OSError, AttributeError, TypeError):  # a C library without this setting
         for setting, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**28)):

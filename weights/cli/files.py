@@ -1,4 +1,4 @@
-"""User files: JSON that is read with one clear line on error, and writes that are never half done."""
+"""User files: reading of text and JSON with errors of one line, and atomic writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model.errors import InputError
 
 @contextmanager
 def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Turn ``errors`` of the system or of a library into an InputError: ``trouble``, then their words."""
+    """Context that turns ``errors`` into an InputError: ``trouble``, then the error's message."""
     try:
         yield
     except InputError:
@@ -26,23 +26,39 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
 
 
 def one_line(error: object) -> str:
-    """A library's error in one line of at most 300 printable characters; the name of its type where it is empty."""
+    """Message of an error in one line of up to 300 printable characters; the name of its type where it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(character if character.isprintable() else " " for character in text[:300])
 
 
+def read_text(path: Path) -> str:
+    """Text of a UTF-8 file. Raises InputError with the path when it cannot be read."""
+    with explaining(f"{path} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
+        return path.read_text(encoding="utf-8")
+
+
 def read_json(path: Path) -> Any:
-    """Parsed JSON of a file. Raises InputError naming the file when it cannot be read or parsed."""
+    """Parsed JSON of a file. Raises InputError with the path when it cannot be read or parsed."""
     if not path.exists():
         raise InputError(f"{path} does not exist")
-    with explaining(f"{path} cannot be read", (OSError, UnicodeDecodeError)):
-        text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     with explaining(f"{path} is not valid JSON", (ValueError, RecursionError)):
         return json.loads(text)
 
 
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Place ("FILE, line 3") and value of each line of a JSON Lines file. Raises InputError with the place."""
+    for number, line in enumerate(read_text(path).split("\n"), start=1):  # splitlines would cut at U+2028 too
+        place = f"{path}, line {number}"
+        if line.strip():
+            with explaining(f"{place} is not valid JSON", (ValueError, RecursionError)):
+                value = json.loads(line)
+                json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+            yield place, value
+
+
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file, empty when there is no such file. Raises InputError when it holds anything else."""
+    """JSON object of a file, empty when the file is absent. Raises InputError when it holds anything else."""
     value = read_json(path) if path.exists() else {}
     if not isinstance(value, dict):
         raise InputError(f"{path} must hold one JSON object")
@@ -50,7 +66,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def check_place(path: Path) -> None:
-    """Raises InputError, before a long run, where ``path`` cannot name a file to write."""
+    """Raises InputError, before a long run, when a file at ``path`` could not be written."""
     if not path.name:
         raise InputError("the name of a file to write is empty or '.': give the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -61,10 +77,10 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, moved onto it when the block ends well and deleted when it does not.
+    """Temporary path beside ``path``, moved onto it when the block succeeds and deleted when it fails.
 
-    Where ``path`` is a link, its target is written. The file gets the permissions of any new file, also where a library
-    replaces the temporary file by one of its own. Raises InputError for a folder or a device.
+    Where ``path`` is a link, its target is written. The file gets the permissions of a new file, even when a library
+    replaces the temporary file. Raises InputError for a folder or a device.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +103,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_utf8(name: str, value: str) -> None:
-    """Raises InputError for text that came from bytes which are no UTF-8."""
+    """Raises InputError for text made from bytes that are not UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Style of every picture: dark ink on a white background, so that light and dark pages both can show it."""
+"""Common style of pictures: dark ink on a white background, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ STYLE = {
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.w_pad": 0.15,  # inches of margin
     "figure.constrained_layout.h_pad": 0.12,
-    "svg.hashsalt": "pictures",  # the same picture is the same file
+    "svg.hashsalt": "pictures",  # equal pictures are equal files
 }
 
 
 def write_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw in this style and write the file, atomically, in the format of its suffix. Raises OSError on failure."""
+    """Draw in this style and write the file atomically, in the format of its suffix. Raises OSError on failure."""
     form = path.suffix[1:]
     with rc_context(STYLE), atomic_path(path) as temporary:
         draw().savefig(temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
 
 
 def legend_below(axes: Axes, columns: int = 4) -> None:
-    """A legend of the axes' figure below it, where it covers nothing."""
+    """Put a legend of the axes below their figure, where it covers nothing."""
     axes.get_figure(root=False).legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
 
 
 def count_along(axis: Axis) -> None:
-    """Ticks of the axis at whole numbers only."""
+    """Put ticks of the axis at whole numbers only."""
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -1,4 +1,4 @@
-"""Prompts: reading their text, encoding it, checking its length."""
+"""Prompts: their text, their token ids, and a check of their length."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model import InputError, ModelConfig
-from weights.cli.files import check_utf8, explaining
+from weights.cli.files import check_utf8, explaining, read_text
 from weights.tokenizer import Tokenizer
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
-    """Text of the prompt: the argument, or that of the file ("-": standard input), less a byte order mark.
+    """Text of the prompt: ``argument``, or the contents of ``file`` ("-": standard input) without a byte order mark.
 
     Raises InputError when it is missing, given twice, empty or not readable as UTF-8.
     """
     if (argument is None) == (file is None):
         raise InputError("give one prompt: as an argument, or with --prompt-file")
-    text = argument
-    if text is None:
-        with explaining(f"{file} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
-            text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-        text = text.removeprefix("\ufeff")
+    if file == "-":
+        with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
+            text = sys.stdin.read().removeprefix("\ufeff")
+    else:
+        text = argument if file is None else read_text(Path(file)).removeprefix("\ufeff")
     check_utf8("prompt", text)
     if not text.strip():
         raise InputError("the prompt is empty: give it at least one character")
@@ -30,9 +30,9 @@ def read_prompt(argument: str | None, file: str | None) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
-    """Token ids of the prompt: a user's turn, by default where the model has a chat template, else plain text.
+    """Token ids of the prompt, as a user's turn of a chat or as plain text.
 
-    Raises InputError for a ``system`` message without a chat.
+    ``chat`` None is a chat where the model has a chat template. Raises InputError for a ``system`` message without one.
     """
     if chat is None:
         chat = tokenizer.chat_template is not None
@@ -45,7 +45,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None, 
 
 
 def check_prompt(ids: Sequence[int], config: ModelConfig, folder: Path) -> None:
-    """Raises InputError for ids that the model of ``folder`` does not have, and for more than its context holds."""
+    """Raises InputError for ids outside the vocabulary of the model in ``folder``, and for more than its context."""
     if not ids or max(ids) >= config.vocab_size:
         raise InputError(f"{folder}: the tokenizer does not belong to this model: it gives ids that the model lacks")
     if len(ids) >= config.max_positions:

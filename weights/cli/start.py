@@ -1,4 +1,4 @@
-"""First steps of a command, before anything heavy is imported."""
+"""Settings of a process that a command makes before it imports large libraries."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import signal
 
 
 def start() -> None:
-    """Let Ctrl-C end the process at once with status 130, until ``run_command`` takes over; settle how threads wait.
+    """Make Ctrl-C end the process at once with status 130, until ``run_command`` begins; set how long threads spin.
 
-    Loading torch takes seconds, in which Ctrl-C would otherwise end in a traceback of some library.
+    Loading torch takes seconds, in which Ctrl-C would otherwise end in a traceback.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell told to ignore it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the shell may have switched it off
         signal.signal(signal.SIGINT, end_at_once)
-    # Read when OpenMP is loaded: how often a thread looks for work before it sleeps. To wake it takes longer than most
-    # products of a step. By default it would keep its core from the other processes of a busy machine for too long.
+    # Number of times that an idle OpenMP thread looks for work before it sleeps. Waking it takes longer than most
+    # products of a step. The default would keep a core busy for too long on a machine with other processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "200000")
 
 
 def end_at_once(*_: object) -> None:
-    """Handler of SIGINT."""
+    """Handler of SIGINT: end without a message."""
     os._exit(130)

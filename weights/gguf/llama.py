@@ -1,9 +1,8 @@
-"""Conversion of SmolLM2's GGUF file of llama.cpp to an ordinary Hugging Face folder in bf16.
+"""Conversion of SmolLM2's GGUF file, in the format of llama.cpp, to an ordinary Hugging Face folder in bf16.
 
-Three things differ from the original checkpoint and are undone here: tensor names, block quantisation,
-and the order of the rows of q and k. llama.cpp rotates neighbouring pairs of rows, Hugging Face the
-halves of a head, so its converter interleaves the two halves. The file is the one whose checksum ``weights.fetch``
-knows; so nothing is checked that another file might say.
+Three differences from the original checkpoint are undone here: tensor names, block quantisation, and the order of the
+rows of q and k. llama.cpp rotates neighbouring pairs of rows, Hugging Face the two halves of a head, so llama.cpp's
+converter interleaves the halves. ``weights.fetch`` has compared the file's checksum, so nothing is checked here.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NAMES = {
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write config, tokenizer and ``model.safetensors`` (bf16) of a GGUF file into ``folder``."""
+    """Write config, tokenizer and weights (bf16) of a GGUF file into ``folder``."""
     reader = GGUFReader(gguf)
     fields = {key: field.contents() for key, field in reader.fields.items()}
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
@@ -60,7 +59,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads · head_dim, columns]`` of q or k, from llama.cpp's order to Hugging Face's.
+    """Rows ``[heads · head_dim, columns]`` of q or k in Hugging Face's order, from rows in llama.cpp's order.
 
     Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i + head_dim / 2.
     """
@@ -81,7 +80,7 @@ def _write_config(fields: dict[str, Any], folder: Path) -> None:
             "num_attention_heads": fields["llama.attention.head_count"],
             "num_key_value_heads": fields["llama.attention.head_count_kv"],
             "max_position_embeddings": fields["llama.context_length"],
-            # The file holds float32; the shortest decimal that rounds to it is what was meant.
+            # The file holds float32; the config held the shortest decimal that rounds to it.
             "rms_norm_eps": float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
             "rope_theta": float(fields["llama.rope.freq_base"]),
             "hidden_act": "silu",

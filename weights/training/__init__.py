@@ -1,1 +1,1 @@
-"""Files, text, options and reports of ``train.py``, which holds the recipe and its loop. Begin there."""
+"""Text, options, files and reports of training. Begin with ``train.py``, which holds the recipe and its loop."""

@@ -1,15 +1,15 @@
-"""Training text: documents from files, a tokenizer learnt from them, and rows of token ids."""
+"""Training text: documents from files, a tokenizer trained on them, and rows of token ids."""
 
 from __future__ import annotations
 
 import io
-import json
 import re
 import zlib
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model import InputError
-from weights.cli.files import atomic_path, one_line, write_json
+from weights.cli.files import atomic_path, read_json_lines, read_text, write_json
 from weights.tokenizer import Tokenizer
 
 TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)  # whole lines, cut only where one is longer
@@ -29,7 +29,7 @@ TOKENIZER_SETTINGS = {
     "unk_token": "<unk>",
     "add_bos_token": True,
     "add_eos_token": False,
-    "legacy": True,  # transformers then encodes a chat as we do: a text after a control token begins with a space
+    "legacy": True,  # transformers then puts a space before a text after a control token, as ``Tokenizer`` does
     "clean_up_tokenization_spaces": False,
     # A turn is its text and an empty line, as read_documents joins a prompt and its response.
     "chat_template": "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}",
@@ -39,21 +39,16 @@ TOKENIZER_SETTINGS = {
 def read_documents(paths: Sequence[Path]) -> list[str]:
     """Documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or ``prompt`` and ``response``.
 
-    Raises InputError naming file and line for unreadable input, and when there are too few documents to hold any out.
+    Raises InputError with file and line for unreadable input, and for too few documents to hold any out.
     """
     documents: list[str] = []
     for path in paths:
-        if path.suffix not in (".txt", ".jsonl"):
-            raise InputError(f"{path} is neither .txt nor .jsonl")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} cannot be read as UTF-8 text: {one_line(error)}") from None
         if path.suffix == ".jsonl":
-            lines = enumerate(text.split("\n"), start=1)  # splitlines would cut at U+2028 too
-            documents += [_parse_line(f"{path}, line {number}", line) for number, line in lines if line.strip()]
+            documents += [_document_of(row, place) for place, row in read_json_lines(path)]
+        elif path.suffix == ".txt":
+            documents += [match[0] for match in TXT_DOCUMENT.finditer(read_text(path))]
         else:
-            documents += [match[0] for match in TXT_DOCUMENT.finditer(text)]
+            raise InputError(f"{path} is neither .txt nor .jsonl")
     documents = [document for document in documents if document.strip()]
     if len({_is_held_out(document) for document in documents}) < 2:
         raise InputError(
@@ -63,12 +58,8 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     return documents
 
 
-def _parse_line(place: str, line: str) -> str:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which no text may hold
-    except ValueError as error:
-        raise InputError(f"{place} is not valid JSON: {one_line(error)}") from None
+def _document_of(row: Any, place: str) -> str:
+    """Document of a jsonl line."""
     match row:
         case {"text": str(text)}:
             return text
@@ -78,15 +69,15 @@ def _parse_line(place: str, line: str) -> str:
 
 
 def _is_held_out(document: str) -> bool:
-    """Decided by the text alone: added documents move no other to the other side."""
+    """Whether a document is held out, which depends on its text alone, not on other documents."""
     return zlib.crc32(document.encode()) % HELD_OUT_SHARE == 0
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> None:
-    """Learn up to ``vocab_size`` sentencepiece BPE tokens, every byte among them, and write them into ``folder``.
+    """Train a sentencepiece BPE tokenizer of up to ``vocab_size`` tokens, and write it into ``folder``.
 
-    Any text can be encoded: a rare character falls back to its bytes, as in Llama 2. A short text supports fewer
-    tokens. Raises InputError when ``vocab_size`` is too small.
+    It can encode any text: a rare character falls back to its bytes, as in Llama 2. A short text supports fewer tokens.
+    Raises InputError when ``vocab_size`` is too small.
     """
     learnt = io.BytesIO()
     try:
@@ -120,10 +111,10 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
 
 
 class Rows:
-    """Rows of ``width`` tokens from token ids ``[n]``, n >= width, in which ``end`` (None: nothing) ends a document.
+    """Rows of ``width`` tokens from token ids ``[n]``, n >= width. The id ``end`` ends a document (None: no id does).
 
-    A row begins where a document does, so that no response is learnt without its prompt, or a whole number of
-    rows into a longer document. It goes on into the next one.
+    A row begins where a document does, so that no response is trained on without its prompt, or a whole number of rows
+    later in a longer document. It continues into the next document.
     """
 
     def __init__(self, tokens: np.ndarray, end: int | None, width: int) -> None:
@@ -139,9 +130,9 @@ class Rows:
 
 
 def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tuple[Rows, Rows]:
-    """Rows of ``context`` + 1 tokens: those to train on, and those of the held-out documents.
+    """Rows of ``context`` + 1 tokens: of the documents to train on, and of the held-out documents.
 
-    Raises InputError when there is too little text for one of each.
+    Raises InputError for too little text.
     """
     end = min(tokenizer.eos_ids, default=None)
     ids = {False: array("I"), True: array("I")}

@@ -1,4 +1,4 @@
-"""Folder of a training run: its start, the model and the state that it saves, and its continuation."""
+"""Folder of a training run: the start of a run, the saved model and state, and its continuation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from model import Decoder, InputError, build, parse_config
-from weights.cli.files import atomic_path, one_line, read_json
+from weights.cli.files import atomic_path, explaining, read_json
 from weights.load import load_model
 from weights.names import model_folder
 from weights.save import TOKENIZER_FILES, save_model
@@ -22,9 +22,9 @@ STATE = f"{TRAINING}/state.pt"
 
 
 def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
-    """The float32 model to begin with, rows to train on, and held-out rows; a learnt tokenizer goes into ``--out``.
+    """Initial model in float32, training rows, and held-out rows; a new tokenizer is written into ``--out``.
 
-    Raises InputError for a model, text or folder that cannot be trained with.
+    Raises InputError for a wrong model, text or folder.
     """
     out, start = options.out, options.start_from and model_folder(options.start_from)
     config = parse_config(read_json(start / "config.json" if start else options.config))
@@ -50,25 +50,20 @@ def _tokenizer_folder(options: argparse.Namespace) -> Path:
 
 
 def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any]) -> None:
-    """Write ``model`` as an ordinary bf16 folder, then ``state`` to continue from, each file atomically.
+    """Write ``model`` as an ordinary bf16 folder, then the ``state`` to continue from, each file atomically.
 
-    A run killed between the two trains the same last steps again. Raises InputError when ``--out`` cannot be written.
+    A run that is killed between the two repeats the last steps. Raises InputError when ``--out`` cannot be written.
     """
     published = build(model.config).to(torch.bfloat16)
     published.load_state_dict(model.state_dict())
     save_model(published, options.out, tokenizer_from=_tokenizer_folder(options))
-    try:
-        with atomic_path(options.out / STATE) as temporary:
-            torch.save(state, temporary)
-    except (OSError, RuntimeError) as error:
-        raise InputError(
-            f"{options.out / STATE} cannot be written ({one_line(error)}): the last saved state is kept; free some "
-            "space and run the same command again"
-        ) from None
+    trouble = f"{options.out / STATE} cannot be written, the last saved state is kept; free some space and run again"
+    with explaining(trouble, (OSError, RuntimeError)), atomic_path(options.out / STATE) as temporary:
+        torch.save(state, temporary)
 
 
 def load_state(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The state saved in ``out``, None where there is none. Raises InputError for a run with other ``settings``."""
+    """State saved in ``out``, None where there is none. Raises InputError for a run with other ``settings``."""
     if not (out / STATE).exists():
         return None
     state = torch.load(out / STATE, map_location="cpu", weights_only=True)

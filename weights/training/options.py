@@ -1,4 +1,4 @@
-"""Options of train.py: their ranges and defaults, and those that a continued run must keep."""
+"""Options of train.py: ranges, defaults, and the settings that a continued run must keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANGEABLE = ("data", "out", "config", "vocab_size", "accumulate", "device", "ev
 
 
 def within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: a number from ``least`` to ``most``."""
+    """Argparse type of a number from ``least`` to ``most``."""
 
     def number(text: str) -> float:
         if least <= (value := kind(text)) <= most:
@@ -30,7 +30,7 @@ def within(kind: Callable[[str], float], least: float, most: float = math.inf) -
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    """The options of a command line. Raises InputError for options that exclude each other."""
+    """Parsed options of a command line. Raises InputError for options that exclude each other."""
     count, share, rate = within(int, 1), within(float, 0, 1), within(float, 0)
     parser = OneLineParser(
         prog="train.py",
@@ -42,8 +42,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it is continued")
     add("--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch")
     add("--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer")
-    add("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: learn one)")
-    add("--vocab-size", type=count, default=4096, metavar="N", help="most tokens of a learnt tokenizer")
+    add("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: train one)")
+    add("--vocab-size", type=count, default=4096, metavar="N", help="most tokens of a new tokenizer")
     add = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)").add_argument
     add("--layer-dropout", type=share, default=0.1, metavar="P", help="p_max, of the last layer")
     add("--exit-scale", type=rate, default=1.0, metavar="E", help="e_scale, of early exits' losses")
@@ -75,7 +75,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace, processes: int, config: ModelConfig, *texts: Rows) -> dict[str, Any]:
-    """Everything that the losses depend on, by name: options, the model's shape, rows per step, token ids."""
+    """Settings that the losses depend on, by name: options, the model's shape, rows per step, token ids."""
     chosen = {"--" + name.replace("_", "-"): value for name, value in vars(options).items() if name not in CHANGEABLE}
     rows = processes * options.accumulate * options.batch
     ids = hashlib.sha256(b"".join(rows.tokens.tobytes() for rows in texts)).hexdigest()

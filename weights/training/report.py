@@ -21,7 +21,7 @@ LOG, PICTURE = "training/log.jsonl", "training/losses.svg"
 
 
 class Bar(Progress):
-    """A progress bar on standard error over the steps of a run, of which ``first`` were done before."""
+    """Progress bar on standard error over the steps of a run, of which ``first`` were done before."""
 
     def __init__(self, first: int, options: argparse.Namespace, processes: int, disable: bool) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -37,25 +37,25 @@ class Bar(Progress):
 
 
 def append_log(path: Path, record: dict[str, Any]) -> None:
-    """Add one line of JSON."""
+    """Append a record to a log, as a line of JSON."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; none where there is no file."""
+    """Records of a log; none where there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Drop the records after the checkpoint of ``step``: a continued run makes them again."""
+    """Drop the records after the saved ``step``, which a continued run writes again."""
     records = [record for record in read_log(path) if record["step"] <= step]
     with atomic_path(path) as temporary:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def losses_of(records: list[dict[str, Any]]) -> Figure:
-    """Held-out loss and agreement of every exit over the steps, beside the training loss of the last layer."""
+    """Picture of a log: held-out loss and agreement of every exit by step, and the training loss of the last layer."""
     steps = [record for record in records if "exit_losses" in record]
     judged = [record for record in records if "agreement" in record]
     layers = len(judged[0]["agreement"])

@@ -1,4 +1,4 @@
-"""Table of a section's rows."""
+"""Tables of rows, for the terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmark import Row
+Row = dict[str, Any]  # values by column name
 
 FORMATS = dict.fromkeys(("tokens/s", "GB/s", "MB", "estimated MB"), "{:.1f}")
-FORMATS |= dict.fromkeys(("accepted", "repeated", "about it"), "{:.0%}")
+FORMATS |= dict.fromkeys(("accepted", "acceptance predicted", "repeated", "about it"), "{:.0%}")
 
 
-def table(rows: list[Row]) -> Table:
-    """The one kind of table: a column per key of the rows, but for values that are lists."""
-    shown = Table()
+def table(rows: list[Row], title: str | None = None) -> Table:
+    """Table with a column per key of the rows, without keys whose values are lists."""
+    shown = Table(title=title)
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list))
     for key in keys:
         shown.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
@@ -24,7 +24,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def cell(value: Any, form: Any) -> str:
-    """A value as it is printed; a spread as its median with its range."""
+    """Printed form of a value; of a spread the median with its range."""
     if isinstance(value, dict):
         return f"{form(value['median'])} ({form(value['lowest'])}-{form(value['highest'])})"
     return "" if value is None else form(value) if isinstance(value, float) else str(value)
