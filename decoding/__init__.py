@@ -1,1 +1,4 @@
-"""The speculative loop and everything it is made of."""
+"""Speculative decoding: the loop, its drafters, rules of verification, randomness and policies.
+
+Begin with ``speculate.py``, then ``verify.py``. The folders prove, run, show and serve the loop.
+"""

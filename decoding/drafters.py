@@ -1,9 +1,9 @@
 """Drafters: small objects that propose tokens for the target to verify.
 
-Two verbs. ``propose`` gives up to ``limit`` tokens after the text, together with the distributions they were really
-drawn from (one-hot for a drafter that does not draw). ``rollback`` says that the text is now ``length`` tokens long:
-whatever the drafter knows of later positions is void (0: another text begins). It need not be told what was accepted;
-the next ``propose`` carries the text.
+A drafter has two methods. ``propose`` returns up to ``limit`` tokens after the text, each with the distribution that it
+was drawn from (one-hot for a token that was not drawn). ``rollback`` tells that the text is now ``length`` tokens long:
+the drafter must forget later positions (0: another text begins). No method reports the accepted tokens, since the next
+``propose`` receives the text.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from decoding.policies import Offer, Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Text
+from model.errors import InputError
 from model.plan import LayerPlan
 
-CATCH_UP = 16  # tokens a draft model may lag behind and still catch up within its first draft step
+CATCH_UP = 16  # tokens by which a draft model may lag behind the text and still catch up in its first draft step
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens ``[k]`` int64, the distributions they were drawn from ``[k, vocab]``, and, if the policy reads
-    it, the raw softmax probability of each. ``logits`` are those behind the distributions, ``[1, vocab]`` each, where
-    a model drafted: to be looked at, they decide nothing."""
+    """Drafted tokens ``[k]`` int64, with the distributions ``[k, vocab]`` that they were drawn from.
+
+    ``confidence``: the raw softmax probability of each token, if the policy reads it. ``logits``: for records only, the
+    logits of each token, ``[1, vocab]``, if a model drafted.
+    """
 
     tokens: Tensor
     probs: Tensor
@@ -40,7 +43,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """See the module's docstring. ``propose`` may draw only through ``randomness``."""
+    """Interface of a drafter, as the module's docstring says. ``propose`` may draw only through ``randomness``."""
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -49,25 +52,53 @@ class Drafter(Protocol):
     def rollback(self, length: int) -> None: ...
 
 
+def check_drafter(drafter: Drafter) -> None:
+    """Raises InputError for an object without the methods of a drafter."""
+    for method in ("propose", "rollback"):
+        if not callable(getattr(drafter, method, None)):
+            raise contract_error(drafter, f"it has no method `{method}`")
+
+
+def check_draft(drafter: Drafter, draft: Draft, limit: int, vocab_size: int) -> None:
+    """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers in it."""
+    if not (isinstance(draft, Draft) and isinstance(draft.tokens, Tensor) and isinstance(draft.probs, Tensor)):
+        raise contract_error(drafter, f"`propose` must return a Draft of tensors, found {type(draft).__name__}")
+    tokens, probs = draft.tokens, draft.probs
+    if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
+        found = f"{list(tokens.shape)} {tokens.dtype}"
+        raise contract_error(drafter, f"`tokens` must be [k] int64 with k at most {limit}, found {found}")
+    if probs.shape != (len(tokens), vocab_size):
+        raise contract_error(drafter, f"`probs` must be [{len(tokens)}, {vocab_size}], found {list(probs.shape)}")
+    if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise contract_error(drafter, f"`tokens` must be ids from 0 to {vocab_size - 1}, found {tokens.tolist()}")
+        if not probs.sum().isfinite():
+            raise contract_error(drafter, "`probs` holds a non-finite number")
+
+
+def contract_error(drafter: Drafter, broken: str) -> InputError:
+    """The error of a drafter that breaks its contract, with its class and the broken part."""
+    return InputError(f"the drafter {type(drafter).__name__} breaks its contract (see decoding/drafters.py): {broken}")
+
+
 class ModelDrafter:
-    """Draft with a model: the target itself under a layer plan, or a smaller model of the same vocabulary.
+    """Draft by a model: the target itself under a layer plan, or a smaller model of the same vocabulary.
 
-    Self-speculation shares the target's cache: a draft step reads the target's entries and writes its own
-    at new positions, which verification overwrites. A model of its own has a cache of its own, which
-    catches up with the text at the first step of a draft, so an all-accepted round leaves no hole in it.
+    Self-speculation shares the target's cache: a draft step reads the target's entries and writes its entries at new
+    positions, which verification overwrites. Another model has a separate cache, which catches up with the text in the
+    first step of a draft, so that a round whose draft was accepted whole leaves no hole in it.
 
-    LayerSkip (arXiv 2404.16710, section 4.3.2) also spares verification the first E of L layers for tokens
-    that an early exit has drafted. Not so here: the last drafted token must pass those layers anyway, and
-    reading their weights is what they cost. What is left to spare is (v - 1)·E/L of a plain step, v being
-    the verification of γ + 1 tokens: with v = 1.07, γ = 4, E/L = 1/2 (measured on SmolLM2, two CPU cores)
-    one hundredth of a round.
+    LayerSkip (arXiv 2404.16710, section 4.3.2) also leaves the first E of L layers out of the verification of tokens
+    that an early exit drafted. Here they run again. The last drafted token must pass those layers anyway, and reading
+    their weights is most of their cost. The possible saving is (v - 1)·E/L of a plain step, with v the cost of
+    verifying γ + 1 tokens: for v = 1.07, γ = 4 and E/L = 1/2 (measured on SmolLM2, two CPU cores), 1 % of a round.
     """
 
     def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
         self.model, self.cache, self.plan = model, cache, plan
 
     def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
-        """Sample up to ``limit`` tokens one by one, each from the distribution of the model's logits."""
+        """Draft of up to ``limit`` tokens, drawn one by one from the distribution of the model's logits."""
         context = text.tensor(self.model.device)
         start = self.cache.length
         if limit and start < len(text) - CATCH_UP:
@@ -81,7 +112,7 @@ class ModelDrafter:
             allowed = text.allowed(context[len(text) :], first=len(rows))
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
-                break  # nothing is allowed here; if the text gets so far, the loop says so
+                break  # no token is allowed here: an error only if the text comes to this position
             token = randomness.draw(probs[0], text.place(len(rows)))
             start, context = len(context), torch.cat((context, token[None]))
             rows.append(probs)
@@ -95,27 +126,27 @@ class ModelDrafter:
         return Draft(context[len(text) :], probs, sure, unprocessed)
 
     def rollback(self, length: int) -> None:
-        # All but the last token: the next step feeds that one again, in draft and target alike.
+        # All but the last token, which is the input of the next step, in draft and target alike.
         self.cache.truncate(max(0, length - 1))
 
 
 class PromptLookup:
-    """Draft what followed the last time the text ended like this (prompt lookup decoding).
+    """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram at the text's end.
 
-    The longest n-gram at the text's end that occurred before decides, ``longest`` tokens down to one; of
-    its occurrences the most recent. No model runs, so a draft costs nothing but its verification.
+    The longest n-gram that occurred before is used, of ``longest`` tokens down to one, and its most recent occurrence.
+    No model runs, so a draft costs nothing but its verification.
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3) -> None:
         self.vocab_size, self.device, self.longest = vocab_size, device, longest
 
     def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
-        """Up to ``limit`` tokens, surely chosen: their distributions are one-hot and their confidence is 1."""
+        """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot and their confidence is 1."""
         drafted: list[int] = []
         for token in self.find(text.tokens, limit)[1]:
             allowed = text.allowed_after(drafted)
             if allowed is not None and not allowed[token]:
-                break  # a constraint is asked about texts that it allows only
+                break  # a constraint may be called only with texts that it allows
             drafted.append(token)
             if token in text.rules.eos_ids:
                 break
@@ -123,10 +154,10 @@ class PromptLookup:
         return Draft(ids, F.one_hot(ids, self.vocab_size).float(), [1.0] * len(drafted))
 
     def rollback(self, length: int) -> None:
-        """Nothing to forget: each search reads the text itself."""
+        """Does nothing: each search reads the text itself."""
 
     def find(self, tokens: Sequence[int], limit: int) -> tuple[int, Sequence[int]]:
-        """How many tokens at the end of the text occurred before, and up to ``limit`` that followed them there."""
+        """Length of the n-gram at the end of the text that occurred before, and up to ``limit`` tokens after it."""
         ids = array("i", tokens)
         data, width = ids.tobytes(), ids.itemsize
         for size in range(min(self.longest, len(tokens) - 1), 0, -1):
@@ -141,13 +172,13 @@ class PromptLookup:
 
 
 class BestOf:
-    """Several drafters, of which the policy chooses one each round."""
+    """Draft by one of several drafters, which the policy chooses each round."""
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.drafters = drafters
 
     def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
-        """What the chosen one proposes. A lookup's past acceptance counts by how many tokens of the text it found."""
+        """Draft of the chosen drafter. The acceptance of a lookup is estimated per length of the n-gram it found."""
         offers = []
         for name, drafter in self.drafters.items():
             if isinstance(drafter, PromptLookup):
@@ -174,9 +205,9 @@ class NoDraft:
         return self.empty
 
     def rollback(self, length: int) -> None:
-        """There is nothing to forget."""
+        """Does nothing: it keeps no state."""
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:
-    """Confidence: the softmax probability of ``token`` under unprocessed logits ``[vocab]``. Synchronises."""
+    """Confidence of a token: its softmax probability under unprocessed logits ``[vocab]``. Synchronises."""
     return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()

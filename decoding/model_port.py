@@ -1,4 +1,4 @@
-"""What the loop, the drafters and the cost measurement ask of a model."""
+"""Interface of a model, as the loop, the drafters and the cost measurement use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from model.plan import LayerPlan
 
 
 class Model(Protocol):
-    """``model.Decoder`` has these, and so do the tests' table models. ``cache`` is what ``new_cache`` made."""
+    """Interface that ``model.Decoder`` and the proof's ``TableModel`` have. ``cache`` is made by ``new_cache``.
+
+    A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from ``start`` on, and writes
+    their entries into the cache; ``prefill`` only writes the entries.
+    """
 
     vocab_size: int
     max_positions: int

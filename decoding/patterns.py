@@ -1,4 +1,4 @@
-"""The search for stop strings and banned words at the end of a growing text, in bytes of UTF-8."""
+"""Search for stop strings and banned words at the end of a growing text, in bytes of UTF-8."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class Patterns:
-    """A few byte strings to be found at the end of a growing text.
+    """Search for several strings at the end of a growing text.
 
-    Each call looks only at the last bytes, so taking text back needs no undoing here.
+    It keeps no state between calls, so a rollback of the text needs no rollback here.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -16,9 +16,9 @@ class Patterns:
         self.longest = max(map(len, self.strings), default=0)
 
     def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
-        """Where the pattern begins that ends first within the last ``new`` bytes; None if none does.
+        """Offset of the pattern that ends first within the last ``new`` bytes; None if there is none.
 
-        Of several that end at the same byte, the longest counts. None of it may lie before ``floor``.
+        Of several that end at the same byte, the longest counts. It must begin at ``floor`` or later.
         """
         best: tuple[int, int] | None = None
         for string in self.strings:
@@ -28,7 +28,7 @@ class Patterns:
         return best[1] if best else None
 
     def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
-        """Where the longest end of ``data[:end]`` begins that may yet grow into a pattern; ``end`` if none may."""
+        """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if there is none."""
         for begin in range(max(floor, end - self.longest + 1), end):
             tail = bytes(data[begin:end])
             if any(string.startswith(tail) and string != tail for string in self.strings):

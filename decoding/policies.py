@@ -1,8 +1,8 @@
-"""How much to draft: policies of draft length.
+"""Policies of draft length.
 
-A policy may look at tokens already drafted, at past rounds and at a table of measured costs. It never
-sees this round's target probabilities or acceptances, and never a clock; so it changes how fast tokens
-come, not their law (the proof holds for any policy under these rules).
+A policy may read the tokens already drafted, past rounds and a table of measured costs. It never reads this round's
+target probabilities or acceptances, and never a clock. So it changes the speed and not the distribution of the text;
+the proof holds for any policy under these rules.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from model.errors import InputError
 
 
 class Policy:
-    """What the loop and the drafters ask of a policy; ``gamma`` is the longest draft.
+    """Interface of a policy, as the loop and the drafters use it; ``gamma`` is the longest draft.
 
-    ``reads_draft_confidence`` and ``reads_target_confidence`` say which of a round's confidences the loop
-    must compute; each costs a softmax over the vocabulary.
+    ``reads_draft_confidence`` and ``reads_target_confidence`` tell which confidences of a round must be computed; each
+    costs a softmax over the vocabulary.
     """
 
     reads_draft_confidence = False
     reads_target_confidence = False
-    threshold: float | None = None  # the confidence below which drafting ends; None where there is no such rule
+    threshold: float | None = None  # drafting ends at a confidence below it; None for a policy without this rule
 
     def __init__(self, gamma: int) -> None:
         """Raises InputError for a negative length."""
@@ -32,31 +32,31 @@ class Policy:
         self.gamma = gamma
 
     def draft_length(self) -> int:
-        """The most tokens to draft in the coming round."""
+        """Largest number of tokens to draft in the coming round."""
         return self.gamma
 
     def keep_drafting(self, confidence: float) -> bool:
-        """Whether to go on after a token that the draft gave this confidence. The token itself stays."""
+        """Whether to continue the draft after a token of this confidence. The token itself stays in the draft."""
         return True
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
-        """Which of several ways to draft, and the most tokens of it: see ``BreakEven``."""
+        """The offer to take, None for plain decoding, and the largest number of its tokens: see ``BreakEven``."""
         return offers[0], self.draft_length()
 
     def observe(self, round: Round) -> None:
-        """Learn from a finished round."""
+        """Update the policy with a finished round."""
 
 
 class FixedLength(Policy):
-    """Draft ``gamma`` tokens every round; 0 is plain decoding."""
+    """Fixed draft length: ``gamma`` tokens every round; 0 is plain decoding."""
 
 
 class AdaptiveExit(Policy):
-    """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after an unsure token.
+    """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low confidence.
 
-    Drafting ends after the first token whose confidence is below ``threshold``; that token is verified
-    like the others. The threshold follows the acceptance rate: below the target rate ``alpha`` it rises,
-    otherwise it falls unless the draft already reached its full length.
+    Drafting ends after the first token whose confidence is below ``threshold``; that token is verified like the others.
+    While the smoothed acceptance rate is below ``alpha``, the threshold rises. Otherwise it falls, but not after a
+    draft of full length.
     """
 
     reads_draft_confidence = True
@@ -97,9 +97,9 @@ class AdaptiveExit(Policy):
 
 @dataclass(frozen=True)
 class Offer:
-    """A way to draft in the coming round: its ``name``, and the ``kind`` of it whose past acceptance tells of it.
+    """Possible draft of the coming round: the drafter's ``name``, and the ``kind`` that acceptance is estimated for.
 
-    ``tokens``: what it would draft, where that is known without a model.
+    ``tokens``: the tokens to be drafted, where they are known without running a model.
     """
 
     name: str
@@ -108,10 +108,10 @@ class Offer:
 
 
 class ConfidenceGate(Policy):
-    """Draft only while the target is sure of itself; otherwise decode plainly.
+    """Gate by the target's confidence: a round has no draft where drafts are likely to be rejected.
 
-    After a round, if the target's own confidence in the token it just drew is below ``least``, the next
-    round has no draft: such a text is where drafts are rejected. Whatever it lets through is ``inner``'s.
+    The gate is closed for a round if, in the round before, the target's confidence in the token that it drew was below
+    ``least``. While it is open, ``inner`` decides.
     """
 
     reads_target_confidence = True

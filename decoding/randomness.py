@@ -1,7 +1,7 @@
-"""The randomness port of the loop: two methods, one of them also for several rows, that a test can replace.
+"""Random draws of the loop, behind two methods that a proof can replace: ``draw`` and ``accept``.
 
-In production a ``torch.Generator`` serves them, or keyed exponentials, under which a seed determines the text whatever
-drafts. In a proof ``decoding.proof.enumeration`` walks every outcome.
+In production they are computed from a ``torch.Generator``, or from exponentials keyed by seed and position, with which
+the seed determines the text under any draft. In a proof ``decoding.proof.enumeration`` takes every outcome in turn.
 """
 
 from __future__ import annotations
@@ -15,63 +15,63 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """Where a token is drawn: its position in the text, and how often a banned word had taken text back by then."""
+    """Place of a draw: the token's position in the text, and the number of retractions for banned words so far."""
 
     position: int
     retractions: int = 0
 
     def after(self, tokens: int) -> Place:
-        """The place so many tokens later."""
+        """The place ``tokens`` positions later."""
         return self._replace(position=self.position + tokens)
 
 
 class Randomness(Protocol):
-    """Where all chance comes from. Its verbs take and return tensors."""
+    """Source of all random draws. Its methods take and return tensors, so that no draw needs the host."""
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """One token: ``[vocab]`` probabilities, or weights that need not sum to 1 -> ``[]`` int64."""
+        """Token drawn from ``[vocab]`` probabilities, or from weights that need not sum to 1: ``[]`` int64."""
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Independent coin tosses: ``[k]`` probabilities (1 and above: surely) -> ``[k]`` bool."""
+        """Independent events of ``[k]`` probabilities, of which those above 1 count as 1: ``[k]`` bool."""
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """A token from each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]`` int64."""
+        """Token drawn from each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]`` int64."""
         return torch.stack([self.draw(row, place.after(number)) for number, row in enumerate(probs)])
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-KEPT_PLACES = 16  # of the race, half a megabyte each for 50,000 ids: more than a draft and the token after it
+CACHED_PLACES = 16  # cached places of the race, more than a draft and the token after it; 400 kB each for 50,000 ids
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The first token of each row whose cumulative probability exceeds u: never one of probability 0.
+    """First token of each row whose cumulative probability exceeds u: never one of probability 0.
 
-    ``[rows, vocab]`` probabilities, or weights that need not sum to 1, and ``[rows]`` float64 in [0, 1) ->
-    ``[rows]`` int64. A row of zeros has no such token; what then comes back no caller may use.
+    ``probs`` ``[rows, vocab]``: probabilities, or weights that need not sum to 1. ``uniform`` u ``[rows]``: float64 in
+    [0, 1). Returns ``[rows]`` int64. For a row of zeros the result is meaningless, and the caller must discard it.
     """
     cumulative = probs.double().cumsum(-1)
     total = cumulative[:, -1:]
-    # u · total can round up to total, beyond every token; the number just below total cannot.
+    # u · total can round up to total, which is beyond every token. So it is at most the number just below total.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, point, right=True).clamp(max=probs.shape[-1] - 1)
     possible = probs.gather(-1, found) > 0
-    if probs.device.type == "cpu" and possible.all():  # elsewhere asking would synchronise
+    if probs.device.type == "cpu" and possible.all():  # on a GPU this condition would synchronise
         return found[:, 0]
-    # A sum made in parallel, as on a GPU, need not be monotone: in the last digit it may rise at a token of probability
-    # 0, and u may fall between. Such a u, one in 10¹³ or fewer, goes to the likeliest token.
+    # A parallel sum, as on a GPU, need not be monotone: its last digit may rise at a token of probability 0, and u may
+    # fall into that gap. For such a u, at most one in 10¹³, the likeliest token is taken.
     return torch.where(possible, found, probs.max(-1, keepdim=True).indices)[:, 0]
 
 
 class SeededRandomness(Randomness):
-    """Draws from a seeded ``torch.Generator``, one after another: equal seeds and draft lengths, equal tokens.
+    """Random draws from a seeded ``torch.Generator``, one after another: equal seeds and draft lengths, equal tokens.
 
-    Uniform numbers are float64 in [0, 1): u < p is strict, so that u = 0 accepts nothing that is
-    impossible, and a float32 uniform, which is 0 once in 2²⁴ draws, is not fine enough.
+    Uniform numbers are float64 in [0, 1), since a float32 one is 0 once in 2²⁴ draws. The comparison u < p is strict,
+    so that even u = 0 accepts nothing of probability 0.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
-        # Mixed, since a generator on the CPU looks at 32 bits of its seed only.
+        # Mixed, since a generator on the CPU uses only 32 bits of its seed.
         self.generator = torch.Generator(device).manual_seed(mix(seed, sample))
 
     def uniform(self, count: int) -> Tensor:
@@ -79,7 +79,7 @@ class SeededRandomness(Randomness):
         return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """One token by ``inverse_cdf``: never one of probability 0."""
+        """Token by ``inverse_cdf``: never one of probability 0."""
         return inverse_cdf(probs[None], self.uniform(1))[0]
 
     def accept(self, probabilities: Tensor) -> Tensor:
@@ -87,66 +87,66 @@ class SeededRandomness(Randomness):
 
 
 class KeyedRandomness(Randomness):
-    """The exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): a seed determines the text.
+    """Exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): the seed determines the text.
 
-    At every place each token id has an exponential E, and the draw from p is argmin E/p, whose law is p. Draft and
-    target race with the same E, so they mostly agree. E follows from (seed, sample, position, retractions) and the id
-    alone, by a counter-based hash: the same bits on every device, whatever was drawn before. After a retraction every
-    place has fresh E: those used before are not independent of the text having been taken back.
+    At every place each token id has an exponential random number E. The draw from p is argmin E/p, which has the
+    distribution p. Draft and target use the same E, so they mostly agree. E is a counter-based hash of (seed, sample,
+    position, retractions, id): it has the same bits on every device and does not depend on earlier draws. After a
+    retraction every place has new E, since the old ones are not independent of the retraction.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
-        self.key, self.device = mix(seed, sample), device
-        # A target races with the numbers that its draft has raced with: on a CPU they are kept.
-        self.kept_complements = lru_cache(KEPT_PLACES)(
+        self.key = mix(seed, sample)
+        # On a CPU the numbers of the last places are cached: the target uses those of its draft again.
+        self.cached_complements = lru_cache(CACHED_PLACES)(
             lambda key, vocab: self.complements(torch.tensor([key]), vocab)[0]
         )
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """The token whose exponential over its probability is least: never one of probability 0."""
+        """Token of the least E/p: never one of probability 0."""
         return self.draw_each(probs[None], place)[0]
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """The same for each row at its place."""
+        """Token of the least E/p of each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]`` int64."""
         places = range(place.position, place.position + len(probs))
         keys, vocab = [signed(mix(self.key, position, place.retractions)) for position in places], probs.shape[-1]
         if probs.device.type != "cpu":
             return race(probs, self.complements(torch.tensor(keys).to(probs.device, non_blocking=True), vocab))
-        gaps = (self.kept_complements(key, vocab) for key in keys)
+        gaps = (self.cached_complements(key, vocab) for key in keys)
         return torch.stack([race_among_few(*row) for row in zip(probs, gaps, strict=True)])
 
     def complements(self, keys: Tensor, vocab: int) -> Tensor:
-        """1 - u of every id under each key, u of 53 bits in (0, 1]: ``[rows]`` int64 -> ``[rows, vocab]`` float64."""
+        """1 - u of every id, u a hash of 53 bits in (0, 1]: keys ``[rows]`` int64 -> ``[rows, vocab]`` float64."""
         bits = hashed(torch.arange(vocab, device=keys.device) * signed(GOLDEN) + keys[:, None])
         return shifted(bits, 11, bits).neg_().add_(2**53 - 1).double().mul_(2.0**-53)
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Not in the race: its verification draws the target's tokens and keeps the drafts that equal them."""
-        raise TypeError("the exponential race tosses no coins")
+        """Not part of the race, whose verification only draws: raises TypeError."""
+        raise TypeError("the race has no acceptance probabilities: verify with verify_by_race")
 
 
 def race(probs: Tensor, gaps: Tensor) -> Tensor:
-    """The winner of each row, argmin E/p with E = -log u: ``[rows, vocab]`` p and 1 - u -> ``[rows]`` int64."""
+    """Token of the least E/p of each row, with E = -log u: ``[rows, vocab]`` p and 1 - u -> ``[rows]`` int64."""
     return torch.where(probs > 0, -torch.log1p(-gaps) / probs.double(), math.inf).argmin(-1)
 
 
 def race_among_few(probs: Tensor, gaps: Tensor) -> Tensor:
     """``race`` of one row ``[vocab]``, in a tenth of the time on a CPU.
 
-    E is at least 1 - u. So only ids with 1 - u up to p times the arrival time E/p of the likeliest token can arrive
-    before that, and no other needs a logarithm.
+    E is at least 1 - u. So only an id whose (1 - u)/p is at most the E/p of the likeliest token can win, and only for
+    those few are logarithms computed.
     """
     likeliest, weights = probs.argmax(), probs.double()
     arrival = -torch.log1p(-gaps[likeliest]) / weights[likeliest]
     if not arrival.isfinite():
-        return likeliest  # of a row of zeros, in which no token is meant
+        return likeliest  # a row of zeros, whose token is meaningless
     few = (gaps <= weights * arrival).nonzero()[:, 0]
     return few[race(probs[few][None], gaps[few][None])[0]]
 
 
 def hashed(counters: Tensor) -> Tensor:
-    """SplitMix64's finaliser over int64 of any shape, in place: they wrap as the hash's unsigned numbers do."""
-    other = torch.empty_like(counters)  # large tensors are slow to allocate
+    """SplitMix64's finaliser of int64 ``counters`` of any shape, in place; int64 wraps as unsigned numbers do."""
+    other = torch.empty_like(counters)  # one buffer, since large tensors are slow to allocate
     for shift, factor in MIXERS:
         counters ^= shifted(counters, shift, other)
         counters *= signed(factor)
@@ -155,17 +155,17 @@ def hashed(counters: Tensor) -> Tensor:
 
 
 def shifted(numbers: Tensor, by: int, out: Tensor | None = None) -> Tensor:
-    """The logical right shift, which torch lacks for signed numbers."""
+    """Logical right shift by ``by`` bits, which torch lacks for signed numbers."""
     return torch.bitwise_right_shift(numbers, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def signed(number: int) -> int:
-    """The int64 of the same 64 bits."""
+    """The int64 with the 64 bits of an unsigned number."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit key out of several numbers, by the same hash."""
+    """A 64-bit key hashed from several numbers, by SplitMix64."""
     key = 0
     for number in numbers:
         key = (key ^ number) + GOLDEN & (1 << 64) - 1

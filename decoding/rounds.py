@@ -1,4 +1,4 @@
-"""What happened in one round of the loop, and the readers that need nothing else."""
+"""Record of one round of the loop, and statistics over such records."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Round:
-    """One draft, its verification, and what became of the text.
+    """Record of one draft, its verification, and the change of the text.
 
     ``position``  tokens in the text (prompt included) before the round
     ``drafted``   the draft's tokens
-    ``accepted``  how many of them the target accepted
+    ``accepted``  the number of them that the target accepted
     ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token after
                   them, up to the first that ended the text or completed a banned word
-    ``retracted`` the tokens then taken back from the end of the text, because of a banned word
-    ``finish``    why the text ended with this round: "eos", "stop", "length"; None while it continues
-    ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered) that
-    the draft gave each of its tokens, the target the residual or bonus token; None unless the policy reads it.
+    ``retracted`` the tokens then removed from the end of the text, because of a banned word
+    ``finish``    the reason why the text ended with this round: "eos", "stop" or "length"; None while it continues
+    ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered), by the draft of
+    each of its tokens, by the target of the residual or bonus token; None unless the policy reads it.
     """
 
     position: int
@@ -30,24 +30,24 @@ class Round:
     target_confidence: float | None = None
 
     def verdicts(self) -> list[tuple[int, str]]:
-        """Each token of the round with what became of it, in order of appearance.
+        """Tokens of the round with their verdicts, in order of appearance.
 
-        "accepted"; "rejected": the first drafted token that the target did not accept; "discarded": drafted
-        after a rejected token or after the end of the text; "own": the residual or bonus token.
+        "accepted"; "rejected": the first drafted token that the target did not accept; "discarded": drafted after a
+        rejected token or after the end of the text; "own": the target's residual or bonus token.
         """
-        kept = min(self.accepted, len(self.emitted))
-        fates = ["accepted" if at < kept else "discarded" for at in range(len(self.drafted))]
+        accepted = min(self.accepted, len(self.emitted))
+        verdicts = ["accepted" if at < accepted else "discarded" for at in range(len(self.drafted))]
         if self.accepted < len(self.drafted):
-            fates[self.accepted] = "rejected"
-        own = [(token, "own") for token in self.emitted[kept:]]
-        return [*zip(self.drafted, fates, strict=True), *own]
+            verdicts[self.accepted] = "rejected"
+        own = [(token, "own") for token in self.emitted[accepted:]]
+        return [*zip(self.drafted, verdicts, strict=True), *own]
 
 
 @dataclass
 class Statistics:
     """Sums over rounds. Retracted tokens do not count as output, nor do accepted ones after the end of the text.
 
-    ``accepted`` is the draft's merit: tokens that a banned word takes back afterwards stay accepted.
+    ``accepted`` measures the draft, so it includes tokens that a banned word retracts afterwards.
     """
 
     rounds: int = 0

@@ -1,7 +1,7 @@
-"""Logits -> the distribution that tokens are drawn from.
+"""Distribution that tokens are drawn from, computed from logits.
 
-There is one such function, used for draft, target, residual and bonus token alike: speculation is exact
-only if all four mean the same thing by "temperature 0.7, top-p 0.9".
+One function serves draft, target, residual and bonus token: speculation is exact only if "temperature 0.7, top-p 0.9"
+means the same for all four.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from model.errors import InputError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to turn logits into a distribution; meanings and order are those of transformers.
+    """Sampling parameters, with the meaning and order that they have in transformers.
 
-    Temperature 0 is greedy decoding. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1
-    are off. Raises InputError for a value outside its range.
+    Temperature 0 is greedy decoding. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off. Raises
+    InputError for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -31,7 +31,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        # Written so that NaN fails every test.
+        # Each condition is written so that NaN fails it.
         if not 0 <= self.temperature < math.inf:
             raise InputError(f"temperature must be at least 0, found {self.temperature}")
         if self.top_k < 0:
@@ -45,13 +45,12 @@ class SamplingParams:
 
 
 def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
-    """``[rows, vocab]`` logits -> ``[rows, vocab]`` probabilities, in at least float32.
+    """Probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32.
 
-    ``context`` ``[n]`` holds the tokens up to the last row: row t follows ``context[: n - rows + 1 + t]``,
-    so that each drafted position is penalised for its own prefix and no other. ``allowed`` (bool
-    ``[rows, vocab]``) forbids tokens before temperature and filters. A row where no token of finite score is
-    allowed, or whose scores are not numbers, is all zeros. At temperature 0 a row is exactly one-hot at the
-    first of the largest logits.
+    ``context`` ``[n]`` holds the tokens up to the last row. Row t follows ``context[: n - rows + 1 + t]``, so the
+    repetition penalty of a drafted position sees the prefix of that position only. ``allowed`` is a bool mask
+    ``[rows, vocab]``, applied before temperature and filters. A row without an allowed token of finite score, or with
+    a NaN or +infinity, is all zeros. At temperature 0 a row is exactly one-hot at the first of the largest logits.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if params.repetition_penalty != 1:
@@ -63,18 +62,18 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
     usable = largest.isfinite()
     if params.temperature == 0:
         return torch.zeros_like(scores).scatter_(-1, first_largest(scores), usable.to(scores.dtype))
-    # Subtracting the largest score changes no probability and keeps a tiny temperature from overflowing.
+    # Subtracting the largest score changes no probability, and prevents overflow at a tiny temperature.
     temperature = max(params.temperature, torch.finfo(scores.dtype).tiny)
     probs = torch.softmax(_filter((scores - largest) / temperature, params), dim=-1)
-    if probs.device.type == "cpu" and usable.all():  # elsewhere asking would synchronise
+    if probs.device.type == "cpu" and usable.all():  # on a GPU this condition would synchronise
         return probs
     return torch.where(usable, probs, 0.0)
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """The first of the largest numbers of each row: ``[rows, n]`` -> ``[rows, 1]`` int64.
+    """Index of the first of the largest numbers of each row: ``[rows, n]`` -> ``[rows, 1]`` int64.
 
-    On a CPU by NumPy, whose search is vectorised: a tenth of torch's time.
+    On a CPU by NumPy, whose vectorised search takes a tenth of torch's time.
     """
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(-1, keepdims=True))
@@ -82,7 +81,7 @@ def first_largest(scores: Tensor) -> Tensor:
 
 
 def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, then top-p, then min-p: whatever a filter removes gets score -inf."""
+    """Scores after top-k, top-p and min-p, in this order: a removed token has score -inf."""
     if params.top_k:
         kth = scores.topk(min(params.top_k, scores.shape[-1])).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
@@ -97,9 +96,9 @@ def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def unlikely_by_sorting(probs: Tensor, mass: float) -> Tensor:
-    """bool ``[rows, vocab]``: the least likely tokens, as many as have at most ``mass`` together.
+    """Mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at most ``mass``, least likely first.
 
-    Of equally likely ones those of smaller id come first; the likeliest of all is never among them.
+    Of equally likely tokens, the one with the smaller id comes first. The likeliest token is never in the mask.
     """
     ascending, order = probs.sort(dim=-1, stable=True)
     unlikely = ascending.cumsum(-1) <= mass
@@ -108,16 +107,16 @@ def unlikely_by_sorting(probs: Tensor, mass: float) -> Tensor:
 
 
 def unlikely_among_candidates(probs: Tensor, mass: float) -> Tensor:
-    """``unlikely_by_sorting``, where sorting is slow: a tenth of its time for 49,152 tokens on a CPU.
+    """The mask of ``unlikely_by_sorting``, in a tenth of its time for 49,152 tokens on a CPU.
 
-    V tokens of probability mass / V or less have at most ``mass`` together, so each of them is among the
-    unlikely, and only the few others need sorting. Counting those few synchronises with the host.
+    Up to V tokens of probability mass / V or less sum to at most ``mass``. So all of them are in the mask, and only the
+    few other tokens, the candidates, are sorted. Counting the candidates synchronises with the host.
     """
     unlikely = (probs <= mass / probs.shape[-1]) & (probs < probs.amax(-1, keepdim=True))
     for row, below in zip(probs, unlikely, strict=True):
         candidates = (~below).nonzero()[:, 0]
         ascending, order = row[candidates].sort(stable=True)
-        tail = float(row[below].numpy().sum())  # torch's sum would depend on the number of threads
+        tail = float(row[below].numpy().sum())  # torch's sum depends on the number of threads
         dropped = tail + ascending.cumsum(-1) <= mass
         dropped[-1:] = False
         below[candidates[order[dropped]]] = True
@@ -125,7 +124,7 @@ def unlikely_among_candidates(probs: Tensor, mass: float) -> Tensor:
 
 
 def _seen(context: Tensor, rows: int, vocab: int) -> Tensor:
-    """bool ``[rows, vocab]``: which tokens occur in each row's prefix of the context."""
+    """Mask, bool ``[rows, vocab]``, of the tokens that occur in each row's prefix of the context."""
     first = len(context) - rows + 1
     seen = torch.zeros(rows, vocab, dtype=torch.bool, device=context.device)
     seen[:, context[:first]] = True

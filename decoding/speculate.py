@@ -1,4 +1,4 @@
-"""The loop: draft, verify, extend the text, roll back. Everything else in this room serves these lines."""
+"""The speculative loop: draft, verify, extend the text, roll back. The other files here support it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decoding.drafters import Draft, Drafter
+from decoding.drafters import Draft, Drafter, check_draft, check_drafter
 from decoding.model_port import Model
 from decoding.policies import Policy
 from decoding.randomness import Randomness
@@ -18,8 +18,8 @@ from decoding.text import Text
 from decoding.verify import Verify, verify_by_ratio
 from model.diagnose import explain_nonfinite
 
-# Is shown each round's draft, the target's logits and probabilities [k + 1, vocab], how many tokens were accepted, and
-# the token after them. It decides nothing.
+# A callback that records: each round's draft, the target's logits and probabilities [k + 1, vocab], the number of
+# accepted tokens, and the token after them. It cannot change the round.
 Observer = Callable[[Draft, Tensor, Tensor, int, Tensor], None]
 
 
@@ -36,26 +36,29 @@ def speculate(
     *,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
-    """Extend ``text`` to its end with exactly the target's distribution; yields a record of each round.
+    """Speculative decoding of ``text`` to its end, with exactly the target's distribution; yields a record per round.
 
-    Plain decoding is the same loop with an empty draft. ``cache`` must hold the text but its last token
-    (``target.prefill``); rolled back to the prompt it serves for another sample. Raises InputError when the constraints
-    allow no token at a position that the text has reached, and when the target's logits are not numbers. ``verify`` is
-    the rule that goes with the randomness (``decoding.verify.COUPLINGS``).
+    Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text but the last
+    (``target.prefill``). Rolled back to the prompt, it can be used for another sample. ``verify`` is the rule that goes
+    with the randomness (``decoding.verify.COUPLINGS``). Raises InputError where the constraints allow no token at the
+    end of the text, where the target's logits are non-finite, and for a drafter that breaks its contract.
     """
+    check_drafter(drafter)
     cache.truncate(len(text) - 1)
     drafter.rollback(len(text))
     while text.finish is None:
         # Invariant: the cache holds every token of the text but the last.
         position = len(text)
-        context = text.tensor(target.device)  # copied before the draft is queued behind it
-        draft = drafter.propose(text, min(policy.draft_length(), text.room - 1), params, policy, randomness)
+        context = text.tensor(target.device)  # before the draft: on a GPU the copy would wait for it
+        limit = max(0, min(policy.draft_length(), text.remaining - 1))
+        draft = drafter.propose(text, limit, params, policy, randomness)
+        check_draft(drafter, draft, limit, target.vocab_size)
         context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
         probs = distribution(logits, context, params, text.allowed(draft.tokens))
-        kept, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
-        verdict = read_verdict(draft, kept, token, logits, probs, policy)
-        if verdict.broken:
+        accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
+        verdict = read_verdict(draft, accepted, token, logits, probs, policy)
+        if verdict.nonfinite:
             raise explain_nonfinite(target, cache, context[: position + verdict.accepted])
         extension = text.extend(verdict.tokens)
         cache.truncate(len(text) - 1)
@@ -68,44 +71,45 @@ def speculate(
 
 
 class Verdict(NamedTuple):
-    """What the host knows of a verification.
+    """Result of a verification, copied to the host.
 
-    ``token``: the one after the accepted ones, None where the constraints allow none; ``broken``: the logits that it
-    should come from are not numbers; ``confidence``: its raw softmax probability, if the policy reads it.
+    ``token`` follows the accepted ones; it is None where the constraints allow none. ``nonfinite``: its logits hold NaN
+    or infinity. ``confidence``: its raw softmax probability; None unless the policy reads it.
     """
 
     drafted: list[int]
     accepted: int
     token: int | None
-    broken: bool
+    nonfinite: bool
     confidence: float | None
 
     @property
     def tokens(self) -> list[int | None]:
-        """What the text is to be extended by."""
+        """The accepted tokens and the one after them."""
         return [*self.drafted[: self.accepted], self.token]
 
 
 def read_verdict(
     draft: Draft, accepted: Tensor, token: Tensor, logits: Tensor, probs: Tensor, policy: Policy
 ) -> Verdict:
-    """Copy what the host needs to know: one synchronisation a round, unless no token is allowed.
+    """Result of a verification, copied from the device in one synchronisation per round.
 
-    A token of probability 0 is only drawn from a row of zeros: where nothing is allowed, or where the logits are not
-    numbers. Judged is the row that the token came from: those after it belong to no text, those before it are accepted.
+    A token of probability 0 is drawn only from a row of zeros: where no token is allowed, or where the logits are
+    non-finite. A second synchronisation then tells which. Only the row that the token came from is checked: the rows
+    before it gave accepted tokens, and those after it belong to no text.
     """
     p = probs.take(accepted[None] * probs.shape[1] + token)
-    facts = [draft.tokens, accepted[None], token[None], p]  # together float32 at least, which holds ids below 2²⁴
+    facts = [draft.tokens, accepted[None], token[None], p]  # as one tensor at least float32, exact for ids below 2²⁴
     if policy.reads_target_confidence:
         row = logits.index_select(0, accepted[None])[0]
         facts.append(torch.softmax(row.float(), dim=-1).index_select(0, token[None]))
     read = torch.cat(facts).tolist()
     *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
-    chance, *confidence = read[len(draft.tokens) + 2 :]
+    probability, *confidence = read[len(draft.tokens) + 2 :]
     return Verdict(
         drafted,
         count,
-        number if chance else None,
-        broken=not chance and not logits[count].amax().isfinite(),
+        number if probability else None,
+        nonfinite=not probability and not logits[count].amax().isfinite(),
         confidence=confidence[0] if confidence else None,
     )

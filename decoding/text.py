@@ -1,11 +1,11 @@
-"""The text being written, as tokens and as bytes, and the rules that it obeys.
+"""Text being written, as tokens and as bytes, with its stop strings, banned words and constraints.
 
-Strings are searched in bytes of UTF-8: a token may end inside a character, a stop string or a banned word may begin
-and end inside tokens.
+Strings are searched in bytes of UTF-8, since a token may end inside a character, and a stop string or a banned word may
+begin and end inside tokens.
 
-A banned word must not be written, whatever tokens would spell it. When one completes, everything from the token in
-which it began is taken back, that token is forbidden at that position, and the loop draws again. Draft and target obey
-what is forbidden as they obey any constraint, and the rollback is the cache's own.
+A banned word must not appear in the text, in any tokenization. When one completes, everything from the token in which
+it began is retracted, that token is forbidden at that position, and the loop draws again. Draft and target apply a
+forbidden token as a mask, like any constraint, and the cache is rolled back as after a rejection.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from decoding.patterns import Patterns
 from decoding.randomness import Place
 from model.errors import InputError
 
-TokenBytes = Callable[[int], bytes]  # the bytes a token adds to the text
+TokenBytes = Callable[[int], bytes]  # the bytes that a token adds to the text
 
-# The tokens so far (prompt included) -> bool [vocab] of tokens that may come next, or None for all.
-# It must depend on nothing else: then rolling back tokens rolls the constraint back with them. It is asked
-# about texts that its own answers allow, drafted tokens included, but never about what follows an
-# end-of-text token.
+# A function of the tokens so far (prompt included): the mask, bool [vocab], of the tokens that may come next, or None
+# for all. It must depend on nothing else, so that a rollback of the tokens needs no rollback of the constraint. It is
+# called with texts that its masks allow, drafted tokens included, but never with a token after an end-of-text token.
 Constraint = Callable[[Sequence[int]], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is asked of a text: when it ends, and what must not be in it.
+    """Conditions on a text: where it ends, its banned words and its constraints.
 
     It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the model's context is
-    full. ``banned`` words are matched as substrings of the UTF-8 bytes, letter case included, also across tokens.
-    Raises InputError for a budget below 1 and an empty string.
+    full. ``banned`` words are matched as substrings of the UTF-8 bytes, case-sensitively, also across tokens. Raises
+    InputError for a budget below 1 and an empty string.
     """
 
     max_new_tokens: int
@@ -56,12 +55,16 @@ class Rules:
             raise InputError("a banned word is empty: it would forbid every text; give at least one character")
 
 
-class Extension(NamedTuple):
-    """What became of tokens that a text was extended by.
+class DeadEnd(InputError):
+    """Error of a text whose constraints allow no next token."""
 
-    ``emitted``: those appended, up to the first that ended the text or completed a banned word; ``retracted``: the
-    tokens that the banned word then took back from the end of the text; ``finish``: "eos", "stop" or "length" if the
-    text has ended, else None.
+
+class Extension(NamedTuple):
+    """Change of a text by ``Text.extend``.
+
+    ``emitted``: the tokens appended, up to the first that ended the text or completed a banned word; ``retracted``: the
+    tokens then removed from the end of the text because of the banned word; ``finish``: "eos", "stop" or "length" if
+    the text has ended, else None.
     """
 
     emitted: list[int]
@@ -70,10 +73,10 @@ class Extension(NamedTuple):
 
 
 class Text:
-    """Prompt and output so far, with the rules in force.
+    """Prompt and output so far, with their rules.
 
-    ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text keeps the token that ended it (the
-    end-of-text token, the one that completed the stop string) among its tokens; its text ends before the stop string.
+    ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token that ended it (the
+    end-of-text token, or the one that completed the stop string), while ``written`` ends before the stop string.
     """
 
     def __init__(
@@ -84,41 +87,41 @@ class Text:
         self.stops, self.bans = Patterns(rules.stop_strings), Patterns(rules.banned)
         self.tokens: list[int] = []
         self.data = bytearray()
-        self.ends: list[int] = []  # the offset in ``data`` where each token's bytes end
+        self.ends: list[int] = []  # of each token, the offset in ``data`` where its bytes end
         self.forbidden: dict[int, list[int]] = {}  # position -> tokens that a banned word forbids there
         self.retractions = 0
         self.finish: str | None = None
-        self.cut: int | None = None  # where in ``data`` a finished text ends
-        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0  # the first so many tokens, on a device
+        self.cut: int | None = None  # the offset in ``data`` where a finished text ends
+        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0  # on a device, of which ``copied`` are valid
         for token in prompt:
             self._append(token)
         self.prompt_length, self.prompt_bytes = len(self.tokens), len(self.data)
 
     def __len__(self) -> int:
-        """Tokens, those of the prompt included."""
+        """Number of tokens, prompt included."""
         return len(self.tokens)
 
     @property
     def generated(self) -> list[int]:
-        """The tokens written so far, the one that ended the text included."""
+        """Output tokens so far, including the one that ended the text."""
         return self.tokens[self.prompt_length :]
 
     @property
     def written(self) -> str:
-        """What these tokens say, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
+        """Output as a string, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
         return self.data[self.prompt_bytes : self.cut].decode("utf-8", errors="replace")
 
     @property
-    def room(self) -> int:
-        """How many more tokens may be written: the smaller of budget and context left."""
+    def remaining(self) -> int:
+        """Number of tokens that may still be written, by the token budget and by the model's context."""
         return min(self.rules.max_new_tokens + self.prompt_length, self.max_positions) - len(self)
 
     @property
     def certain(self) -> int:
-        """The offset in ``data`` up to which the text will stay as it is, whatever comes next.
+        """Offset in ``data`` up to which no later token can change the text.
 
-        A banned word that has begun may take back everything from its first token on, and so may one that had begun
-        in what is then left; a stop string that has begun may cut the text before it.
+        A banned word that has begun may retract everything from its first token on. The rest may then end in the
+        beginning of another banned word, hence the loop. A stop string that has begun may cut the text before it.
         """
         if self.cut is not None:
             return self.cut
@@ -128,16 +131,17 @@ class Text:
         return self.stops.pending(self.data, end, self.prompt_bytes)
 
     def place(self, drafted: int = 0) -> Place:
-        """Where the next token is drawn, or the one after so many drafted ones."""
+        """Place of the next draw, after ``drafted`` tokens that are not yet in the text."""
         return Place(len(self) + drafted, self.retractions)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The tokens, ``[n]`` int64. Only those that are new since the last call are copied to the device.
+        """Tokens as ``[n]`` int64 on ``device``, a view of a buffer that is valid until the text is extended.
 
-        A view of a buffer: it holds until the text is extended.
+        Only the tokens that are new since the last call are copied.
         """
         if len(self) > len(self.buffer) or self.buffer.device != device:
-            self.buffer, self.copied = torch.empty(len(self) + max(0, self.room), dtype=torch.int64, device=device), 0
+            length = len(self) + max(0, self.remaining)
+            self.buffer, self.copied = torch.empty(length, dtype=torch.int64, device=device), 0
         if self.copied < len(self):
             new = torch.tensor(self.tokens[self.copied :], dtype=torch.int64)
             self.buffer[self.copied : len(self)].copy_(new, non_blocking=True)
@@ -145,14 +149,15 @@ class Text:
         return self.buffer[: len(self)]
 
     def allowed(self, drafted: Tensor, first: int = 0) -> Tensor | None:
-        """Which tokens may follow the text and the ``first`` drafted ones, and so on to all ``[k]`` of them.
+        """Mask of allowed tokens after the text and the first n drafted ones, for n from ``first`` to all ``[k]``.
 
-        bool ``[k + 1 - first, vocab]`` on the draft's device; None, without reading it, where nothing is forbidden.
+        bool ``[k + 1 - first, vocab]`` on the draft's device. Where all tokens are allowed it is None, and without
+        constraints that is known without reading the draft.
         """
         if self.rules.constraints:
             ids = drafted.tolist()
         elif len(self) in self.forbidden and not first:
-            ids = [None] * len(drafted)  # unread: what is forbidden is forbidden at the text's end alone
+            ids = [None] * len(drafted)  # not read: only the first row, after no drafted token, has a mask
         else:
             return None
         rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
@@ -162,12 +167,12 @@ class Text:
         return torch.stack([everything if row is None else row for row in rows]).to(drafted.device)
 
     def allowed_after(self, drafted: Sequence[int]) -> Tensor | None:
-        """bool ``[vocab]``: which tokens may follow the text and these drafted ones; None when all may.
+        """Mask, bool ``[vocab]``, of allowed tokens after the text and these drafted ones; None if all are allowed.
 
-        Every forbidden position lies in the text or at its end, since a retraction drops those that it passes.
+        Every position with forbidden tokens lies in the text or at its end, since a retraction drops later ones.
         """
         if not self.rules.eos_ids.isdisjoint(drafted):
-            return None  # beyond the end of the text no constraint is asked
+            return None  # no constraint is called with tokens beyond the end of the text
         tokens = [*self.tokens, *drafted]
         masks = [mask.cpu() for constraint in self.rules.constraints if (mask := constraint(tokens)) is not None]
         if len(tokens) in self.forbidden:
@@ -178,14 +183,13 @@ class Text:
     def extend(self, tokens: Sequence[int | None]) -> Extension:
         """Append tokens in order, up to the first that ends the text or completes a banned word.
 
-        A ban is checked before a stop at the same token. Raises InputError where a token is None: there the
-        constraints allowed none.
+        A ban is checked before a stop at the same token. Raises DeadEnd for a token None: the constraints allow none.
         """
         emitted: list[int] = []
         retracted: list[int] = []
         for token in tokens:
             if token is None:
-                raise InputError(f"the constraints allow no token at position {len(self)} of the text")
+                raise DeadEnd(f"the constraints allow no token at position {len(self)} of the text")
             self._append(token)
             emitted.append(token)
             retracted = self._retract()
@@ -202,10 +206,10 @@ class Text:
         self.ends.append(len(self.data))
 
     def _retract(self) -> list[int]:
-        """If the last token completed a banned word, take it back: returns the tokens removed.
+        """Remove the banned word that the last token completed, if any; returns the tokens removed.
 
-        A word begun in the prompt forbids the first generated token. What was forbidden after a prefix stays so, and
-        adds up, while the text still begins with that prefix.
+        A word begun in the prompt forbids the first generated token. Tokens forbidden after a prefix accumulate, and
+        stay forbidden while the text begins with that prefix.
         """
         begin = self.bans.completed(self.data, self._new_bytes())
         if begin is None:
@@ -221,23 +225,23 @@ class Text:
         return removed
 
     def _check_end(self) -> None:
-        """Whether the last token ends the text: by end-of-text, by a stop string, by the budget, in this order."""
+        """Finish the text if the last token ends it: by end-of-text, a stop string or the budget, in this order."""
         stop = self.stops.completed(self.data, self._new_bytes(), self.prompt_bytes)
         if self.tokens[-1] in self.rules.eos_ids:
             self.finish, self.cut = "eos", len(self.data)
         elif stop is not None:
             self.finish, self.cut = "stop", stop
-        elif self.room <= 0:
+        elif self.remaining <= 0:
             self.finish, self.cut = "length", len(self.data)
 
     def _new_bytes(self) -> int:
-        """How many bytes the last token added."""
+        """Number of bytes that the last token added."""
         return len(self.data) - self._begin(len(self) - 1)
 
     def _begin(self, position: int) -> int:
-        """The offset where the bytes of the token at ``position`` begin."""
+        """Offset where the bytes of the token at ``position`` begin."""
         return self.ends[position - 1] if position else 0
 
     def _holder(self, offset: int) -> int:
-        """The position of the token that holds the byte at ``offset``; of the first generated one if it is earlier."""
+        """Position of the token that holds the byte at ``offset``, but at least of the first generated token."""
         return max(bisect_right(self.ends, offset), self.prompt_length)

@@ -1,7 +1,7 @@
-"""Speculative sampling, complete, on the letters a, b, c; it prints that its law is plain sampling's.
+"""Speculative sampling, complete, on the letters a, b, c; prints the distance of its law from plain sampling's.
 
 Names and order follow decoding/speculate.py, decoding/verify.py (`verify` is `verify_by_ratio`) and
-decoding/proof/enumeration.py. There is no cache, so there is nothing to roll back.
+decoding/proof/enumeration.py. It has no cache, and so no rollback.
 """
 
 from itertools import product
@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 
 torch.set_default_dtype(torch.float64)
-P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])  # the target: row x is what may follow letter x
-Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])  # the draft: cheap, and often wrong
-GAMMA, LENGTH = 2, 5  # letters drafted a round; letters of a text
+P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])  # the target: row x is p after letter x
+Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])  # the draft: row x is q after letter x
+GAMMA, LENGTH = 2, 5  # letters drafted per round; letters of a text
 
 
 class Enumerator:
-    """Serves all chance. It replays a path of choices, then takes the first outcome of each new one."""
+    """Source of all random draws. It replays a path of outcomes, then takes the first outcome of each new draw."""
 
     def __init__(self, path: list[int]) -> None:
         self.path, self.depth, self.weight, self.other_paths = path, 0, 1.0, []
 
-    def choose(self, chances: list[float]) -> int:
-        possible = [outcome for outcome, chance in enumerate(chances) if chance > 0]
+    def choose(self, probabilities: list[float]) -> int:
+        possible = [outcome for outcome, probability in enumerate(probabilities) if probability > 0]
         if self.depth == len(self.path):
             self.other_paths += [[*self.path, outcome] for outcome in possible[1:]]
             self.path = [*self.path, possible[0]]
         outcome = self.path[self.depth]
-        self.depth, self.weight = self.depth + 1, self.weight * chances[outcome]
+        self.depth, self.weight = self.depth + 1, self.weight * probabilities[outcome]
         return outcome
 
     def draw(self, probs: Tensor) -> int:
         return self.choose((probs / probs.sum()).tolist())
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        return torch.tensor([self.choose([1 - c, c]) for c in probabilities.clamp(max=1).tolist()], dtype=torch.int64)
+        return torch.tensor([self.choose([1 - a, a]) for a in probabilities.clamp(max=1).tolist()], dtype=torch.int64)
 
 
 def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:

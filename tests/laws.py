@@ -1,7 +1,8 @@
-"""What the proofs of the loop share: a tally of what was proven, tiny real modules, drafters by name."""
+"""Shared parts of the proofs of the loop: a tally of the proofs, tiny real modules, drafters and policies by name."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
@@ -27,7 +28,7 @@ from tests.configs import small
 
 
 def draft_model(model: TableModel, cache: KVCache) -> Drafter:
-    """Another model, with the draft's table and a cache of its own."""
+    """Another model, with the draft's table and a separate cache."""
     draft = TableModel(model.tables[DRAFT_PLAN].exp())
     return ModelDrafter(draft, draft.new_cache(TableModel.max_positions))
 
@@ -37,7 +38,7 @@ def prompt_lookup(model: TableModel, cache: KVCache) -> Drafter:
 
 
 def best_of(model: TableModel, cache: KVCache) -> Drafter:
-    """What --draft auto makes: a model and lookup, by the policy's choice each round."""
+    """The drafter of --draft auto: a model or lookup, by the policy's choice each round."""
     return BestOf({"model": self_draft(model, cache), "lookup": PromptLookup(model.vocab_size)})
 
 
@@ -45,9 +46,44 @@ def no_draft(model: TableModel, cache: KVCache) -> Drafter:
     return NoDraft(model.vocab_size, model.device)
 
 
+TABLE_DRAFTERS: dict[str, Callable[[TableModel, KVCache], Drafter]] = {
+    "plan": self_draft,
+    "model": draft_model,
+    "lookup": prompt_lookup,
+    "best of": best_of,
+    "none": no_draft,
+}
+
+
+class OneOffer(BreakEven):
+    """Break-even for a single drafter: the same offer every round, and one table of costs for any offer."""
+
+    def __init__(self, costs: CostTable, longest: int = 8, **more: Any) -> None:
+        super().__init__(defaultdict(lambda: costs, {"": costs}), longest, **more)
+
+    def draft_length(self) -> int:
+        return self.choose([Offer("", "")])[1]
+
+
+FALSE_ALARM = 1e-6  # p-value below which a chi-square test fails; the seeds are fixed
+
+
+def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
+    """Probability of a worse fit. The rarest tokens, all those expected fewer than five times, count as one."""
+    wanted, order = (probs.double() * counts.sum()).sort()
+    seen = counts[order].double()
+    assert seen[wanted == 0].sum() == 0, "a token of probability zero was drawn"
+    few = int(max((wanted < 5).sum(), 1 + (wanted.cumsum(0) < 5).sum()))
+    seen, wanted = (torch.cat((each[:few].sum()[None], each[few:])) for each in (seen, wanted))
+    freedom = len(seen) - 1
+    assert freedom > 0, "one kind of token always fits: draw more samples, or from a flatter law"
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2).item()
+
+
 @dataclass
 class Tally:
-    """How much has been proven so far: laws enumerated, paths walked, the largest deviation seen."""
+    """Sums over the proofs so far: laws enumerated, paths walked, and the largest deviation."""
 
     laws: int = 0
     paths: int = 0
@@ -58,7 +94,7 @@ PROVEN = Tally()
 
 
 def deviation(run: Callable[[Randomness], Outcome], expected: dict[Outcome, float]) -> float:
-    """Total variation between the enumerated law of ``run`` and the expected one; noted in PROVEN."""
+    """Total variation between the enumerated law of ``run`` and the expected one; counted in PROVEN."""
 
     def counted(randomness: Randomness) -> Outcome:
         PROVEN.paths += 1
@@ -79,7 +115,7 @@ def tiny_model(family: str, *, vocab: int = 3, layers: int = 3, seed: int = 0, h
 
 @dataclass(frozen=True)
 class Bounds:
-    """Stands where a text asks for its model: the sizes alone."""
+    """Sizes of a model, all that a text needs of it."""
 
     vocab_size: int = 11
     max_positions: int = 1000
@@ -98,7 +134,7 @@ def text_of(
 
 
 def small_draft_model(model: Decoder, cache: KVCache) -> Drafter:
-    """Another real module, with a cache of its own."""
+    """Another real module, with a separate cache."""
     draft = tiny_model("llama", vocab=model.vocab_size, layers=1, seed=99).to(model.device)
     return ModelDrafter(draft, draft.new_cache(model.max_positions))
 
@@ -112,7 +148,7 @@ def early_exit(model: Decoder, cache: KVCache) -> Drafter:
 
 
 def low_bits(model: Decoder, cache: KVCache) -> Drafter:
-    """Every number of bits once, the head's included."""
+    """Self-draft under a plan with every number of bits, in the head too."""
     plan = LayerPlan.skipping(model.num_layers, [2], []).in_bits(4)
     return ModelDrafter(model, cache, replace(plan, attention=(FULL, *plan.attention[1:]), mlp=(8, *plan.mlp[1:])))
 
@@ -138,20 +174,20 @@ REAL_POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def begun(model: Any, drafter: str, prompt: list[int], capacity: int = 64) -> tuple[KVCache, Drafter]:
-    """A cache that holds a prompt but its last token, and a drafter of this name; the steps of both are recorded."""
+    """A cache that holds a prompt without its last token, and a drafter; the steps of both are recorded."""
     cache = model.new_cache(capacity)
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
         make_steps(model, cache)
         for each in (drafts, *getattr(drafts, "drafters", {}).values()):
-            if own := getattr(each, "model", None):
-                make_steps(own, each.cache, each.plan)
+            if drafting_model := getattr(each, "model", None):
+                make_steps(drafting_model, each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
     return cache, drafts
 
 
 class Scripted(SeededRandomness):
-    """The production verbs over uniform numbers given in advance."""
+    """SeededRandomness with uniform numbers given in advance."""
 
     def __init__(self, *uniforms: float) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""The defects of public speculative-decoding code, each as a mutant of ours and the test that kills it.
+"""Defects of public speculative-decoding code, each as a mutant of this project's code, with the test that kills it.
 
 A mutant is a textual change to one production function. ``python -m tests.mutants`` prints the table.
 """
@@ -54,7 +54,7 @@ class Mutant:
 
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """The mutant in force. Its ``old`` must occur exactly once, so that no mutant silently changes nothing."""
+    """Within, the mutant replaces its function. Its ``old`` must occur exactly once, so that it changes something."""
     original = getattr(mutant.owner, mutant.function)
     plain = inspect.unwrap(original.fget if isinstance(original, property) else original)
     source = textwrap.dedent(inspect.getsource(plain))
@@ -257,8 +257,8 @@ MUTANTS = [
         "the token budget is overshot",
         Text,
         "_check_end",
-        "self.room <= 0",
-        "self.room <= -1",
+        "self.remaining <= 0",
+        "self.remaining <= -1",
         law(SAMPLED),
     ),
     Mutant(
@@ -338,7 +338,7 @@ MUTANTS = [
         25,
         "the baseline is timed without a warm-up",
         generate,
-        "run",
+        "write",
         "writer.warm_up(drafting, request.params)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
@@ -425,7 +425,7 @@ NOT_OURS = {
 
 
 def table_rows(killed: Callable[[Mutant], bool]) -> list[str]:
-    """The table of defects in Markdown, each with the test that fails when it is put into our code."""
+    """Table of defects in Markdown, each with the test that fails with it."""
     rows = ["| # | defect | put into | caught by |", "|---|---|---|---|"]
     for mutant in MUTANTS:
         verdict = f"`{mutant.killer.__name__}`" if killed(mutant) else "**nothing**"

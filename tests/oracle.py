@@ -1,7 +1,7 @@
 """``transformers`` as the oracle: the same random weights in both, and configs to compare them on.
 
-transformers computes norms, rotary angles and softmax in float32 whatever the model's dtype. Within
-``lifted()`` those casts go to float64 instead, so that a float64 model is exact to float64 rounding.
+transformers computes norms, rotary angles and softmax in float32 for any dtype of the model. Within ``lifted()`` those
+casts go to float64, so that a float64 model is exact to float64 rounding.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def our_model(oracle: nn.Module) -> Decoder:
-    """This project's model of the oracle's config.json, holding the oracle's own tensors."""
+    """This project's model of the oracle's config.json, with the oracle's tensors."""
     with torch.device("meta"):
         model = build(parse_config(oracle.raw))
     state = {name.removeprefix("model."): tensor for name, tensor in oracle.state_dict().items()}
@@ -188,7 +188,7 @@ def plans(draw: st.DrawFn, num_layers: int) -> LayerPlan:
 
 @st.composite
 def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
-    """A way to cut positions [0, length) into consecutive chunks: (start, end) pairs."""
+    """Consecutive chunks of the positions [0, length): (start, end) pairs."""
     inner = draw(st.sets(st.integers(1, length - 1))) if length > 1 else set()
     edges = [0, *sorted(inner), length]
     return list(pairwise(edges))

@@ -1,9 +1,9 @@
-"""Proof by enumeration: the exact law of anything that draws through the randomness port.
+"""Proof by enumeration: the exact law (distribution of the output) of code that draws through ``Randomness``.
 
-Hand ``output_law`` a function that runs the production loop with the randomness it is given. It is run
-once for every path of outcomes: each draw takes each token of positive probability in turn, each
-acceptance both of its results, and the probabilities along the path are multiplied. The sum over paths is
-not an estimate: it is the law of the output, up to float64 rounding.
+``output_law`` receives a function that runs the production loop with a given randomness. It runs it once for every path
+of outcomes: each draw takes each token of positive probability in turn, each acceptance both results, and the
+probabilities along the path are multiplied. The sum over paths is no estimate: it is the law of the output, up to
+float64 rounding.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from decoding.randomness import Place, Randomness
 
 
 class Enumerator(Randomness):
-    """A randomness that replays a path of choices, then takes the first choice at every new fork."""
+    """Randomness that replays a path of outcomes, then takes the first outcome of every new draw.
+
+    Each draw and each call of ``accept`` is a fork: a list of outcomes with their probabilities.
+    """
 
     def __init__(self) -> None:
-        self.path: list[int] = []  # which outcome is taken at each fork
-        self.forks: list[int] = []  # how many outcomes each fork has
+        self.path: list[int] = []  # the number of the outcome taken at each fork
+        self.forks: list[int] = []  # the number of outcomes of each fork
         self.weight = 1.0
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         weights = probs.double() / probs.double().sum().clamp(min=torch.finfo(torch.float64).tiny)
         outcomes = [(weight, token) for token, weight in enumerate(weights.tolist()) if weight > 0]
-        # All zeros is what a forbidden position looks like; its draw may not be used, as in production.
+        # A position without an allowed token is a row of zeros: its draw is meaningless, as in production.
         return torch.tensor(self._choose(outcomes or [(1.0, len(probs) - 1)]), device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        chances = [min(chance, 1.0) for chance in probabilities.double().tolist()]
-        sides = [[(chance, True), (1 - chance, False)] for chance in chances]
-        outcomes = [
-            (math.prod(chance for chance, _ in tosses), [kept for _, kept in tosses]) for tosses in product(*sides)
-        ]
+        sides = [[(p, True), (1 - p, False)] for p in probabilities.double().clamp(max=1).tolist()]
+        outcomes = [(math.prod(p for p, _ in events), [result for _, result in events]) for events in product(*sides)]
         possible = [outcome for outcome in outcomes if outcome[0] > 0]
         return torch.tensor(self._choose(possible), dtype=torch.bool, device=probabilities.device)
 
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
-        """The outcome that this path takes at its next fork, of ``(probability, outcome)`` pairs."""
+        """Outcome of this path at its next fork, of ``(probability, outcome)`` pairs."""
         depth = len(self.forks)
         if depth == len(self.path):
             self.path.append(0)
@@ -54,7 +54,7 @@ class Enumerator(Randomness):
         return outcome
 
     def next_path(self) -> bool:
-        """Move to the next unexplored path; False when there is none."""
+        """Go on to the next path that was not taken; False when there is none."""
         path = self.path[: len(self.forks)]
         while path and path[-1] + 1 == self.forks[len(path) - 1]:
             path.pop()
@@ -66,10 +66,10 @@ class Enumerator(Randomness):
 
 
 class RaceEnumerator(Enumerator):
-    """The same for the exponential race over two tokens, whose whole chance at a place is one number.
+    """Enumerator of the exponential race over two tokens, where one number u decides every draw at a place.
 
-    Token a wins, E_a/p_a < E_b/p_b, just when u = E_a / (E_a + E_b) < p_a, and u is uniform on (0, 1). What a path's
-    draws have told of each place's u is an interval; the next draw there splits it at its own p_a.
+    Token a wins, E_a/p_a < E_b/p_b, exactly when u = E_a / (E_a + E_b) < p_a, and u is uniform on (0, 1). The draws of
+    a path limit the u of each place to an interval. The next draw at that place splits the interval at its p_a.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class RaceEnumerator(Enumerator):
         a, b = probs.double().tolist()
         split = min(max(a / (a + b), low), high) if a + b else high
         sides = [((split - low) / (high - low), 0, (low, split)), ((high - split) / (high - low), 1, (split, high))]
-        token, self.known[place] = self._choose([(chance, (token, part)) for chance, token, part in sides if chance])
+        token, self.known[place] = self._choose([(share, (token, part)) for share, token, part in sides if share])
         return torch.tensor(token, device=probs.device)
 
     def next_path(self) -> bool:
@@ -92,9 +92,9 @@ class RaceEnumerator(Enumerator):
 def output_law(
     run: Callable[[Randomness], Hashable], enumerator: Callable[[], Enumerator] = Enumerator
 ) -> dict[Hashable, float]:
-    """The exact probability of every result of ``run``.
+    """Exact probability of every result of ``run``.
 
-    ``run`` must start afresh at each call and draw only through the randomness it is given.
+    ``run`` must begin from the same state at each call, and draw only through the randomness that it receives.
     """
     law: defaultdict[Hashable, float] = defaultdict(float)
     walk = enumerator()
@@ -106,5 +106,5 @@ def output_law(
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:
-    """Half the sum of |difference|: 0 for equal laws, 1 for laws that share no outcome."""
+    """Total variation: half the sum of |difference|, 0 for equal laws, 1 for laws that share no outcome."""
     return sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2

@@ -1,7 +1,6 @@
-"""The law that plain sampling gives a text, by recursion over texts: what the loop's law is held against.
+"""Law of plain sampling, by recursion over texts: the reference that the loop's law is compared with.
 
-It is an oracle of its own: it shares with the production loop only the function ``distribution``. It knows no rounds,
-drafts, caches or rollbacks.
+It shares only the function ``distribution`` with the production loop, and has no rounds, drafts, caches or rollbacks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Outcome = Hashable  # (tokens, finish), or DEAD_END
 
 
 class Rows(Protocol):
-    """What the oracle asks of a model: the logits ``[vocab]`` after a history."""
+    """Interface of a model here: the logits ``[vocab]`` after a history."""
 
     vocab_size: int
 
@@ -33,7 +32,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a model, apart from how to draft."""
+    """Prompt, sampling parameters and rules of a text."""
 
     prompt: tuple[int, ...] = (0,)
     params: SamplingParams = SamplingParams(temperature=1.0)
@@ -45,13 +44,13 @@ class Request:
 
     @property
     def rules(self) -> Rules:
-        """The rules as the production loop takes them."""
+        """The rules in the production loop's type."""
         constraints = (self.constraint,) if self.constraint else ()
         return Rules(self.max_new_tokens, self.eos_ids, self.stop_strings, self.banned, constraints)
 
 
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
-    """The law of plain sampling under the request's rules, by recursion over texts."""
+    """Probability of every outcome of plain sampling under the request's rules."""
     law: defaultdict[Outcome, float] = defaultdict(float)
 
     def expand(tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float) -> None:
@@ -65,8 +64,8 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
         if not probs.any():
             law[DEAD_END] += weight
             return
-        for token, chance in enumerate(probs.tolist()):
-            if chance == 0:
+        for token, probability in enumerate(probs.tolist()):
+            if probability == 0:
                 continue
             longer = (*tokens, token)
             begin = _completed(request.prompt + longer, request.banned, floor=0)
@@ -74,24 +73,24 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
                 back = max(_holder(request.prompt + longer, begin) - len(request.prompt), 0)
                 kept = {at: banned for at, banned in forbidden.items() if at <= back}
                 kept[back] = kept.get(back, frozenset()) | {longer[back]}
-                expand(longer[:back], kept, weight * chance)
+                expand(longer[:back], kept, weight * probability)
                 continue
             floor = len(b"".join(TEXTS[t] for t in request.prompt))
             if token in request.eos_ids:
-                law[longer, "eos"] += weight * chance
+                law[longer, "eos"] += weight * probability
             elif _completed(request.prompt + longer, request.stop_strings, floor) is not None:
-                law[longer, "stop"] += weight * chance
+                law[longer, "stop"] += weight * probability
             elif len(longer) == request.max_new_tokens:
-                law[longer, "length"] += weight * chance
+                law[longer, "length"] += weight * probability
             else:
-                expand(longer, forbidden, weight * chance)
+                expand(longer, forbidden, weight * probability)
 
     expand((), {}, 1.0)
     return dict(law)
 
 
 def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
-    """Where the word begins that the last token completes first (the longest, if several): by trying every end."""
+    """Offset of the word that the last token completes first (the longest, if several), by trying every end."""
     text = b"".join(TEXTS[token] for token in tokens)
     for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):
         for word in sorted((word.encode() for word in words), key=len, reverse=True):
@@ -101,6 +100,6 @@ def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int |
 
 
 def _holder(tokens: Sequence[int], offset: int) -> int:
-    """The position of the token that spells the byte at ``offset``."""
+    """Position of the token that holds the byte at ``offset``."""
     spelled = [position for position, token in enumerate(tokens) for _ in TEXTS[token]]
     return spelled[offset]

@@ -1,4 +1,4 @@
-"""A language model small enough to know its law exactly: a table of probabilities behind the interface of a model."""
+"""Table model: a table of probabilities with the interface of a model, small enough to compute its law exactly."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from model import InputError, KVCache, LayerPlan
 from model.plan import FULL
 
-TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")  # what its tokens spell; 2 spells what 0 and 1 spell together
+TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")  # the bytes of its tokens; 2 has those of 0 and 1 together
 DRAFT_PLAN = LayerPlan((FULL, 0), (FULL, FULL))
 
 
 class TableModel:
-    """A language model that is a table: after each text a row of probabilities, chosen by its whole history.
+    """Language model that is a table: after each text a row of probabilities, which depends on its whole history.
 
-    It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads its
-    history back from there. So a wrong position, a hole, a token fed twice or an entry of the draft left in
-    the target's history gives a wrong row or an error, just as it would in a transformer.
+    It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads its history from
+    there. So a wrong position, a hole, a token fed twice, or an entry of the draft left in the target's history gives a
+    wrong row or an error, as in a transformer.
     """
 
     max_positions = 64
     device = torch.device("cpu")
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
-        """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; the draft's serves DRAFT_PLAN."""
+        """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; ``draft`` answers under DRAFT_PLAN."""
         if target.shape[1] > len(TEXTS):
             raise InputError(f"a table has at most {len(TEXTS)} tokens, found {target.shape[1]}")
         self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
@@ -36,14 +36,14 @@ class TableModel:
         return KVCache(2, 1, 1, capacity, dtype=torch.float64)
 
     def row(self, history: Sequence[int], plan: LayerPlan | None = None) -> Tensor:
-        """Logits ``[vocab]`` after a history: the state mixes all of it, order included."""
+        """Logits ``[vocab]`` after a history: the row number is a hash of all its tokens and their order."""
         state = 0
         for token in history:
             state = (3 * state + token + 1) % self.states
         return self.tables[plan][state]
 
     def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None) -> Tensor:
-        # Keys are ids; the draft's are marked by a half, so that the target can tell its own entries.
+        # Keys are ids. The draft's have a half added, so that the target's entries differ from them.
         entries = tokens[:, None, :, None].double() + (0.0 if plan is None else 0.5)
         for layer in range(2):
             if plan is None or plan.attention[layer]:

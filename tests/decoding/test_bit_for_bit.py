@@ -28,7 +28,7 @@ EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
 
 @dataclass
 class Loaded:
-    """A prepared model with what drafts for it."""
+    """A prepared model with several draftings."""
 
     folder: Path
     setting: Setting
@@ -47,7 +47,7 @@ class Loaded:
         return Loaded(folder, setting, [choose(options, setting) for options in wanted], tokenizer)
 
     def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:
-        """Every drafter's text is plain decoding's; where this machine cannot promise it, that is said in a line."""
+        """Every drafter's text is plain decoding's; a machine that cannot guarantee it gives the reason in one line."""
         model, seed = self.setting.model, len(prompt)
         if not model.row_invariant:
             assert model.why_rows_vary and "\n" not in model.why_rows_vary
@@ -92,7 +92,7 @@ def test_so_it_is_across_a_thousand_tokens_and_to_the_end_of_the_context(loaded:
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_a_larger_budget_only_continues_the_text(loaded: Loaded, params: str) -> None:
-    """Its cache is larger, its drafts at the end are longer; what was written stays as it was."""
+    """The larger cache and the longer drafts at the end do not change the earlier tokens."""
     prompt, texts = encode_prompt(loaded.tokenizer, SOME[0]), []
     for budget in (12, 30):
         writer = Writer(loaded.setting.model, len(prompt) + budget)

@@ -1,4 +1,4 @@
-"""Drafters propose what they say they propose, at the right positions, whatever was accepted before."""
+"""Drafters draw from the distributions that they return, at the right positions, after any accepted tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoding.drafters import CATCH_UP, ModelDrafter, NoDraft, PromptLookup
+from decoding.drafters import CATCH_UP, ModelDrafter, PromptLookup
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams, distribution
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=1.3)
 
 
 def self_draft_rows(model: Decoder, plan: LayerPlan, tokens: list[int], drafted: list[int]) -> Tensor:
-    """What a self-draft must have drawn from: a fresh target cache of the text, then the plan, token by token."""
+    """Distributions of a self-draft: from a new target cache of the text, then under the plan, token by token."""
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([tokens[:-1]]), cache)
     text = torch.tensor(tokens + drafted)
@@ -36,7 +36,7 @@ def self_draft_rows(model: Decoder, plan: LayerPlan, tokens: list[int], drafted:
 
 
 def draft_model_rows(model: Decoder, tokens: list[int], drafted: list[int]) -> Tensor:
-    """What a draft model must have drawn from: one pass over the whole text without any cache."""
+    """Distributions of a draft model: from one pass over the whole text without a cache."""
     logits = model(torch.tensor([tokens + drafted]))[0, len(tokens) - 1 : -1]
     return distribution(logits, torch.tensor((tokens + drafted)[:-1]), PARAMS)
 
@@ -55,20 +55,20 @@ rounds_of_the_loop = st.lists(
 def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
     family: str, plan: LayerPlan, rounds: list[tuple[int, int, int, int]]
 ) -> None:
-    """Whatever is skipped, first layer and all attention included, and whatever was accepted or taken back."""
+    """Under any plan, even without the first layer or any attention, and after any accepted or retracted tokens."""
     model, tokens = tiny_model(family, vocab=VOCAB), [1, 2, 3]
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([tokens[:-1]]), cache)
     drafter, randomness = ModelDrafter(model, cache, plan), SeededRandomness(0)
-    for limit, accepted, own, taken_back in rounds:
+    for limit, accepted, target_token, retracted in rounds:
         draft = drafter.propose(text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness)
         drafted = draft.tokens.tolist()
         assert len(drafted) == limit
         if limit:
             torch.testing.assert_close(draft.probs, self_draft_rows(model, plan, tokens, drafted), rtol=0, atol=1e-12)
         model(torch.tensor([[tokens[-1], *drafted]]), cache, len(tokens) - 1)
-        tokens = [*tokens, *drafted[:accepted], own]
-        tokens = tokens[: max(3, len(tokens) - taken_back)]
+        tokens = [*tokens, *drafted[:accepted], target_token]
+        tokens = tokens[: max(3, len(tokens) - retracted)]
         cache.truncate(len(tokens) - 1)
         drafter.rollback(len(tokens))
 
@@ -80,22 +80,22 @@ def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
 def test_a_draft_models_cache_has_no_hole_after_any_round(
     family: str, rounds: list[tuple[int, int, int, int]], prompt: int
 ) -> None:
-    """Also after all-accepted rounds, rounds it did not draft in, and tokens taken back."""
+    """Also after drafts accepted whole, rounds without a draft, and retracted tokens."""
     model, tokens = tiny_model(family, vocab=VOCAB), [at % VOCAB for at in range(prompt)]
     drafter, randomness = ModelDrafter(model, model.new_cache(model.max_positions)), SeededRandomness(0)
-    for limit, accepted, own, taken_back in rounds:
+    for limit, accepted, target_token, retracted in rounds:
         draft = drafter.propose(text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness)
         drafted = draft.tokens.tolist()
         if limit:
             torch.testing.assert_close(draft.probs, draft_model_rows(model, tokens, drafted), rtol=0, atol=1e-12)
-        tokens = [*tokens, *drafted[:accepted], own]
-        tokens = tokens[: max(prompt, len(tokens) - taken_back)]
+        tokens = [*tokens, *drafted[:accepted], target_token]
+        tokens = tokens[: max(prompt, len(tokens) - retracted)]
         drafter.rollback(len(tokens))
 
 
 @torch.inference_mode()
 def test_a_draft_is_drawn_from_the_distributions_it_carries() -> None:
-    """Greedy drafts carry one-hots, so that the acceptance rule sees how they were really made."""
+    """For a greedy draft these are one-hot."""
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
     draft = drafter.propose(text_of([1, 2], vocab=VOCAB), 3, SamplingParams(0.0), FixedLength(3), SeededRandomness(0))
@@ -103,7 +103,7 @@ def test_a_draft_is_drawn_from_the_distributions_it_carries() -> None:
 
 
 @torch.inference_mode()
-def test_confidence_is_the_raw_softmax_probability_and_the_unsure_token_stays() -> None:
+def test_confidence_is_the_raw_softmax_probability_and_the_token_below_the_threshold_stays() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
     text, params = text_of([1, 2], vocab=VOCAB), SamplingParams(0.0, repetition_penalty=3.0)
@@ -136,7 +136,7 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
 
 
 @torch.inference_mode()
-def test_no_constraint_is_asked_what_follows_a_drafted_end_of_text() -> None:
+def test_no_constraint_is_called_with_tokens_after_a_drafted_end_of_text() -> None:
     def five(tokens: Sequence[int]) -> Tensor:
         assert 5 not in tokens, "the text has ended"
         return only(5)
@@ -172,11 +172,3 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
     assert draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)
     assert draft.confidence == [1.0] * len(expected)
-
-
-def test_no_draft_is_empty() -> None:
-    drafter = NoDraft(3)
-    drafter.rollback(0)
-    draft = drafter.propose(text_of([1]), 5, SamplingParams(), FixedLength(5), SeededRandomness(0))
-    assert draft.tokens.shape == (0,)
-    assert draft.probs.shape == (0, 3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
-from decoding.proof.judge import Setup, run_loop, self_draft
+from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.run.break_even import BreakEven
@@ -23,7 +23,7 @@ from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
 from decoding.text import Constraint
 from model import Decoder
-from tests.laws import REAL_DRAFTERS, best_of, deviation, draft_model, no_draft, prompt_lookup, tiny_model
+from tests.laws import REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, deviation, tiny_model
 
 EXACT = 1e-9
 
@@ -37,11 +37,11 @@ def no_letter_twice(tokens: Sequence[int]) -> Tensor:
     return allowed
 
 
-def not_asked_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) -> Constraint:
-    """A constraint that, like many a grammar, has no answer for a text that already ended (the prompt is token 0)."""
+def undefined_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) -> Constraint:
+    """A constraint that, like many grammars, is undefined after the end of the text (the prompt is token 0)."""
 
     def partial(tokens: Sequence[int]) -> Tensor | None:
-        assert not eos_ids & set(tokens[1:]), "a constraint was asked what follows the end of the text"
+        assert not eos_ids & set(tokens[1:]), "a constraint was called with tokens after the end of the text"
         return constraint(tokens)
 
     return partial
@@ -51,13 +51,7 @@ def not_asked_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) ->
 FREE = CostTable(0.0, (1.0, 1.1, 1.2))
 WAYS = {"model": CostTable(0.4, (1.0, 1.1, 1.2)), "lookup": FREE, "": FREE}
 AXES: dict[str, dict[str, object]] = {
-    "drafter": {
-        "plan": self_draft,
-        "model": draft_model,
-        "lookup": prompt_lookup,
-        "best of": best_of,
-        "none": no_draft,
-    },
+    "drafter": TABLE_DRAFTERS,
     "params": {
         "temperature 1": SamplingParams(1.0),
         "greedy": SamplingParams(0.0),
@@ -73,7 +67,7 @@ AXES: dict[str, dict[str, object]] = {
         "fixed 1": lambda: FixedLength(1),
         "fixed 0": lambda: FixedLength(0),
         "adaptive": lambda: AdaptiveExit(0.45, 2, step=0.3, threshold_memory=0.5),
-        "break-even": lambda: BreakEven(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, pause=1),
+        "break-even": lambda: OneOffer(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, pause=1),
         "best": lambda: BreakEven(WAYS, memory=0.5, pause=1),
         "gate": lambda: ConfidenceGate(FixedLength(2), 0.4),
         "gate on adaptive": lambda: ConfidenceGate(AdaptiveExit(0.5, 2), 0.3),
@@ -89,7 +83,7 @@ AXES: dict[str, dict[str, object]] = {
         "free": {},
         "constraint": {"constraint": no_letter_twice},
         "banned": {"banned": ("bb",)},
-        # Two tokens: taking back again and again multiplies the paths of a third beyond reason.
+        # Two tokens, since repeated retractions make too many paths for a third.
         "banned from the prompt": {"banned": ("aa", "ba"), "prompt": (1, 0), "max_new_tokens": 2},
         "banned and constraint": {"banned": ("ab",), "constraint": no_letter_twice},
     },
@@ -146,13 +140,13 @@ def case_deviation(
     drafters: dict[str, object] = AXES["drafter"],
     oracle: object = None,
 ) -> float:
-    """How far the production loop's law is from plain sampling's in one case of the axes (first values by default)."""
+    """Distance of the production loop's law from plain sampling's in one case of the axes (first values by default)."""
     chosen = {
         axis: values[case.get(axis, next(iter(values)))] for axis, values in (AXES | {"drafter": drafters}).items()
     }
     rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["rule"]}
     if "constraint" in rules:
-        rules["constraint"] = not_asked_beyond_the_end(rules["constraint"], rules.get("eos_ids", frozenset()))
+        rules["constraint"] = undefined_beyond_the_end(rules["constraint"], rules.get("eos_ids", frozenset()))
     request = Request(params=chosen["params"], **rules)
     setup = Setup(chosen["drafter"], chosen["policy"])
     return deviation(
@@ -169,8 +163,8 @@ def test_every_pair_of_axes_keeps_the_law(case: dict[str, str], model: TableMode
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", list(AXES["params"]))
-def test_a_draft_whose_numbers_break_costs_speed_and_nothing_else(broken: float, params: str) -> None:
-    """As a draft in half precision may overflow where its target does not."""
+def test_a_model_draft_of_non_finite_logits_keeps_the_law(broken: float, params: str) -> None:
+    """A draft in half precision may overflow where its target does not."""
     model = random_model(Random(3), "unrelated")
     model.tables[DRAFT_PLAN][1:] = broken
     request = Request(params=AXES["params"][params], max_new_tokens=2)
@@ -183,7 +177,7 @@ def test_a_draft_whose_numbers_break_costs_speed_and_nothing_else(broken: float,
 @pytest.mark.parametrize("drafter", list(AXES["drafter"]))
 @pytest.mark.parametrize("params", list(AXES["params"]))
 def test_the_full_product_of_axes_keeps_the_law(drafter: str, params: str) -> None:
-    """Every policy, stop and rule, each on two tables of its own."""
+    """Every policy, stop and rule, each on two different tables."""
     rest = {axis: list(AXES[axis]) for axis in ("policy", "stop", "rule")}
     for number, values in enumerate(product(*rest.values())):
         case = {"drafter": drafter, "params": params, **dict(zip(rest, values, strict=True))}
@@ -205,7 +199,7 @@ def test_larger_vocabularies_keep_the_law(vocab: int, drafter: str, params: str)
 
 @dataclass
 class Uncached:
-    """A real module as the oracle asks for it: each row from a fresh run over the whole history, without a cache."""
+    """A real module with the oracle's interface: each row from a pass over the whole history, without a cache."""
 
     model: Decoder
 

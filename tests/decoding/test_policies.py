@@ -49,12 +49,12 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
     assert policy.threshold == pytest.approx(before)
     policy.observe(a_round(2, 2))  # m = .8125, ended early: t' = t - ε
     assert policy.threshold == pytest.approx(before - 0.1 * 0.01)
-    policy.observe(a_round(0, 0))  # a round without a draft teaches nothing
+    policy.observe(a_round(0, 0))  # a round without a draft changes nothing
     assert policy.rate == pytest.approx(0.8125)
     assert policy.threshold == pytest.approx(before - 0.1 * 0.01)
 
 
-def test_the_gate_closes_after_an_unsure_token_and_opens_after_a_sure_one() -> None:
+def test_the_gate_closes_after_a_token_of_low_confidence_and_opens_after_one_of_high_confidence() -> None:
     policy = ConfidenceGate(FixedLength(4), 0.5)
     assert policy.draft_length() == 4
     policy.observe(a_round(4, 1, target_confidence=0.49))
@@ -63,7 +63,7 @@ def test_the_gate_closes_after_an_unsure_token_and_opens_after_a_sure_one() -> N
     assert policy.draft_length() == 4
 
 
-def test_the_gate_passes_on_what_its_inner_policy_needs_and_learns() -> None:
+def test_the_gate_passes_confidences_and_rounds_to_its_inner_policy() -> None:
     inner = AdaptiveExit(0.7)
     policy = ConfidenceGate(inner, 0.2)
     assert policy.reads_draft_confidence
@@ -86,11 +86,14 @@ def test_predicted_speedup_is_tokens_over_cost() -> None:
     assert predicted_speedup(0.5, 0, costs) == 1
 
 
-def run(policy: BreakEven, costs: CostTable, kept: Iterable[int]) -> tuple[list[int], float]:
-    """Rounds of one way to draft, of which so many tokens would be kept each: drafted lengths, and what all cost."""
+MODEL = Offer("model", "model")
+
+
+def run(policy: BreakEven, costs: CostTable, accepted: Iterable[int]) -> tuple[list[int], float]:
+    """Rounds with one offer, where the target accepts up to ``accepted`` tokens: drafted lengths, and their cost."""
     drafted, spent = [], 0.0
-    for most in kept:
-        length = policy.draft_length()
+    for most in accepted:
+        _, length = policy.choose([MODEL])
         spent += length * costs.draft + costs.verify[length]
         drafted.append(length)
         policy.observe(a_round(length, min(length, most)))
@@ -104,21 +107,18 @@ TABLES = st.builds(
 )
 
 
-@given(costs=TABLES, kept=st.lists(st.integers(0, 8), max_size=300))
+@given(costs=TABLES, accepted=st.lists(st.integers(0, 8), max_size=300))
 @settings(derandomize=True, deadline=None)
-def test_break_even_never_costs_noticeably_more_than_plain_decoding(costs: CostTable, kept: list[int]) -> None:
-    """Whatever the costs, and however acceptance changes while the text is written."""
-    policy = BreakEven(costs)
-    drafted, spent = run(policy, costs, kept)
-    tokens = sum(min(length, most) + 1 for length, most in zip(drafted, kept, strict=True))
+def test_break_even_never_costs_noticeably_more_than_plain_decoding(costs: CostTable, accepted: list[int]) -> None:
+    """For any costs, and any change of acceptance along the text."""
+    drafted, spent = run(BreakEven({"model": costs}), costs, accepted)
+    tokens = sum(min(length, most) + 1 for length, most in zip(drafted, accepted, strict=True))
     assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
 
 
 @given(costs=st.tuples(TABLES, TABLES), rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200))
 @settings(derandomize=True, deadline=None)
-def test_nor_does_it_with_several_ways_to_choose_from(
-    costs: tuple[CostTable, CostTable], rounds: list[tuple[int, int]]
-) -> None:
+def test_nor_does_it_with_several_offers(costs: tuple[CostTable, CostTable], rounds: list[tuple[int, int]]) -> None:
     tables = {"model": costs[0], "lookup": replace(costs[1], draft=0.0)}
     policy, spent, tokens = BreakEven(tables), 0.0, 0
     for most, found in rounds:
@@ -133,22 +133,30 @@ def test_nor_does_it_with_several_ways_to_choose_from(
     assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
 
 
+def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
+    policy, offers, rows = BreakEven({"model": (costs := CostTable(0.5, (1.0, 1.1)))}, pause=2), [MODEL], []
+    for number, accepted in enumerate([0, 0, 0, 1, 0], 1):
+        rate, waiting = policy.acceptance("model"), policy.waiting
+        _, drafted = policy.choose(offers)
+        policy.observe(a_round(drafted, accepted))
+        cost = drafted * costs.draft + costs.verify[drafted]
+        rows.append(f"| {number} | {rate:.2f} | {predicted_speedup(rate, 1, costs):.3f} | {waiting} | {drafted} ")
+        rows[-1] += f"| {accepted} | {cost} | {policy.credit:.2f} |"
+    assert "\n    ".join(rows) in BreakEven.__doc__
+
+
 def test_break_even_takes_the_length_with_the_largest_predicted_speedup() -> None:
     for costs in (CHEAP, DEAR):
         for accepted in range(5):
-            policy = BreakEven(costs)
+            policy = BreakEven({"model": costs})
             run(policy, costs, [accepted] * 60)
             policy.credit, policy.waiting = math.inf, 1
-            speedups = [predicted_speedup(policy.acceptance(), length, costs) for length in range(5)]
-            assert speedups[policy.draft_length()] == max(speedups)
-
-
-def test_break_even_drafts_long_when_drafts_are_cheap_and_kept() -> None:
-    assert run(BreakEven(CHEAP), CHEAP, [4] * 20)[0][-1] == 4
+            speedups = [predicted_speedup(policy.acceptance("model"), length, costs) for length in range(5)]
+            assert speedups[policy.choose([MODEL])[1]] == max(speedups)
 
 
 def test_break_even_switches_off_a_losing_draft_and_tries_again_one_token_long() -> None:
-    drafted, _ = run(BreakEven(DEAR), DEAR, [0] * 400)
+    drafted, _ = run(BreakEven({"model": DEAR}), DEAR, [0] * 400)
     tries = [at for at, length in enumerate(drafted) if length]
     assert max(drafted[tries[1] :]) == 1
     assert min(later - earlier for earlier, later in pairwise(tries[1:])) > 16
@@ -156,12 +164,12 @@ def test_break_even_switches_off_a_losing_draft_and_tries_again_one_token_long()
 
 def test_break_even_comes_back_when_drafts_become_good() -> None:
     costs = CostTable(0.1, (1.0, 1.05, 1.1, 1.15, 1.2))
-    drafted, _ = run(BreakEven(costs), costs, [0] * 200 + [4] * 100)
+    drafted, _ = run(BreakEven({"model": costs}), costs, [0] * 200 + [4] * 100)
     assert max(drafted[150:200]) <= 1 and drafted[-1] == 4
 
 
-def test_break_even_learns_of_a_lookup_from_texts_that_it_did_not_draft() -> None:
-    """It costs nothing to see afterwards whether the match would have been right."""
+def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
+    """Its tokens are compared with the text afterwards."""
     policy = BreakEven({"lookup": CostTable(0.0, (1.0, 1.3, 1.4, 1.5, 1.6))}, priors={"lookup 1": 0.0})
     offer = Offer("lookup", "lookup 1", [5, 6, 7, 8])
     for _ in range(30):
@@ -177,7 +185,7 @@ def test_break_even_learns_of_a_lookup_from_texts_that_it_did_not_draft() -> Non
     assert policy.acceptance("lookup 3") < 0.1 and policy.choose([wrong])[1] == 0
 
 
-def test_of_several_ways_the_one_of_the_largest_predicted_speedup_is_taken() -> None:
+def test_the_offer_of_the_largest_predicted_speedup_is_taken() -> None:
     policy = BreakEven({"plan": CHEAP, "low bits": CHEAP}, priors={"plan": 0.3, "low bits": 0.9})
     offers = [Offer("plan", "plan"), Offer("low bits", "low bits")]
     taken, length = policy.choose(offers)
@@ -192,7 +200,7 @@ def test_of_several_ways_the_one_of_the_largest_predicted_speedup_is_taken() -> 
 
 
 def test_break_even_never_drafts_longer_than_was_measured() -> None:
-    assert BreakEven(CostTable(0.0, (1.0, 1.0, 1.0)), longest=8).gamma == 2
+    assert BreakEven({"model": CostTable(0.0, (1.0, 1.0, 1.0))}, longest=8).gamma == 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``distribution`` means what transformers' processors mean, row by row, at every edge."""
+"""``distribution`` equals transformers' processors, row by row, also at the edges."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ params = st.builds(
 
 
 def transformers_distribution(row: list[float], context: list[int], params: SamplingParams) -> Tensor:
-    """The same through transformers' processors, in the order its ``generate`` applies them, in float64."""
+    """Probabilities by transformers' processors, in the order of its ``generate``, in float64."""
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -76,11 +76,11 @@ def test_a_distribution_has_the_probabilities_of_transformers_processors(
 def test_a_distribution_without_ties_is_that_of_transformers_processors(
     row: list[float], context: list[int], params: SamplingParams
 ) -> None:
-    """Token by token: that each probability belongs to its own token."""
+    """Token by token, so that each probability belongs to the right token."""
     penalised = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(
         torch.tensor([context]), torch.tensor([row], dtype=torch.float64)
     )
-    assert len(set(penalised[0].tolist())) == VOCAB  # whatever the penalty: these scores have no ties
+    assert len(set(penalised[0].tolist())) == VOCAB  # under every penalty these scores have no ties
     ours = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor(context), params)[0]
     torch.testing.assert_close(ours, transformers_distribution(row, context, params), rtol=0, atol=1e-12)
 
@@ -134,7 +134,7 @@ def test_a_forbidden_token_has_probability_zero_and_the_others_are_filtered_with
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_broken_numbers_is_all_zeros(broken: float, temperature: float) -> None:
+def test_a_row_with_a_non_finite_number_is_all_zeros(broken: float, temperature: float) -> None:
     logits = torch.tensor([[1.0, broken], [1.0, 0.5]])
     sums = distribution(logits, torch.tensor([0, 0]), SamplingParams(temperature)).sum(-1)
     assert sums.tolist() == [0.0, pytest.approx(1.0)]
@@ -232,7 +232,7 @@ def test_uniform_rows_keep_a_token_at_the_smallest_top_p() -> None:
 
 
 def test_the_candidates_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
-    """Where torch's own sum of the others does, and the choice of mass lets that decide."""
+    """The mass is chosen such that torch's sum, which depends on the number of threads, would decide."""
     before = torch.get_num_threads()
 
     def on_threads(count: int, work: Callable[[], Tensor]) -> Tensor:

@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 
 from decoding import speculate as loop
 from decoding import verify as rules
-from decoding.drafters import ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.proof.judge import Setup, run_loop
+from decoding.drafters import Draft, Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.policies import ConfidenceGate, FixedLength, Policy
+from decoding.proof.judge import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
-from decoding.run.break_even import BreakEven
-from decoding.run.costs import REPEATS, CostTable, measure_costs
+from decoding.run.costs import REPEATS, measure_costs
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
 from model.clock import Timing
-from tests.laws import Scripted, plans, tiny_model
+from tests.laws import COSTS, REAL_DRAFTERS, REAL_POLICIES, OneOffer, Scripted, plans, tiny_model
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
 FAMILIES = ["llama", "gemma2"]
@@ -57,7 +56,7 @@ def tokens_of(rounds: list[Round]) -> list[int]:
 
 
 def plainly_greedy(model: Decoder, count: int, prompt: list[int] = PROMPT) -> list[int]:
-    """Greedy decoding with no cache and no loop of ours."""
+    """Greedy decoding without a cache and without the loop."""
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -77,29 +76,67 @@ def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
     assert tokens_of(rounds) == plainly_greedy(model, 20)
 
 
+POLICIES = REAL_POLICIES | {"one offer": lambda: OneOffer(COSTS)}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["exit", "lowbit", "model", "lookup", "none"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        lambda: FixedLength(4),
-        lambda: AdaptiveExit(0.3, 6),
-        lambda: ConfidenceGate(FixedLength(3), 0.3),
-        lambda: BreakEven(CostTable(0.2, (1.0, 1.1, 1.2, 1.3))),
-    ],
-    ids=["fixed", "adaptive", "gate", "break-even"],
-)
-def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: object) -> None:
+@pytest.mark.parametrize("kind", REAL_DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: str) -> None:
     model = tiny_model(family, vocab=VOCAB, seed=3)
     cache = prefilled(model)
-    drafter = {
-        "exit": lambda: ModelDrafter(model, cache, LayerPlan.early_exit(3, 2)),
-        "lowbit": lambda: ModelDrafter(model, cache, LayerPlan.full(3).in_bits(4)),
-        "model": lambda: ModelDrafter(small := tiny_model("llama", vocab=VOCAB, seed=8, layers=1), small.new_cache(64)),
-        "lookup": lambda: PromptLookup(VOCAB),
-        "none": lambda: NoDraft(VOCAB),
-    }[kind]()
-    assert tokens_of(write(model, cache, drafter, policy())) == plainly_greedy(model, 20)
+    drafter = REAL_DRAFTERS[kind](model, cache)
+    assert tokens_of(write(model, cache, drafter, POLICIES[policy]())) == plainly_greedy(model, 20)
+
+
+class Breaking:
+    """Drafter that returns a given object as its draft."""
+
+    def __init__(self, draft: object) -> None:
+        self.draft = draft
+
+    def propose(self, *_: object) -> object:
+        return self.draft
+
+    def rollback(self, length: int) -> None:
+        pass
+
+
+class NoRollback:
+    propose = Breaking.propose
+
+
+IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "broken"),
+    [
+        (Breaking(None), "must return a Draft of tensors, found NoneType"),
+        (Breaking(Draft([1, 2], UNIFORM)), "must return a Draft of tensors"),
+        (Breaking(Draft(IDS.float(), UNIFORM)), r"int64 with k at most 4, found \[2\] torch.float32"),
+        (Breaking(Draft(IDS[None], UNIFORM)), r"`tokens` must be \[k\] int64 .* found \[1, 2\]"),
+        (Breaking(Draft(IDS.repeat(3), UNIFORM.repeat(3, 1))), r"k at most 4, found \[6\]"),
+        (Breaking(Draft(IDS, UNIFORM[:1])), r"`probs` must be \[2, 11\], found \[1, 11\]"),
+        (Breaking(Draft(IDS, UNIFORM[:, 1:])), r"`probs` must be \[2, 11\], found \[2, 10\]"),
+        (Breaking(Draft(torch.tensor([1, VOCAB]), UNIFORM)), r"ids from 0 to 10, found \[1, 11\]"),
+        (Breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"ids from 0 to 10, found \[-1, 1\]"),
+        (Breaking(Draft(IDS, UNIFORM * torch.nan)), "`probs` holds a non-finite number"),
+        (Breaking(Draft(IDS, UNIFORM * torch.inf)), "`probs` holds a non-finite number"),
+        (NoRollback(), "it has no method `rollback`"),
+    ],
+)
+def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(drafter: Drafter, broken: str) -> None:
+    model = tiny_model("llama", vocab=VOCAB)
+    with pytest.raises(InputError, match=f"drafter {type(drafter).__name__} .*{broken}") as error:
+        write(model, prefilled(model), drafter, FixedLength(4))
+    assert "\n" not in str(error.value)
+
+
+def test_the_proof_of_a_drafter_that_breaks_its_contract_ends_in_the_same_line() -> None:
+    table = TableModel(torch.full((2, 3), 1 / 3, dtype=torch.float64))
+    with pytest.raises(InputError, match="Breaking"):
+        bias(table, Request(), Setup(lambda *_: Breaking(None)))
 
 
 def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
@@ -127,14 +164,6 @@ def test_a_full_context_ends_the_text() -> None:
     rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), prompt=prompt, rules=Rules(50))
     assert len(tokens_of(rounds)) == 3
     assert rounds[-1].finish == "length"
-
-
-def test_a_first_token_that_ends_the_text_ends_it_under_a_budget_of_one_and_no_draft() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    first = plainly_greedy(model, 1)[0]
-    end = Rules(1, frozenset({first}))
-    rounds = write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0), rules=end)
-    assert [(round.emitted, round.finish) for round in rounds] == [([first], "eos")]
 
 
 def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches() -> None:
@@ -187,7 +216,7 @@ def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_target_logits_that_are_not_numbers_stop_the_loop(broken: float) -> None:
+def test_non_finite_target_logits_end_the_loop(broken: float) -> None:
     model = tiny_model("llama", vocab=VOCAB)
     model.norm.weight[3] = broken
     with pytest.raises(InputError, match="stop being finite"):
@@ -195,7 +224,7 @@ def test_target_logits_that_are_not_numbers_stop_the_loop(broken: float) -> None
 
 
 def test_an_all_zero_residual_draws_from_the_target() -> None:
-    """Where p = q up to rounding a rejection leaves nothing over; the draw then comes from p, not from NaN."""
+    """Where p = q up to rounding, the residual is all zeros; the draw is then from p, not from NaN."""
     p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
     q = torch.tensor([[0.5, 0.5 + 1e-7, 0.0]])
     accepted, token = rules.verify_by_ratio(p, q, torch.tensor([1]), Scripted(0.99999999, 0.9), Place(0))
@@ -203,7 +232,7 @@ def test_an_all_zero_residual_draws_from_the_target() -> None:
 
 
 def test_a_draft_in_float64_is_not_rounded_to_a_float32_target() -> None:
-    """Rounded to float32 this q would be .1 itself, and u = 1 - 1e-10 would accept."""
+    """Rounded to float32, this q would be .1, and u = 1 - 1e-10 would accept."""
     p = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
     q = torch.tensor([[p[0, 0].item() + 1e-10, 0.9]], dtype=torch.float64)
     accepted, _ = rules.verify_by_ratio(p, q, torch.tensor([0]), Scripted(1 - 1e-10, 0.0), Place(0))
@@ -248,8 +277,8 @@ def test_measuring_costs_of_a_slow_model_ends_early() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_follows_a_rejected_token_may_be_no_number(broken: float) -> None:
-    """Plain decoding never comes to a text that holds it; so its numbers, an overflow say, are nobody's concern."""
+def test_logits_after_a_rejected_token_may_be_non_finite(broken: float) -> None:
+    """Plain decoding never comes to a text that contains it, so an overflow there is no error."""
     target = torch.tensor([[0.0, 0.0, broken], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     always_two = torch.tensor([[0.0, 0.0, 1.0]] * 3, dtype=torch.float64)  # and after a 2 row 0 of the target answers
     model, rounds = TableModel(target, always_two), []

@@ -1,7 +1,6 @@
-"""Chi-square over many samples: with full vocabularies the first tokens follow the target's exact law.
+"""Chi-square tests over many samples: with full vocabularies the first tokens have the target's exact law.
 
-Each test may fail by chance once in a million seeds; the seeds are fixed, so it either always passes or
-never does.
+The seeds are fixed, so each test either always passes or always fails. A correct one fails for one seed in a million.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from decoding.sampling import SamplingParams, distribution
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder, KVCache, LayerPlan
-from tests.laws import tiny_model
+from tests.laws import FALSE_ALARM, chi_square_p_value, tiny_model
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
 
-FALSE_ALARM = 1e-6
 PARAMS = SamplingParams(temperature=0.7, top_p=0.9)
 
 
 class Recall:
-    """A model whose answers to one fixed prompt are remembered, so that thousands of first rounds are cheap.
+    """Model with cached answers to one prompt, so that thousands of first rounds are cheap.
 
-    Only a first round may run through it: it leaves the cache at the prompt.
+    Only first rounds may use it, since it leaves the KV cache at the prompt.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -52,19 +50,6 @@ class Recall:
 
     def new_cache(self, capacity: int) -> KVCache:
         return self.model.new_cache(capacity)
-
-
-def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
-    """Chance of a worse fit. The rarest tokens, all those expected fewer than five times, count together as one."""
-    wanted, order = (probs.double() * counts.sum()).sort()
-    seen = counts[order].double()
-    assert seen[wanted == 0].sum() == 0, "a token of probability zero was written"
-    few = int(max((wanted < 5).sum(), 1 + (wanted.cumsum(0) < 5).sum()))
-    seen, wanted = (torch.cat((each[:few].sum()[None], each[few:])) for each in (seen, wanted))
-    freedom = len(seen) - 1
-    assert freedom > 0, "one kind of token always fits: draw more samples, or from a flatter law"
-    statistic = ((seen - wanted) ** 2 / wanted).sum()
-    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2).item()
 
 
 def test_the_chi_square_finds_another_law_and_passes_the_right_one() -> None:

@@ -49,7 +49,7 @@ def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(tokens: list[i
 
 @given(tokens=tokens, words=words)
 @settings(derandomize=True, max_examples=300)
-def test_what_is_pending_is_the_longest_end_that_begins_a_pattern(tokens: list[int], words: list[str]) -> None:
+def test_the_longest_suffix_that_begins_a_pattern_is_pending(tokens: list[int], words: list[str]) -> None:
     data = bytearray(b"".join(map(piece, tokens)))
     starts = [
         begin
@@ -107,7 +107,7 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
     group=st.integers(1, 4),
 )
 @settings(derandomize=True, max_examples=300)
-def test_a_text_ends_at_the_same_token_whatever_the_rounds(
+def test_a_text_ends_at_the_same_token_in_rounds_of_any_length(
     prompt: list[int], tokens: list[int], stops: list[str], eos: set[int], group: int
 ) -> None:
     rules = Rules(len(tokens), frozenset(eos), stops)
@@ -122,19 +122,19 @@ def test_a_text_ends_at_the_same_token_whatever_the_rounds(
 
 @given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
 @settings(derandomize=True, max_examples=300)
-def test_a_text_taken_back_is_the_text_never_written(tokens: list[int], more: list[int]) -> None:
+def test_a_retraction_leaves_the_text_as_if_never_written(tokens: list[int], more: list[int]) -> None:
     text = text_after([0, *tokens], Rules(100, banned=["ab", "ba"]))
     before = list(text.tokens)
     extension = text.extend(more)
-    kept = before + extension.emitted
-    kept = kept[: len(kept) - len(extension.retracted)]
-    fresh = text_after(kept, Rules(100))
-    assert (text.tokens, text.data, text.ends) == (fresh.tokens, fresh.data, fresh.ends)
-    assert before + extension.emitted == [*kept, *extension.retracted]
+    appended = before + extension.emitted
+    left = appended[: len(appended) - len(extension.retracted)]
+    new = text_after(left, Rules(100))
+    assert (text.tokens, text.data, text.ends) == (new.tokens, new.data, new.ends)
+    assert appended == [*left, *extension.retracted]
 
 
 def pulls(text: Text, rounds: list[list[int]]) -> list[str]:
-    """What becomes certain after each round."""
+    """Certain text added by each round."""
     stream = TextStream(text)
     return [stream.pull() for round in rounds if text.extend(round)]
 
@@ -173,7 +173,7 @@ def test_end_of_text_comes_before_stop_string_and_budget_at_the_same_token() -> 
     assert finish(Rules(2), positions=3) is None
 
 
-def test_a_banned_word_takes_back_the_token_in_which_it_began() -> None:
+def test_a_banned_word_retracts_the_token_in_which_it_began() -> None:
     text = text_after([0], Rules(9, banned=["bb"]))
     extension = text.extend([2, 1, 3])  # a|ab|b, and one that the round does not come to
     assert (extension.emitted, extension.retracted, text.tokens) == ([2, 1], [2, 1], [0])
@@ -190,7 +190,7 @@ def test_a_banned_word_begun_in_the_prompt_forbids_the_first_generated_token() -
     assert (text.tokens, text.forbidden) == ([0, 0], {2: [1]})
 
 
-def test_what_is_forbidden_adds_up_at_a_prefix_and_ends_when_a_rollback_passes_it() -> None:
+def test_forbidden_tokens_accumulate_at_a_prefix_until_a_rollback_passes_it() -> None:
     text = text_after([1], Rules(20, banned=["ab", "aé", "bba"]))
     text.extend([1, 0, 1])  # b|b a b: "bba" began in the prompt
     assert text.forbidden == {1: [1]}
@@ -203,13 +203,13 @@ def test_what_is_forbidden_adds_up_at_a_prefix_and_ends_when_a_rollback_passes_i
 
 def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> None:
     text = text_after([0], Rules(9, banned=["bb"]))
-    assert pulls(text, [[2], [0], [1, 1]]) == ["", "aba", ""], "ab may yet be taken back whole"
+    assert pulls(text, [[2], [0], [1, 1]]) == ["", "aba", ""], "ab may yet be retracted whole"
     assert text.generated == [2, 0]
     assert pulls(text_after([1], Rules(9, banned=["bb"])), [[3]]) == [""]
 
 
 def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back() -> None:
-    """Once "island of" has taken "island" back, "village" completes "small village": "small" goes too."""
+    """After "island of" has retracted "island", "village" completes "small village", which retracts "small" too."""
     words = [b"the ", b"small ", b"island ", b"of ", b"village "]
     text = text_of([0], Rules(9, banned=["island of", "small village"]), words.__getitem__)
     stream, shown = TextStream(text), ""
@@ -217,11 +217,6 @@ def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_bac
         assert text.extend([token]).retracted == retracted
         shown += stream.pull()
     assert (shown, text.tokens) == ("of ", [0, 3])
-
-
-def test_a_constraint_that_allows_nothing_is_one_clear_error() -> None:
-    with pytest.raises(InputError, match="no token at position 1"):
-        text_after([0], Rules(9)).extend([None])
 
 
 def test_statistics_count_output_only() -> None:

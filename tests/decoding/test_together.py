@@ -25,7 +25,7 @@ from decoding.run.chooser import Drafting, plain
 from decoding.run.together import Conductor, Task
 from decoding.run.writer import Interrupted, Writer
 from decoding.sampling import SamplingParams
-from decoding.text import Rules, Text
+from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Coupling, verify_by_ratio
 from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
@@ -52,14 +52,14 @@ def short_chunks() -> Iterator[None]:
 
 
 def nothing_after(tokens: int) -> Any:
-    """A constraint that allows nothing once the text has so many tokens."""
+    """A constraint that allows no token in a text of ``tokens`` tokens or more."""
     return lambda text: torch.zeros(VOCAB, dtype=torch.bool) if len(text) >= tokens else None
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A text to write: it ``arrives`` when so many rounds have been told of all, and ``leaves`` after so many of its
-    own."""
+    """Text to write. It ``arrives`` after this number of rounds of all texts, and ``leaves`` after this number of
+    its rounds."""
 
     prompt: list[int]
     rules: Rules
@@ -118,14 +118,14 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
     conductor = Conductor(model, CAPACITY, places)
     to_come = sorted(wishes, key=lambda wish: wish.arrives)
     tasks: dict[int, Task] = {}
-    told = 0
+    reported = 0
 
     def arrive(wish: Wish) -> None:
         rounds = 0
 
         def read(*round: object) -> None:
-            nonlocal told, rounds
-            told, rounds = told + 1, rounds + 1
+            nonlocal reported, rounds
+            reported, rounds = reported + 1, rounds + 1
             if rounds == wish.leaves:
                 task.cancelled = True
             arrive_if_time()
@@ -136,11 +136,11 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
         conductor.submit(task)
 
     def arrive_if_time() -> None:
-        while to_come and to_come[0].arrives <= told:
+        while to_come and to_come[0].arrives <= reported:
             arrive(to_come.pop(0))
 
     while to_come:
-        told = max(told, to_come[0].arrives)
+        reported = max(reported, to_come[0].arrives)
         arrive_if_time()
         conductor.run()
     found = [tasks[id(wish)] for wish in wishes]
@@ -215,7 +215,7 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: typ
 
 
 def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the model computes from now on: ("step", rows) and ("chunk", tokens)."""
+    """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
     step, hidden = model.step, model.model.hidden
     patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[2].tokens))), step(*all)))
@@ -232,7 +232,7 @@ def test_steps_are_shared_and_a_common_prompt_is_read_once(monkeypatch: pytest.M
     together(model, [wish, replace(wish), replace(wish)], 3)
     assert [each for each in seen if each[0] == "chunk"] == [("chunk", 4), ("chunk", 1)]
     # The first text drafts a token before the others have copied its prompt; then they go on in step.
-    steps = [rows for what, rows in seen if what == "step"]
+    steps = [rows for kind, rows in seen if kind == "step"]
     assert steps[:5] == [1, 3, 3, 2, 12]
     assert set(steps[5:]) <= {3, 6, 9, 12}
 
@@ -244,14 +244,14 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.M
     expected = [alone(model, wish) for wish in (short, long)]
     seen = counted(model, monkeypatch)
     assert together(model, [short, long], 2) == expected
-    first = [what for what, _ in seen].index("chunk", 1)
+    first = [kind for kind, _ in seen].index("chunk", 1)
     assert seen[first : first + 9 : 2] == [("chunk", 4)] * 4 + [("chunk", 1)]
     assert seen[first + 1 : first + 8 : 2] == [("step", 1)] * 4
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_that_fails_ends_alone(name: str) -> None:
-    """By its constraint, by a drafter that writes where it may not, before it has begun, by broken numbers."""
+    """By its constraint, a drafter that writes at a wrong position, before its first round, by non-finite numbers."""
 
     class Careless:
         def __init__(self, model: Decoder, cache: KVCache) -> None:
@@ -284,8 +284,10 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
     conductor.run()
     expected = alone(model, good)
     assert expected[0] and [outcome(task.text) for task in (tasks[0], tasks[5])] == [expected, expected]
-    assert [type(task.error) for task in tasks[1:5]] == [InputError, InputError, ValueError, InputError]
-    assert [bool(row.prompt) for row in conductor.rows] == [True, *[False] * 4, True], "whose entries may be copied"
+    assert [type(task.error) for task in tasks[1:5]] == [DeadEnd, InputError, ValueError, InputError]
+    assert [bool(row.prompt) for row in conductor.rows] == [True, *[False] * 4, True], (
+        "rows whose entries may be copied"
+    )
     assert "finite" in str(tasks[2].error) and "leaves a hole" in str(tasks[3].error)
     conductor.submit(again := Task(good.text(model), draftings[0], good.params, good.drawn))
     conductor.run()
@@ -294,12 +296,12 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
 
 @pytest.mark.parametrize("place", ["reader", "step"])
 def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tasks, told = MODELS["bfloat16"], [], []
+    model, tasks, reported = MODELS["bfloat16"], [], []
     conductor = Conductor(model, CAPACITY, 2)
 
     def interrupt(*_: object) -> None:
-        told.append(1)
-        if len(told) == 7:
+        reported.append(1)
+        if len(reported) == 7:
             raise KeyboardInterrupt
 
     for seed in range(3):
