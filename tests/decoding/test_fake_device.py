@@ -19,7 +19,7 @@ from decoding.text import Rules, Text
 from decoding.verify import verify_by_race, verify_by_ratio
 from model import Decoder
 from model.fast.gpu import StaticDecoder
-from tests import pretended
+from tests import fake_device
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
@@ -40,22 +40,22 @@ def write(
 ) -> tuple[list[int], list[Round], Counter[str]]:
     """A text with its rounds, and what the device counted meanwhile."""
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
-    make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else pretended.PretendedRandomness}
+    make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness}
     verify = {"race": verify_by_race, "ratio": verify_by_ratio}
     cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
-    pretended.counts.clear()
+    fake_device.counts.clear()
     rounds = list(speculate(model, cache, text, drafts, REAL_POLICIES[policy](), params, randomness, verify[coupling]))
     if isinstance(model, StaticDecoder):
-        assert model.trouble is None and model.row_invariant
-    return text.tokens, rounds, pretended.counts.copy()
+        assert model.trouble is None and model.why_rows_vary is None
+    return text.tokens, rounds, fake_device.counts.copy()
 
 
 def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[str]]:
-    """The text on the pretended device is the CPU's."""
+    """The text on the fake device is the CPU's."""
     expected, *_ = write("cpu", family, drafter, **how)
-    found, rounds, counts = write(pretended.NAME, family, drafter, **how)
+    found, rounds, counts = write(fake_device.NAME, family, drafter, **how)
     assert found == expected
     return rounds, counts
 
@@ -109,15 +109,15 @@ def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
 
 
 def test_the_device_refuses_what_a_gpu_would_and_counts_what_crosses_over() -> None:
-    here, there = torch.ones(3), torch.ones(3, device=pretended.NAME)
-    pretended.counts.clear()
+    here, there = torch.ones(3), torch.ones(3, device=fake_device.NAME)
+    fake_device.counts.clear()
     with pytest.raises(RuntimeError, match="same device"):
         _ = there + here
     with pytest.raises(RuntimeError, match="same device"):
         _ = there[torch.tensor([1])]
-    assert pretended.counts["upload"] == pretended.counts["read"] == 0
-    assert torch.equal((there + here.to(pretended.NAME)).cpu(), 2 * here)
+    assert fake_device.counts["upload"] == fake_device.counts["read"] == 0
+    assert torch.equal((there + here.to(fake_device.NAME)).cpu(), 2 * here)
     there[:2].copy_(here[:2])
-    assert (pretended.counts["upload"], pretended.counts["read"]) == (2, 1)
+    assert (fake_device.counts["upload"], fake_device.counts["read"]) == (2, 1)
     assert there.sum().item() == 3 and there.tolist() == [1, 1, 1] and bool(there[0] > 0)
-    assert pretended.counts["read"] == 4
+    assert fake_device.counts["read"] == 4
