@@ -56,17 +56,13 @@ class LayerPlan:
 
         Raises InputError when a layer is not in the model.
         """
-        skipped = {"attn": set(attention), "mlp": set(mlp)}
-        for name, layers in skipped.items():
-            for layer in sorted(layers):
-                if not 0 <= layer < num_layers:
-                    raise InputError(
-                        f"the plan skips {name} of layer {layer}, but this model has layers 0..{num_layers - 1}"
-                    )
-        return LayerPlan(
-            tuple(FULL * (layer not in skipped["attn"]) for layer in range(num_layers)),
-            tuple(FULL * (layer not in skipped["mlp"]) for layer in range(num_layers)),
-        )
+        layers, skipped = range(num_layers), {"attn": set(attention), "mlp": set(mlp)}
+        for name, chosen in skipped.items():
+            if absent := chosen.difference(layers):
+                raise InputError(
+                    f"the plan skips {name} of layer {min(absent)}, but this model has layers 0..{num_layers - 1}"
+                )
+        return LayerPlan(*(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped.values()))
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
         """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
