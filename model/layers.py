@@ -173,7 +173,7 @@ def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: floa
     Keys out of a chunk's reach are not multiplied at all.
     """
     count, before, out = q.shape[2], k.shape[2] - q.shape[2], []
-    if mask.is_causal and not before and soft_cap is None:
+    if mask.is_causal and not before and soft_cap is None:  # a prompt's first pass: torch's causal kernel
         groups = q.shape[1] // k.shape[1]
         k, v = (entries[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

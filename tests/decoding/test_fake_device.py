@@ -1,5 +1,4 @@
-"""Whole texts on a device whose tensors refuse to mix with the CPU's: they are the CPU's, and the host reads once a
-round."""
+"""Whole texts on the fake device: they are the CPU's, and the host reads once per round."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def write(
     rules: Rules = RULES,
     prepare: Callable[[Decoder], Any] = static,
 ) -> tuple[list[int], list[Round], Counter[str]]:
-    """A text with its rounds, and what the device counted meanwhile."""
+    """A text with its rounds, and the counts of the device."""
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
     make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness}
     verify = {"race": verify_by_race, "ratio": verify_by_ratio}
@@ -53,7 +52,7 @@ def write(
 
 
 def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[str]]:
-    """The text on the fake device is the CPU's."""
+    """Rounds and counts of a text on the fake device, which is the CPU's text."""
     expected, *_ = write("cpu", family, drafter, **how)
     found, rounds, counts = write(fake_device.NAME, family, drafter, **how)
     assert found == expected
@@ -63,8 +62,8 @@ def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[s
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_text_is_the_cpus_and_the_host_reads_once_a_round(family: str, drafter: str, coupling: str) -> None:
-    """To the device go the new tokens of the text, what lookup found in it, and the keys of a race."""
+def test_a_text_is_the_cpus_and_the_host_reads_once_per_round(family: str, drafter: str, coupling: str) -> None:
+    """Uploads are the new tokens of the text, drafts by lookup, and the keys of a race."""
     policy = "break-even" if drafter == "best of" else "fixed"
     rounds, counts = check(family, drafter, policy=policy, coupling=coupling)
     assert counts["read"] == len(rounds)
@@ -76,7 +75,7 @@ def test_a_text_is_the_cpus_and_the_host_reads_once_a_round(family: str, drafter
 @pytest.mark.parametrize("policy", ["adaptive", "gated"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(family: str, policy: str) -> None:
-    """The target's confidence comes with what is read anyway."""
+    """The target's confidence is read together with the verdict."""
     rounds, counts = check(family, "lowbit", policy=policy)
     looked_at = sum(len(round.drafted) for round in rounds) if policy == "adaptive" else 0
     assert counts["read"] == len(rounds) + looked_at
@@ -84,8 +83,8 @@ def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(family: s
 
 
 @pytest.mark.parametrize("drafter", ["exit", "none"])
-def test_a_ban_is_read_for_only_where_a_word_was_taken_back(drafter: str) -> None:
-    """Once more, by a draft, in the round after: it must not go on where nothing is allowed."""
+def test_a_ban_costs_a_read_only_where_a_word_was_retracted(drafter: str) -> None:
+    """By a draft, in the next round: it must stop where no token is allowed."""
     rounds, counts = check("llama", drafter, rules=BANNED)
     retracted = sum(bool(round.retracted) for round in rounds)
     assert retracted
@@ -108,7 +107,7 @@ def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
     assert counts["read"] == len(rounds) == counts["upload"]
 
 
-def test_the_device_refuses_what_a_gpu_would_and_counts_what_crosses_over() -> None:
+def test_the_device_refuses_to_mix_tensors_and_counts_uploads_and_reads() -> None:
     here, there = torch.ones(3), torch.ones(3, device=fake_device.NAME)
     fake_device.counts.clear()
     with pytest.raises(RuntimeError, match="same device"):

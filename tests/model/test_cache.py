@@ -127,8 +127,6 @@ REFUSED = {
     "layer skipped by the draft": (SKIPPING, 5, 5, 1, "layer 1: writing at 5 leaves a hole after 4 entries"),
     "beyond the capacity": (FULL, 5, 5, 2, "position 6 is outside the cache's 6 positions"),
 }
-
-
 PREPARED = {
     "readable": lambda model: model,
     "compiled": lambda model: accelerate(model.float()),

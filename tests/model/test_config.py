@@ -58,12 +58,12 @@ def test_layer_types_win_over_the_even_layers():
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
     assert parse_config(GEMMA | {"layer_types": kinds}).windows == (None, 10, 10, None)
     assert parse_config(GEMMA | {"layer_types": None}).windows == (10, None, 10, None)
-    assert parse_config(GEMMA | {"sliding_window": None}).windows == (None,) * 4
 
 
-def test_soft_caps_that_are_null_are_off():
-    config = parse_config(GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
-    assert config.attention_soft_cap is None and config.final_soft_cap is None
+def test_a_window_and_soft_caps_that_are_null_are_off():
+    absent = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"))
+    config = parse_config(GEMMA | absent)
+    assert (config.attention_soft_cap, config.final_soft_cap, config.windows) == (None, None, (None,) * 4)
 
 
 def test_the_rotary_base_is_read_from_either_layout():
@@ -86,12 +86,10 @@ REFUSED = {
     "an array": ([], "must hold one JSON object"),
     "no model type": ({"hidden_size": 3}, "model_type None is not supported; this project runs 'llama' and 'gemma2'"),
     "gemma 1": (GEMMA | {"model_type": "gemma"}, "model_type 'gemma' is not supported"),
-    "gemma 3": (GEMMA | {"model_type": "gemma3_text"}, "model_type 'gemma3_text' is not supported"),
     "mistral": (LLAMA | {"model_type": "mistral"}, "model_type 'mistral' is not supported"),
     "a strange type": (LLAMA | {"model_type": ["llama"]}, "is not supported"),
     "gptq": (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "is quantised: use the original one"),
     "yarn": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-    "longrope": (LLAMA | {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     "a rope of no name": (LLAMA | {"rope_scaling": {"type": ["llama3"]}}, "is not supported; default, linear, llama3"),
     "a rope that is a list": (LLAMA | {"rope_scaling": [1]}, "rope_scaling must be null or one object for all layers"),
     "a rope for each layer type": (
@@ -110,7 +108,7 @@ REFUSED = {
     "groups that do not divide": (LLAMA | {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
     "a size that is true": (LLAMA | {"hidden_size": True}, "hidden_size must be a whole number from 1"),
     "a size that is a float": (LLAMA | {"hidden_size": 16.0}, "hidden_size must be a whole number from 1"),
-    "no layer": (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 1000, found 0"),
+    "no layers": (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 1000, found 0"),
     "no vocabulary": ({**LLAMA, "vocab_size": None}, "vocab_size is missing"),
     "a negative epsilon": (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number above 0"),
     "an epsilon that is no number": (LLAMA | {"rms_norm_eps": math.nan}, "rms_norm_eps must be a number above 0"),

@@ -89,22 +89,20 @@ def run(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "tiny-llama", "tiny-gemma2"])
-def test_the_first_command_of_the_documents_writes_plain_decodings_text(
-    model: str, smollm2: Path, capsys: pytest.CaptureFixture[str]
+SEEDED = ("--seed", "5", "--temperature", "0.8")
+COMMANDS = [(model, ()) for model in ("smollm2-135m-instruct", "tiny-llama", "tiny-gemma2")]
+COMMANDS += [
+    ("tiny-llama", ("--draft", draft, *more)) for draft in ("lookup", "exit", "lowbit") for more in ((), SEEDED)
+]
+
+
+@pytest.mark.parametrize(("model", "options"), COMMANDS)
+def test_commands_of_the_documents_write_plain_decodings_text(
+    model: str, options: tuple[str, ...], smollm2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without --draft costs are measured, in inference mode, on the static caches that texts then use."""
-    default, plain = (
-        run(capsys, "Why is the sky blue?", "--model", model, *more) for more in ((), ("--draft", "none"))
-    )
-    assert default["tokens"] == plain["tokens"]
-
-
-@pytest.mark.parametrize("draft", ["lookup", "exit", "lowbit"])
-def test_every_draft_writes_plain_decodings_text(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ((), ("--seed", "5", "--temperature", "0.8")):
-        asked = ("Write a short story about a fox.", "--model", "tiny-llama", *more)
-        assert run(capsys, *asked, "--draft", draft)["tokens"] == run(capsys, *asked, "--draft", "none")["tokens"]
+    asked = ("Why is the sky blue?", "--model", model, *options)
+    assert run(capsys, *asked)["tokens"] == run(capsys, *asked, "--draft", "none")["tokens"]
 
 
 @pytest.mark.parametrize("plan", PLANS)

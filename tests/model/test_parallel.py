@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,8 +87,7 @@ class RankWriter(Writer):
     decide = staticmethod(decide_as_rank_0)
 
 
-def fixed() -> Policy:
-    return FixedLength(3)
+fixed = partial(FixedLength, 3)
 
 
 def gated() -> Policy:
