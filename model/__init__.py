@@ -1,4 +1,8 @@
-"""Hand-written Llama and Gemma-2 decoders with an explicit KV cache and layer plans."""
+"""Llama and Gemma-2 decoders with an explicit KV cache and layer plans.
+
+Begin with ``llama`` or ``gemma2``: one block each, made of ``layers``. ``decoder`` has the forward pass, ``cache`` the
+KV cache and ``plan`` the layer plan. ``fast`` makes the same models faster.
+"""
 
 from model.cache import KVCache
 from model.config import ModelConfig, parse_config
@@ -12,5 +16,5 @@ __all__ = ["Decoder", "Gemma2", "InputError", "KVCache", "LayerPlan", "Llama", "
 
 
 def build(config: ModelConfig) -> Decoder:
-    """The module of a config's family. Its weights are to be loaded, or ``initialise``d."""
+    """Decoder of a config's family. Its weights are not set yet: load them, or call ``initialise``."""
     return {"llama": Llama, "gemma2": Gemma2}[config.family](config)

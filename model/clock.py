@@ -1,4 +1,4 @@
-"""Clock of a device, and timing in turns, so that a busy moment of the machine slows all steps alike."""
+"""Timing of steps on a device: in turns, so that a busy moment of the machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Seconds, read after all work that was given to the device is done."""
+    """Seconds of a clock, read when the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``work`` on the device: on a GPU by its events, to the microsecond."""
+    """Seconds of ``work`` on the device; on a GPU by CUDA events, to the microsecond."""
     if device.type != "cuda":
         began = now(device)
         work()
@@ -35,25 +35,21 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of ``count`` measurements: their median, the fastest and the slowest."""
+    """Median, minimum and maximum of ``count`` measurements, in seconds."""
 
     median: float
     fastest: float
     slowest: float
     count: int
 
-    @staticmethod
-    def of(seconds: list[float]) -> Timing:
-        return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-
 
 @torch.inference_mode()
 def take_turns(
     steps: list[Callable[[], object]], repeats: int, device: torch.device, patience: float = math.inf
 ) -> list[Timing]:
-    """Each step once as warm-up, then ``repeats`` times all of them, one after another.
+    """Timings of steps: each runs once as warm-up, then all in turn, ``repeats`` times.
 
-    After ``patience`` seconds no further repeat begins, except the first.
+    After ``patience`` seconds no repeat begins, except the first.
     """
     began = now(device)
     for step in steps:
@@ -64,4 +60,4 @@ def take_turns(
             break
         for step, times in zip(steps, seconds, strict=True):
             times.append(seconds_of(step, device))
-    return [Timing.of(times) for times in seconds]
+    return [Timing(statistics.median(times), min(times), max(times), len(times)) for times in seconds]

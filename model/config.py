@@ -28,8 +28,9 @@ FIELDS: dict[str, tuple[str, type, Any, Any]] = {
     "mlp_bias": ("mlp_bias", bool, False, False),
 }
 POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
-LARGEST = {"num_hidden_layers": 1000, **dict.fromkeys(POSITIONS, 2**31)}  # a damaged file must not ask for a billion
-LARGEST_SIZE = 2**20  # of all other whole numbers
+# Limits, so that a damaged file cannot ask for a billion layers.
+LARGEST = {"num_hidden_layers": 1000, **dict.fromkeys(POSITIONS, 2**31)}
+LARGEST_SIZE = 2**20  # all other whole numbers
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
@@ -40,9 +41,9 @@ ROPE_FACTORS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: its base and how its frequencies are stretched.
+    """Rotary position embedding: its base, and the scaling of its frequencies.
 
-    ``kind`` is "default", "linear" or "llama3"; the other fields are read by the kinds that name them.
+    ``kind`` is "default", "linear" or "llama3". The other fields are those of the kinds in ``ROPE_FACTORS``.
     """
 
     theta: float
@@ -55,10 +56,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of the forward pass, of either family.
+    """Sizes and constants of the forward pass, for both families.
 
-    ``attention_scale`` multiplies q·k; ``windows[layer]`` is the sliding window of a layer in tokens, or
-    None where attention is full; soft caps are None where the family has none.
+    ``attention_scale`` multiplies q·k. ``windows[layer]`` is the sliding window of a layer in tokens, or
+    None for full attention. Soft caps are None where there are none.
     """
 
     family: str
@@ -84,7 +85,7 @@ class ModelConfig:
 def parse_config(raw: Any) -> ModelConfig:
     """ModelConfig of the parsed ``config.json`` of a Llama or Gemma-2 checkpoint.
 
-    Raises InputError, naming the field, for anything this project cannot compute exactly.
+    Raises InputError with the name of the field for anything that this project cannot compute exactly.
     """
     if not isinstance(raw, dict):
         raise InputError("config.json must hold one JSON object")
@@ -112,7 +113,7 @@ def parse_config(raw: Any) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that ``parse_config`` reads as this config; transformers 4 and 5 read it too."""
+    """``config.json`` that ``parse_config`` reads as this config; transformers 4 and 5 read it too."""
     architecture, activation = FAMILIES[config.family]
     raw: dict[str, Any] = {"architectures": [architecture], "model_type": config.family}
     raw |= {key: getattr(config, name) for key, (name, *_) in FIELDS.items()}
@@ -135,7 +136,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _common(raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """The fields of ModelConfig that both families have, checked."""
+    """Checked fields of ModelConfig that both families have."""
     fallback = {"num_key_value_heads": _read(raw, "num_attention_heads", int)}
     if family == "llama":
         fallback["head_dim"] = _read(raw, "hidden_size", int) // _read(raw, "num_attention_heads", int)
@@ -155,7 +156,7 @@ def _common(raw: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Gemma-2's sliding window of each layer: ``layer_types`` wins, else the even layers slide."""
+    """Sliding window of each Gemma-2 layer: by ``layer_types`` if given, else every even layer has one."""
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
@@ -170,10 +171,10 @@ def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
 
 
 def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
-    """The rotary embedding and the context it is exact for, in tokens.
+    """Rotary embedding, and the longest context for which it is exact, in tokens.
 
-    ``dynamic`` rescales its angles once a text outgrows the trained context, so a token's key would
-    depend on the call that computed it and no cached decoding could be lossless: the context ends there.
+    ``dynamic`` rescales its angles once a text is longer than the trained context. A token's key would then
+    depend on the call that computed it, and no cached decoding could be lossless: the context ends there.
     """
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -184,7 +185,7 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
             f"config.json: rope type {kind!r:.80} is not supported; default, linear, llama3 and dynamic (up to its "
             "trained context) are"
         )
-    raw = raw | scaling  # some fields may stand in either
+    raw = raw | scaling  # some fields occur in either
     if raw.get("partial_rotary_factor") not in (None, 1):
         raise InputError("config.json: partial_rotary_factor is not supported: whole heads are rotated here")
     theta, trained = _read(raw, "rope_theta", float, 10000.0), _read(raw, POSITIONS[1], int, max_positions)
@@ -199,7 +200,7 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
 
 
 def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """A field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent or null."""
+    """Field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent or null."""
     value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise InputError(f"config.json: {key} is missing")
@@ -215,5 +216,5 @@ def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None) -> Any
 
 
 def _read_or_off(raw: dict[str, Any], key: str, kind: type, default: Any) -> Any:
-    """A field as in ``_read``, but None where it is null: null turns it off."""
+    """Field as in ``_read``, but None where it is null: null turns it off."""
     return None if key in raw and raw[key] is None else _read(raw, key, kind, default)

@@ -1,4 +1,4 @@
-"""What every decoder here shares: the pass over its blocks, with positions, cache and plan explicit."""
+"""Decoder: base class of both model families, with the pass over its blocks for explicit positions, cache and plan."""
 
 from __future__ import annotations
 
@@ -10,57 +10,54 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import Positions, RMSNorm, place
+from model.layers import RMSNorm, place
 from model.plan import LayerPlan
 from model.quantise import Quantised, rounded
 from model.twins import Twins
 
-PREFILL_CHUNK = 2048  # tokens per forward of a prompt: bounds the memory of activations
+PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
 
 class Decoder(nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
-    A family file supplies ``norm`` and ``layers``, modules called as
-    ``block(x, positions, cache, attention=..., mlp=...)``. Parameter names are those of the
-    checkpoint without their ``model.`` prefix.
+    A family's file supplies ``norm`` and ``layers``, modules called as
+    ``block(x, positions, cache, attention=..., mlp=...)``. Parameter names are those of the checkpoint, without the
+    prefix ``model.``. ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
+    reference here. ``why_rows_vary`` is None if the bits of a position's logits do not depend on the other rows of the
+    step; else one line with the reason.
     """
 
     layers: nn.ModuleList
     norm: nn.Module
     embedding_scale = 1.0
-    fast_bits: tuple[int, ...] = ()  # in which a draft takes less time; here low bits are only a reference
-    why_rows_vary: str | None = "the readable blocks round a row differently among others than alone"
+    fast_bits: tuple[int, ...] = ()
+    why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Left uninitialised: drawing numbers that a checkpoint replaces would cost a second of start-up.
+        # Uninitialised: drawing random numbers that a checkpoint replaces would cost a second.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
         self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    @property
-    def row_invariant(self) -> bool:
-        """Whether a position's logits have the same bits whatever other rows its step has; else ``why_rows_vary``."""
-        return self.why_rows_vary is None
-
     def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """The weights of a linear layer, or of an embedding as a head, in few bits; see ``model.quantise``."""
+        """Low-bit weights of a linear layer, or of an embedding that is the head; see ``model.quantise``."""
         return rounded(product, bits)
 
     def prepare(self, plan: LayerPlan) -> None:
-        """Make the low-bit copies that a plan asks for now, not while a text is timed."""
+        """Make the low-bit copies of a plan now, not while a text is timed."""
         self.twins.prepare(plan)
 
     def forget_low_bits(self) -> None:
-        """Free all low-bit copies. They are made anew when a plan next asks for them."""
+        """Free all low-bit copies. They are made again when a plan next asks for them."""
         self.twins.clear()
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Fresh weights to train from: matrices and embedding normal with ``std``, biases 0, norms neutral."""
+        """Set initial weights for training: matrices and embedding normal with ``std``, biases 0, norms neutral."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std, generator=generator)
@@ -90,41 +87,37 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """An empty cache for ``capacity`` positions, in the model's dtype and on its device."""
+        """Empty cache for ``capacity`` positions, in the model's dtype and on its device."""
         c = self.config
         return KVCache(
             c.num_layers, c.num_kv_heads, c.head_dim, capacity, batch=batch, dtype=self.dtype, device=self.device
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``[batch, T]`` token ids -> ``[batch, T, hidden]``."""
+        """Embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""
         return self.embed_tokens(tokens)
 
     def hidden(
         self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
     ) -> Tensor:
-        """Run the blocks that ``plan`` keeps (all by default): ``[batch, T]`` ids -> ``[batch, T, hidden]``.
+        """Hidden states after the blocks of ``plan`` (all by default): ``[batch, T]`` ids -> ``[batch, T, hidden]``.
 
-        The T tokens stand at positions ``[start, start + T)`` and their keys and values are written there.
-        Without a cache the tokens see each other only, so start must be 0.
+        The T tokens have positions ``[start, start + T)``, and their keys and values are written there.
+        Without a cache the tokens attend to each other only, so start must be 0.
         """
         if cache is None and start:
-            raise ValueError("without a cache there is nothing before the tokens: start must be 0")
-        x = self.embed(tokens)
+            raise ValueError("without a cache no token comes before the given ones: start must be 0")
+        plan, x = plan or LayerPlan.full(self.num_layers), self.embed(tokens)
         positions = place(self.config, start, tokens.shape[1], x)
-        return self.run_blocks(x, positions, cache, plan or LayerPlan.full(self.num_layers))
-
-    def run_blocks(self, x: Tensor, positions: Positions, cache: KVCache | None, plan: LayerPlan) -> Tensor:
-        """The blocks that ``plan`` keeps, on embedded tokens: ``[batch, T, hidden]`` -> the same shape."""
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = self.twins.block(layer, attention, mlp)
             x = block(x, positions, cache, attention=attention > 0, mlp=mlp > 0)
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype.
+        """Logits by final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the model's dtype.
 
-        ``head`` stands in for the model's own: a low-bit twin.
+        ``head`` is the low-bit twin to use in place of the model's head.
         """
         hidden = self.norm(hidden)
         if head is not None:
@@ -138,9 +131,9 @@ class Decoder(nn.Module):
         return self.logits(self.hidden(tokens, cache, start, plan), self.twins.head(plan.head) if plan else None)
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        """Write the cache entries of ``[batch, T]`` prompt tokens; the head never runs.
+        """Write the cache entries of ``[batch, T]`` prompt tokens; the head does not run.
 
-        Chunks end at multiples of ``PREFILL_CHUNK``, so that their entries do not depend on how a prompt arrives.
+        Chunks end at multiples of ``PREFILL_CHUNK``, however a prompt is split over calls.
         """
         while tokens.shape[1]:
             count = chunk_at(start)
@@ -149,5 +142,5 @@ class Decoder(nn.Module):
 
 
 def chunk_at(start: int) -> int:
-    """The most tokens of a prompt that are read at once from position ``start`` on."""
+    """Most prompt tokens of a chunk that begins at position ``start``."""
     return PREFILL_CHUNK - start % PREFILL_CHUNK

@@ -1,4 +1,4 @@
-"""Location of the first non-finite number in a model, for an error message; decoding itself checks the logits only."""
+"""Location of the first non-finite number in a model, for the error message when logits are non-finite."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from model.plan import LayerPlan
 
 @torch.inference_mode()
 def explain_nonfinite(model: Decoder, cache: KVCache, tokens: Tensor, plan: LayerPlan | None = None) -> InputError:
-    """The error to raise when the logits after ``tokens`` ``[n]`` hold NaN or infinity.
+    """Error to raise when the logits after ``tokens`` ``[n]`` hold NaN or infinity.
 
-    Runs the text again under plans of fewer sublayers and names the first one after which a number is non-finite: in a
-    residual stream it stays so. The cache is overwritten from position 0, so that no second one is needed.
+    It names the first sublayer after which a number is non-finite: in a residual stream it stays so. A binary search
+    finds it, by passes over the text with fewer sublayers. They overwrite the cache from position 0.
     """
     plan = plan or LayerPlan.full(model.num_layers)
     sublayers = 2 * model.num_layers  # attention and MLP in turn

@@ -1,12 +1,12 @@
-"""The one exception that means: the user can fix this."""
+"""Exception for errors that a user can fix."""
 
 
 class InputError(ValueError):
-    """Wrong input from outside: a file, an option, a prompt, a model that does not fit.
+    """Wrong input: a file, an option, a prompt, a model that does not fit.
 
     The message is one sentence that names the thing and the remedy. Command lines print it on
-    standard error and exit with status 2; it never comes with a traceback. What a file or a user named may
-    hold line breaks or terminal codes: they are shown as spaces.
+    standard error, without a traceback, and exit with status 2. Quoted input may hold line breaks or
+    terminal codes: these are shown as spaces.
     """
 
     def __str__(self) -> str:

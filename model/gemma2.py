@@ -1,7 +1,6 @@
-"""Gemma-2 (arXiv 2408.00118) by hand: four norms a block, GeGLU, soft caps, alternate sliding windows.
+"""Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, a sliding window in every other layer.
 
-The soft cap of attention scores and the sliding windows are options of ``model.layers.attend``; what is
-Gemma's own is here.
+The soft cap of attention scores and the sliding windows are part of ``model.layers.attend``; the rest is here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from model.layers import Attention, GatedMLP, Positions, RMSNorm, normalise
 
 
 class UnitOffsetRMSNorm(RMSNorm):
-    """RMSNorm that scales by (1 + weight), all in the wide dtype, and rounds once at the end."""
+    """RMSNorm that scales by (1 + weight) in the wide dtype and rounds once, at the end."""
 
     neutral = 0.0
 
@@ -30,9 +29,9 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 
 class Gemma2Block(nn.Module):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    """Block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
 
-    The norm after a sublayer belongs to it: skipping the sublayer skips the norm, so that nothing is added.
+    The norm after a sublayer belongs to it: a skipped sublayer skips it too and adds nothing.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -54,7 +53,7 @@ class Gemma2Block(nn.Module):
 
 
 class Gemma2(Decoder):
-    """The whole model: see ``Decoder``."""
+    """Gemma-2 decoder: see ``Decoder``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -63,7 +62,7 @@ class Gemma2(Decoder):
 
     @property
     def embedding_scale(self) -> float:
-        """√hidden, rounded to the model's dtype as in training: √3584 is 59.75 in bf16."""
+        """Factor √hidden, rounded to the model's dtype as in training: √3584 is 59.75 in bf16."""
         return torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype).item()
 
     def embed(self, tokens: Tensor) -> Tensor:

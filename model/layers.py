@@ -1,7 +1,7 @@
-"""The pieces both families are built of: norm, rotary embedding, attention, gated MLP.
+"""Layers of both model families: norm, rotary embedding, attention, gated MLP.
 
 Shapes: batch B, new tokens T, positions so far S = start + T, query heads H, key/value heads K,
-G = H / K query heads to each of them, head size D. Norms, rotary angles and softmax compute in at least
+G = H / K query heads per key/value head, head size D. Norms, rotary angles and softmax compute in at least
 float32 (``wide_dtype``), whatever the model's dtype; everything else stays in that dtype.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig, Rope
 
-QUERIES = 128  # tokens that attend at a time: what is computed and then hidden is half of their square
+QUERIES = 128  # per chunk of attention
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sensitive sums are taken in: float32 for bf16 models, float64 for float64 ones."""
+    """Dtype of norms, rotary angles and softmax: float32 for bf16 models, float64 for float64 ones."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -36,7 +36,7 @@ def normalise(x: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """Llama's RMSNorm: round to the model's dtype, then scale by the weight."""
 
-    neutral = 1.0  # the weight that scales by one
+    neutral = 1.0  # the weight that leaves numbers as they are
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class RMSNorm(nn.Module):
 def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq. 15).
 
-    ``llama3`` leaves short wavelengths alone, divides those longer than the trained context by
-    ``factor``, and blends linearly in between, as published with Llama 3.1.
+    ``llama3`` keeps short wavelengths, divides the frequencies of those longer than the trained context by
+    ``factor``, and interpolates linearly in between, as published with Llama 3.1.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     frequencies = 1.0 / rope.theta ** (pairs / head_dim)
@@ -67,7 +67,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: t
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # kept for training too, where a tensor made in inference could not be used
+@torch.inference_mode(False)  # the cached tensors must serve training too
 def rotary_table(
     rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -80,112 +80,38 @@ def rotary_table(
 
 
 def rotary_angles(config: ModelConfig, start: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine for positions ``[start, start + count)``: two ``[count, head_dim]`` in like's dtype."""
-    size = 1 << (start + count - 1).bit_length()  # tables double, so few are ever made
+    """Cosine and signed sine for positions ``[start, start + count)``: two ``[count, head_dim]``, dtype of ``like``."""
+    size = 1 << (start + count - 1).bit_length()  # sizes double, so that few tables are made
     cos, sin = rotary_table(config.rope, config.head_dim, size, like.dtype, like.device)
     return cos[start : start + count], sin[start : start + count]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair (x[i], x[i + D/2]) of ``[B, heads, T, D]`` by its angle: Hugging Face's half-rotation layout.
+    """Rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by its angle, as Hugging Face does.
 
-    x[i] becomes x[i]·cos - x[i + D/2]·sin, and x[i + D/2] becomes x[i + D/2]·cos + x[i]·sin: with the halves
-    swapped, and that first minus in ``sin`` already, both are one formula.
+    x[i] becomes x[i]·cos - x[i + D/2]·sin, and x[i + D/2] becomes x[i + D/2]·cos + x[i]·sin. Both are one formula:
+    ``roll`` swaps the halves, and ``sin`` already holds the minus of the first.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-@dataclass(frozen=True)
-class Sight:
-    """Which keys new tokens see, so that attention computes little of what it would then hide.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
+    """Masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
 
-    The T tokens attend ``rows`` at a time, and so many are given their own keys and the ``reach`` keys before these,
-    less what ``mask`` hides: ``[..., G, rows, reach + rows]``, to be added to the scores; None where nothing is hidden.
-    Where there are fewer tokens or keys, its last rows and columns count. ``whole``: each token sees all before it.
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask`` ``[..., G · T, S]`` is
+    added to the scores; None masks nothing. For three queries at positions 2 to 4 and five keys at positions 0 to 4
+    (G = 1) it is, without a window and with a window of two tokens:
+
+                   key 0     1     2     3     4          key 0     1     2     3     4
+        query 2        0     0     0  -inf  -inf           -inf     0     0  -inf  -inf
+        query 3        0     0     0     0  -inf           -inf  -inf     0     0  -inf
+        query 4        0     0     0     0     0           -inf  -inf  -inf     0     0
+
+    A soft cap turns scores into cap·tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2). No fused
+    kernel of torch computes that: then the formula is written out.
     """
-
-    rows: int
-    reach: int
-    mask: Tensor | None
-    whole: bool = False
-
-
-def hiding(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores of keys, of which those marked in bool ``seen`` are seen: 0 or -inf."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
-
-
-def visible(query: Tensor, key: Tensor, window: int | None, groups: int) -> Tensor:
-    """Which positions ``key`` ``[N]`` tokens at positions ``query`` ``[T]`` see: bool ``[groups, T, N]``.
-
-    Position j is seen from i if j <= i and, under a window, i - window < j.
-    """
-    seen = key <= query[:, None]
-    if window is not None:
-        seen &= key > query[:, None] - window
-    return seen.repeat(groups, 1, 1)
-
-
-def sight(start: int, count: int, window: int | None, groups: int, like: Tensor, rows: int = QUERIES) -> Sight:
-    """What ``count`` new tokens at ``start`` see, ``rows`` of them at a time; a single one sees all that it is given.
-
-    The mask is on the device and in the dtype of ``like``.
-    """
-    rows, mask = min(count, rows), None
-    reach = start + (count - 1) // rows * rows  # of the last so many
-    if window is not None:
-        reach = min(reach, window - 1)
-    if count > 1:
-        key = torch.arange(reach + rows, device=like.device)  # counted from the first key that the last rows are given
-        mask = hiding(visible(key[reach:], key, window, groups), like.dtype)
-    return Sight(rows, reach, mask, window is None or start + count <= window)
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where the T new tokens of one forward pass stand, and what every layer needs to know of it.
-
-    ``cos`` and signed ``sin`` are ``[T, D]``; ``sights`` holds one Sight for each window that the model's layers use.
-    """
-
-    start: int
-    cos: Tensor
-    sin: Tensor
-    sights: dict[int | None, Sight]
-
-
-def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
-    """The Positions of ``count`` new tokens at ``start``, on the device and in the dtype of ``like``."""
-    groups = config.num_heads // config.num_kv_heads
-    sights = {window: sight(start, count, window, groups, like) for window in set(config.windows)}
-    return Positions(start, *rotary_angles(config, start, count, like), sights)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, sees: Sight, *, scale: float, soft_cap: float | None) -> Tensor:
-    """Causal grouped-query attention (arXiv 2305.13245) of the last T of S positions to those that each of them sees.
-
-    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. With a soft cap, scores become
-    cap·tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2), which no fused kernel of torch
-    computes: then the explicit formula runs.
-    """
-    count, before, out = q.shape[2], k.shape[2] - q.shape[2], []
-    if sees.whole and not before and soft_cap is None:
-        shared = q.shape[1] // k.shape[1]
-        k, v = (entries[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for entries in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    for begin in range(0, count, sees.rows):
-        end = min(count, begin + sees.rows)
-        first, last = max(0, before + begin - sees.reach), before + end
-        mask = None if sees.mask is None else sees.mask[..., begin - end :, first - last :].flatten(-3, -2)
-        queries, keys, values = q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
-        out.append(attend_to(queries, keys, values, mask, scale=scale, soft_cap=soft_cap))
-    return out[0] if len(out) == 1 else torch.cat(out, 2)
-
-
-def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
-    """``attend`` to all keys given, with ``mask`` ``[..., G · T, S]`` added to the scores."""
     batch, heads, count, size = q.shape
-    # Query heads that share a key head are laid end to end, as if they were more tokens: no key is copied.
+    # The G query heads of a key head are laid end to end, as if they were more tokens: no key is copied.
     q = q.reshape(batch, k.shape[1], -1, size)
     if soft_cap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -193,15 +119,97 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: fl
         scores = torch.tanh(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * (scale / soft_cap))
         scores = scores.unflatten(0, (batch, -1))
         scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
-        weights = torch.softmax(scores, dim=-1)  # in the wide dtype, within
+        weights = torch.softmax(scores, dim=-1)  # computed in the wide dtype, by torch
         out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
     return out.reshape(batch, heads, count, size)
 
 
-class Attention(nn.Module):
-    """Projections, rotary embedding, cache and attention of one layer. Parameter names are Hugging Face's."""
+@dataclass(frozen=True)
+class Mask:
+    """Additive attention mask for chunks of ``rows`` queries.
 
-    attend = staticmethod(attend)  # ``model.fast`` puts a faster one here
+    A chunk attends to its own positions and to the ``reach`` positions before them. ``values`` ``[..., G, rows, reach +
+    rows]``, 0 or -inf, fits the last chunk; chunks with fewer queries or keys take its last rows and columns. None
+    masks nothing. ``is_causal`` says that each query attends to all keys up to its own position, without a window.
+    """
+
+    rows: int
+    reach: int
+    values: Tensor | None
+    is_causal: bool = False
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask of a boolean one: 0 where it is true, -inf elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+
+
+def allowed_keys(query: Tensor, key: Tensor, window: int | None, groups: int) -> Tensor:
+    """Boolean mask ``[groups, T, N]`` of queries at positions ``query`` ``[T]`` and keys at positions ``key`` ``[N]``.
+
+    Query i attends to key j if j <= i and, with a window, i - window < j.
+    """
+    allowed = key <= query[:, None]
+    if window is not None:
+        allowed &= key > query[:, None] - window
+    return allowed.repeat(groups, 1, 1)
+
+
+def causal_mask(start: int, count: int, window: int | None, groups: int, like: Tensor, rows: int = QUERIES) -> Mask:
+    """Causal mask of ``count`` new tokens at ``start``, in chunks of up to ``rows``; device and dtype of ``like``."""
+    rows, values = min(count, rows), None
+    reach = start + (count - 1) // rows * rows  # of the last chunk
+    if window is not None:
+        reach = min(reach, window - 1)
+    if count > 1:  # a single token attends to all keys in reach
+        key = torch.arange(reach + rows, device=like.device)  # counted from the first key in reach of the last chunk
+        values = additive(allowed_keys(key[reach:], key, window, groups), like.dtype)
+    return Mask(rows, reach, values, window is None or start + count <= window)
+
+
+def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, soft_cap: float | None) -> Tensor:
+    """``attend`` of the last T of S positions, chunk by chunk: scores of all queries and keys are never held at once.
+
+    Keys out of a chunk's reach are not multiplied at all.
+    """
+    count, before, out = q.shape[2], k.shape[2] - q.shape[2], []
+    if mask.is_causal and not before and soft_cap is None:  # a prompt's first pass: torch's causal kernel
+        groups = q.shape[1] // k.shape[1]
+        k, v = (entries[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for entries in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    for begin in range(0, count, mask.rows):
+        end = min(count, begin + mask.rows)
+        first, last = max(0, before + begin - mask.reach), before + end
+        values = None if mask.values is None else mask.values[..., begin - end :, first - last :].flatten(-3, -2)
+        queries, keys, entries = q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
+        out.append(attend(queries, keys, entries, values, scale=scale, soft_cap=soft_cap))
+    return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of the T new tokens of a forward pass: the first one, rotary angles and attention masks.
+
+    ``cos`` and signed ``sin`` are ``[T, D]``. ``masks`` holds one mask per window size that the layers use.
+    """
+
+    start: int
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Mask]
+
+
+def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
+    """Positions of ``count`` new tokens at ``start``; tensors have the device and the dtype of ``like``."""
+    groups = config.num_heads // config.num_kv_heads
+    masks = {window: causal_mask(start, count, window, groups, like) for window in set(config.windows)}
+    return Positions(start, *rotary_angles(config, start, count, like), masks)
+
+
+class Attention(nn.Module):
+    """Attention sublayer: projections, rotary embedding, cache, attention. Parameter names are Hugging Face's."""
+
+    attend = staticmethod(attend_in_chunks)  # ``model.fast`` puts a faster function here
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -213,13 +221,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
-        """``[B, T, hidden]`` -> the same shape; writes keys and values at its positions if there is a cache."""
+        """``[B, T, hidden]`` -> the same shape; a cache, if given, is written at the positions."""
         batch, count, _ = x.shape
         q, k, v = self.project(x, positions)
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
-        sees = positions.sights[self.config.windows[self.layer]]
-        out = self.attend(q, k, v, sees, scale=self.config.attention_scale, soft_cap=self.config.attention_soft_cap)
+        mask = positions.masks[self.config.windows[self.layer]]
+        out = self.attend(q, k, v, mask, scale=self.config.attention_scale, soft_cap=self.config.attention_soft_cap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
 
     def project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,7 +240,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)) (arXiv 2002.05202); SiLU in Llama, tanh GELU in Gemma-2."""
+    """MLP sublayer: down(activation(gate(x)) · up(x)) (arXiv 2002.05202); SiLU in Llama, tanh GELU in Gemma-2."""
 
     def __init__(self, config: ModelConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

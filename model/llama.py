@@ -1,6 +1,6 @@
-"""Llama (arXiv 2302.13971, 2407.21783) by hand: pre-norm blocks, rotary embedding, grouped queries, SwiGLU.
+"""Llama (arXiv 2302.13971, 2407.21783): pre-norm blocks, rotary embedding, grouped queries, SwiGLU.
 
-Serves every checkpoint that declares ``LlamaForCausalLM``: Llama 1 to 3.2, CodeLlama, TinyLlama, SmolLM.
+Runs every checkpoint that declares ``LlamaForCausalLM``: Llama 1 to 3.2, CodeLlama, TinyLlama, SmolLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
 
 class LlamaBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); a skipped sublayer leaves x alone."""
+    """Block: x + attention(norm(x)), then x + mlp(norm(x)). A skipped sublayer leaves x as it is."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Decoder):
-    """The whole model: see ``Decoder``."""
+    """Llama decoder: see ``Decoder``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -1,17 +1,17 @@
-"""A decoder split over several processes: tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3).
+"""Tensor parallelism: a decoder split over several processes (Megatron-LM, arXiv 1909.08053, section 3).
 
     part          shard of a rank                     collective operation
     ---------------------------------------------------------------------------------------------
-    embedding     rows: its part of the vocabulary    all-reduce of the rows, zeros where it has none
+    embedding     rows: its part of the vocabulary    all-reduce of the rows, zeros elsewhere
     norms         whole                               none
-    q, k, v       rows: those of its heads            none: its heads attend, each rank with its cache
+    q, k, v       rows: those of its heads            none: each rank has a cache for its heads
     o             columns: those of its heads         all-reduce after attention
     gate, up      rows: its part                      none
     down          columns: the same part              all-reduce after the MLP
-    head          rows: its part of the vocabulary    all-reduce of the logits, zeros where it has none
+    head          rows: its part of the vocabulary    all-reduce of the logits, zeros elsewhere
 
 So every rank has the whole residual stream and all logits. The blocks are those of one process, for a config with
-fewer heads. Every rank must call the model with the same tokens (``decoding.run.ranks`` sees to that).
+fewer heads. Every rank must call the model with the same tokens (see ``decoding.run.ranks``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.errors import InputError
 
-Cut = tuple[int, range] | None  # a dimension and the indices along it that a rank holds; None: all of the tensor
+Cut = tuple[int, range] | None  # a dimension and a rank's indices along it; None: the whole tensor
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a model of this config that one rank holds. Raises InputError where the heads do not divide."""
+    """Shard of a model that one rank holds. Raises InputError where the heads do not divide over the ranks."""
 
     config: ModelConfig
     rank: int
@@ -49,18 +49,18 @@ class Shard:
             )
 
     def part(self, length: int, unit: int = 1) -> range:
-        """The rank's part of ``length`` units of indices: at least one, though several ranks hold it (a key head)."""
+        """Indices of the rank, of ``length`` units with ``unit`` indices each: at least one unit, if need be shared."""
         first = length * self.rank // self.size
         return range(first * unit, max(first + 1, length * (self.rank + 1) // self.size) * unit)
 
     @property
     def local(self) -> ModelConfig:
-        """The config of the rank's model."""
+        """Config of the rank's model."""
         sizes = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
         return replace(self.config, **{size: len(self.part(getattr(self.config, size))) for size in sizes})
 
     def cut(self, name: str) -> Cut:
-        """The rank's part of the parameter of this name."""
+        """Cut of the parameter of this name."""
         c, (product, kind) = self.config, name.split(".")[-2:]
         queries, keys = self.part(c.num_heads, c.head_dim), self.part(c.num_kv_heads, c.head_dim)
         inner, vocab = self.part(c.intermediate_size), self.part(c.vocab_size)
@@ -71,7 +71,7 @@ class Shard:
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
-    """A collective operation of all ranks on ``value``, which it returns. Raises InputError when a rank has ended."""
+    """Result of a collective operation of all ranks on ``value``. Raises InputError when a rank has ended."""
     try:
         operation(value, *more)
     except RuntimeError:
@@ -80,13 +80,13 @@ def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
 
 
 def split(model: Decoder, shard: Shard) -> Decoder:
-    """Let a loaded model of config ``shard.local`` sum with the other ranks; its parameters keep their names."""
+    """Decoder that sums with the other ranks, of a loaded model of config ``shard.local``; parameter names stay."""
     vocab, size, weight = shard.part(shard.config.vocab_size), shard.config.vocab_size, model.embed_tokens.weight
 
     def embed(ids: Tensor) -> Tensor:
-        absent = (ids < vocab.start) | (ids >= vocab.stop)
-        rows = F.embedding((ids - vocab.start).masked_fill(absent, 0), weight)
-        return exchange(dist.all_reduce, rows.masked_fill(absent[..., None], 0))
+        elsewhere = (ids < vocab.start) | (ids >= vocab.stop)
+        rows = F.embedding((ids - vocab.start).masked_fill(elsewhere, 0), weight)
+        return exchange(dist.all_reduce, rows.masked_fill(elsewhere[..., None], 0))
 
     model.embed_tokens.forward = embed
     for block in model.layers:

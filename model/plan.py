@@ -1,8 +1,8 @@
-"""Which sublayers of a model run, and in how many bits: a value passed to ``forward``, never a mode that is set.
+"""Layer plan: the number of bits of every sublayer, a value passed to ``forward``, never a mode that is set.
 
 The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early exit of LayerSkip
-(arXiv 2404.16710, section 4.3) and the same model rounded to few bits are plans for one forward pass: leaving a
-sublayer out is to give it no bits.
+(arXiv 2404.16710, section 4.3) and the same model rounded to few bits are plans for one forward pass. A sublayer of
+no bits is skipped.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 from model.errors import InputError
 
-FULL = 16  # the checkpoint's own weights, in however many bits they are
+FULL = 16  # the checkpoint's weights, whatever their dtype
 LOW_BITS = (4, 6, 8)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """For each layer, the bits of the weights of its attention and of its MLP sublayer; and those of the head.
+    """Bits per weight of each layer's attention and MLP sublayer, and of the head: 0, 4, 6, 8 or ``FULL``.
 
-    0, 4, 6, 8 or ``FULL``. A sublayer of no bits is skipped: it adds nothing to the residual stream, and a skipped
-    attention neither reads nor writes its layer of the KV cache.
+    A sublayer of 0 bits is skipped: it adds nothing to the residual stream, and a skipped attention neither reads nor
+    writes its layer of the KV cache. The head always runs.
     """
 
     attention: tuple[int, ...]
@@ -36,12 +36,12 @@ class LayerPlan:
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:
-        """Every sublayer runs: the target itself."""
+        """Plan of the target: every sublayer runs, with the checkpoint's weights."""
         return LayerPlan((FULL,) * num_layers, (FULL,) * num_layers)
 
     @staticmethod
     def early_exit(num_layers: int, exit_layer: int) -> LayerPlan:
-        """The first ``exit_layer`` layers run, then the final norm and the head.
+        """Plan of an early exit: the first ``exit_layer`` layers run, then the final norm and the head.
 
         Raises InputError unless 1 <= exit_layer <= num_layers.
         """
@@ -52,24 +52,20 @@ class LayerPlan:
 
     @staticmethod
     def skipping(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> LayerPlan:
-        """Every sublayer runs but the attention and MLP sublayers of the layers listed (counted from 0).
+        """Plan that skips the attention and the MLP sublayers of the given layers (counted from 0).
 
         Raises InputError when a layer is not in the model.
         """
-        skipped = {"attn": set(attention), "mlp": set(mlp)}
-        for name, layers in skipped.items():
-            for layer in sorted(layers):
-                if not 0 <= layer < num_layers:
-                    raise InputError(
-                        f"the plan skips {name} of layer {layer}, but this model has layers 0..{num_layers - 1}"
-                    )
-        return LayerPlan(
-            tuple(FULL * (layer not in skipped["attn"]) for layer in range(num_layers)),
-            tuple(FULL * (layer not in skipped["mlp"]) for layer in range(num_layers)),
-        )
+        layers, skipped = range(num_layers), {"attn": set(attention), "mlp": set(mlp)}
+        for name, chosen in skipped.items():
+            if absent := chosen.difference(layers):
+                raise InputError(
+                    f"the plan skips {name} of layer {min(absent)}, but this model has layers 0..{num_layers - 1}"
+                )
+        return LayerPlan(*(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped.values()))
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
-        """The same sublayers, all that run in so many bits; the head too."""
+        """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
         attention, mlp = (tuple(bits * (each > 0) for each in runs) for runs in (self.attention, self.mlp))
         return replace(self, attention=attention, mlp=mlp, head=head)
 

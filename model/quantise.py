@@ -1,15 +1,15 @@
-"""Weights rounded to four, six or eight bits.
+"""Quantisation of weights to four, six or eight bits.
 
 A draft need not be right, only likely to be right, and decoding costs what reading the weights costs. So the draft
 reads the same weights, rounded: a matrix in four bits takes less than a third of its size in bf16.
 
-In four and six bits rounding is affine: 32 neighbouring weights of a row, a group, share a ``scale`` and a ``zero``,
-and weight ≈ code · scale + zero, with codes of 0 to 15 for four bits. A group of 32 keeps a single large weight from
-coarsening a whole row. In eight bits a row is one group and zero is 0: codes are -127 to 127.
+In four and six bits rounding is affine. A group of 32 neighbouring weights of a row shares a ``scale`` and a ``zero``:
+weight ≈ code · scale + zero, with codes of 0 to 15 for four bits. Groups are small, so that a single large weight does
+not coarsen a whole row. In eight bits a row is one group, zero is 0, and codes are -127 to 127.
 
-An error counts by what it does to the product: it is weighted with the mean square of the input that the weight is
-multiplied by (the importance matrix of llama.cpp). Scale and zero of a group are those of the least weighted error
-among a few: ranges with more or less cut off at both ends, each fitted to its own codes by least squares.
+Errors are weighted with the mean square of the input that the weight is multiplied by (the importance matrix of
+llama.cpp). Scale and zero of a group are those with the least weighted error of a few candidates: ranges with more or
+less cut off at both ends, each then fitted to its codes by least squares.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from torch import Tensor, nn
 
 GROUP = 32  # weights that share scale and zero, in four and six bits
 RoundGroups = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, to begin with
-FITS = 2  # least-squares fits of each
-CHUNK = 1 << 22  # weights that are rounded at a time, in float32
+CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
+FITS = 2  # least-squares fits per candidate
+CHUNK = 1 << 22  # weights rounded at a time, in float32
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """``codes`` ``[out, in]`` uint8, ``scale`` and ``zero`` ``[out, groups]`` bfloat16; in eight bits int8, float32."""
+    """Rounded weights: ``codes`` ``[out, in]``, ``scale`` and ``zero`` ``[out, groups]``.
+
+    Codes are uint8, scale and zero bfloat16; in eight bits codes are int8, scale and zero float32.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -44,7 +47,7 @@ class Quantised:
         return self.codes.shape[1] if self.bits == 8 else GROUP
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weights that the codes stand for, ``[out, in]``."""
+        """Weights of these codes, ``[out, in]``."""
         columns = self.codes.shape[1]
         codes = self.codes if columns % self.group == 0 else F.pad(self.codes, (0, -columns % self.group))
         codes = codes.unflatten(1, (-1, self.group))
@@ -53,9 +56,9 @@ class Quantised:
 
 
 def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero of groups ``[n, 32]`` float32: uint8 ``[n, 32]``, and two of ``[n]`` float32.
+    """Codes uint8 ``[n, 32]``, scale and zero ``[n]`` of groups of weights ``[n, 32]``, all others float32.
 
-    ``importance`` ``[rows, 32]`` repeats: group g has row g % rows. Scale and zero are numbers that bfloat16 holds.
+    ``importance`` ``[rows, 32]`` repeats: group g has row g % rows. Scale and zero are rounded to bfloat16.
     """
     importance = importance.repeat(len(weight) // len(importance), 1)
     levels, total = 2**bits - 1, importance.sum(1)
@@ -65,9 +68,9 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
         scale = (high - low) * ((1 - 2 * cut / levels) / levels)
         zero = (low + high - levels * scale) / 2
         for _ in range(FITS + 1):
-            # Rounded before the codes are chosen, so that these make up for it.
+            # Rounded first, so that the codes compensate for it.
             scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
-            inverse = torch.where(scale > 0, 1 / scale, 0)  # of weights that are all alike, every code is 0
+            inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
             codes = ((weight - zero[:, None]) * inverse[:, None] + 0.5).floor_().clamp_(0, levels)
             weighted = codes * importance
             error = (codes * scale[:, None] + zero[:, None] - weight).square_().mul_(importance).sum(1)
@@ -77,7 +80,7 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
                 torch.where(better if new.ndim == 1 else better[:, None], new, old)
                 for new, old in zip(found, best or found, strict=True)
             )
-            # The line through the points (code, weight): scale is its slope, zero its height at code 0.
+            # A line through the points (code, weight): scale is its slope, zero its height at code 0.
             mean_code, mean = weighted.sum(1) / total, (weight * importance).sum(1) / total
             spread = (weighted * codes).sum(1) - total * mean_code.square()
             slope = ((weighted * weight).sum(1) - total * mean_code * mean) / spread
@@ -93,11 +96,11 @@ def quantise(
     importance: Tensor | None = None,
     round_groups: RoundGroups = round_groups,
 ) -> Quantised:
-    """Round ``[out, in]`` weights to codes of 4, 6 or 8 bits.
+    """Rounded ``[out, in]`` weights, in codes of 4, 6 or 8 bits.
 
-    ``importance`` ``[in]``: the mean square of each input, 1 by default. The weighted squared error is at most that of
-    rounding to the nearest of evenly spaced values between a group's least and largest weight. A last group of fewer
-    than 32 columns has a scale of its own.
+    ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared error is at most that
+    of rounding to the nearest of evenly spaced values from a group's least to its largest weight. A last group of
+    fewer than 32 columns has its own scale.
     """
     out, columns = weight.shape
     if bits == 8:
@@ -106,7 +109,7 @@ def quantise(
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
     padding, groups = -columns % GROUP, -(-columns // GROUP)
     importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
-    # An importance of zero would leave scale and zero open; a common factor changes nothing.
+    # With zero importance scale and zero would be undefined. A common factor changes nothing.
     importance = importance.float() / importance.mean().clamp(min=1e-30) + 1e-4
     importance = F.pad(importance, (0, padding)).view(groups, GROUP)
     codes = torch.empty(out, groups * GROUP, dtype=torch.uint8, device=weight.device)
@@ -121,14 +124,14 @@ def quantise(
 
 
 def rounded(product: nn.Linear | nn.Embedding, bits: int, round_groups: RoundGroups = round_groups) -> Quantised:
-    """The weights of a linear layer or an embedding in few bits, by the ``importance`` of its inputs if it has one."""
+    """Rounded weights of a linear layer or an embedding, by the ``importance`` of its inputs if it has one."""
     return quantise(product.weight, bits, getattr(product, "importance", None), round_groups)
 
 
 def round_inputs(x: Tensor) -> Tensor:
-    """``[..., in]`` inputs of a low-bit product, rounded to int8 with one scale per 32 of them.
+    """Inputs ``[..., in]`` of a low-bit product, rounded to int8 with one scale per 32 of them.
 
-    Processors multiply bytes by bytes. One scale for a whole row would lose half of the acceptance.
+    Processors multiply bytes by bytes. One scale per row would halve the acceptance rate.
     """
     columns = x.shape[-1]
     groups = F.pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))

@@ -1,4 +1,4 @@
-"""The low-bit twins of a model's sublayers: they share norms and places in the cache with what they are twins of."""
+"""Twins: low-bit copies of a model's sublayers, which share its norms and its cache."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from model.quantise import Quantised, round_inputs
 if TYPE_CHECKING:
     from model.decoder import Decoder
 
-SUBLAYERS = ("self_attn", "mlp")  # what every block calls its two
+SUBLAYERS = ("self_attn", "mlp")  # their names in every block
 
 
 class Twins:
-    """The blocks of a model under any plan. A twin is made when a plan first asks for it, and kept.
+    """Blocks of a model under any plan. A twin is made when a plan first asks for it, and kept.
 
-    ``exchange`` makes the low-bit product that stands in for a linear layer; by default one that computes with the
-    rounded weights in the model's dtype: the reference, which saves neither time nor memory. ``trouble`` is a line
-    that says where a twin is not what it should be; None if all is well.
+    ``new_product`` makes the low-bit product that replaces a linear layer. By default it is ``RoundedLinear``, the
+    reference, which saves neither time nor memory.
     """
 
-    def __init__(self, model: Decoder, exchange: Callable[[Any, int], Any] | None = None) -> None:
-        self.model, self.exchange = model, exchange or self.round
+    def __init__(self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None) -> None:
+        self.model, self.new_product = model, new_product or self.round
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.sublayers: dict[tuple[int, str, int], Any] = {}
         self.heads: dict[int, Any] = {}
 
     @property
     def trouble(self) -> str | None:
-        return getattr(self.exchange, "trouble", None)
+        """One line that says why some twins use the checkpoint's weights; None if none does."""
+        return getattr(self.new_product, "trouble", None)
 
     def round(self, product: nn.Linear | nn.Embedding, bits: int) -> RoundedLinear:
-        """The reference of a low-bit product."""
+        """Reference of a low-bit product."""
         return RoundedLinear(product, self.model.rounded(product, bits))
 
     def prepare(self, plan: LayerPlan) -> None:
-        """Make what the plan asks for now, layer by layer."""
+        """Make the twins of a plan now."""
         for layer, bits in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             self.block(layer, *bits)
         self.head(plan.head)
 
     def clear(self) -> None:
-        """Forget all copies."""
+        """Free all twins."""
         for kept in (self.blocks, self.sublayers, self.heads):
             kept.clear()
 
     def block(self, layer: int, attention: int, mlp: int) -> Any:
-        """The block of this layer, its sublayers in so many bits (one of 0 bits is not to be called)."""
+        """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits must not be called."""
         block = self.model.layers[layer]
         if {attention, mlp} <= {0, FULL}:
             return block
@@ -67,12 +67,12 @@ class Twins:
         return self.blocks[key]
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
-        """The head in so many bits, for normed hidden states ``[..., hidden]``; None: the model's own."""
+        """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the checkpoint's weights."""
         if bits == FULL:
             return None
         if bits not in self.heads:
             head = self.model.lm_head
-            self.heads[bits] = self.exchange(self.model.embed_tokens if head is None else head, bits)
+            self.heads[bits] = self.new_product(self.model.embed_tokens if head is None else head, bits)
         return self.heads[bits]
 
     def _sublayer(self, layer: int, name: str, bits: int) -> Any:
@@ -81,20 +81,20 @@ class Twins:
             twin = shallow(getattr(self.model.layers[layer], name))
             for product_name, product in list(twin.named_children()):
                 if isinstance(product, nn.Linear):
-                    setattr(twin, product_name, self.exchange(product, bits))
+                    setattr(twin, product_name, self.new_product(product, bits))
             self.sublayers[key] = twin
         return self.sublayers[key]
 
 
 def shallow(part: nn.Module) -> nn.Module:
-    """A copy that shares everything with ``part``, but whose parts can be exchanged for others."""
+    """Copy of a module that shares all its parts, each of which can be replaced."""
     twin = copy.copy(part)
     twin._modules = dict(part._modules)
     return twin
 
 
 class RoundedLinear(nn.Linear):
-    """The reference of a low-bit product: weights and inputs rounded, computed in their own dtype."""
+    """Reference of a low-bit product: rounded weights and inputs, multiplied in the dtype of the model."""
 
     @torch.no_grad()
     def __init__(self, product: nn.Linear | nn.Embedding, rounded: Quantised) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, KVCache, LayerPlan, ModelConfig
-from model.layers import Positions, Sight, hiding, place
+from model.layers import Mask, Positions, additive, place
 from model.twins import Twins
 
 DEPTHS = 3  # deeper drafts are taken to be accepted like the last: on SmolLM2 an error of .01 at most
@@ -93,14 +93,14 @@ def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths:
     key = torch.arange(target_length, device=like.device)
     of_target = key < began
     of_draft = (began == began.T) & (depth >= depth.T)
-    sights = {}
+    masks = {}
     for window in set(config.windows):
         seen = torch.cat((of_target, of_draft), 1)
         if window is not None:
             seen &= torch.cat((key.expand_as(of_target), at.T.expand_as(of_draft)), 1) > at - window
-        mask = hiding(seen, like.dtype).repeat(config.num_heads // config.num_kv_heads, 1, 1)
-        sights[window] = Sight(len(at), target_length, mask)
-    return Positions(0, angles.cos[at[:, 0]], angles.sin[at[:, 0]], sights)
+        values = additive(seen, like.dtype).repeat(config.num_heads // config.num_kv_heads, 1, 1)
+        masks[window] = Mask(len(at), target_length, values)
+    return Positions(0, angles.cos[at[:, 0]], angles.sin[at[:, 0]], masks)
 
 
 class TargetPass:

@@ -1,4 +1,7 @@
-"""Speed, without the readable files knowing: compiled steps on a CPU, compiled and captured ones on a GPU."""
+"""Fast decoding of the same models: compiled steps on a CPU (``cpu``), compiled and captured ones on a GPU (``gpu``).
+
+Begin with ``accelerate``. The readable files of ``model`` do not depend on this folder.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from model.decoder import Decoder
 
 __all__ = ["accelerate"]
 
-COMPILED = (torch.bfloat16, torch.float16, torch.float32)  # on a CPU; float64 is for exact laws
+COMPILED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the compiled step; float64 is for tests
 
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
-    """The model, prepared to decode fast on its device: one with the methods of ``Decoder``, and the same weights.
+    """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its device.
 
-    Not ``compiled``, its steps are the readable blocks'.
-    Its short steps then give a position the same bits however many tokens they take. Where it cannot be prepared, a
-    line on standard error says so, and it is returned as it is.
+    Without ``compiled`` its steps are the readable blocks'. Its ``why_rows_vary`` is None if a position has the same
+    bits in steps of any number of tokens. Where a model cannot be prepared, it is returned as it is, and a line on
+    standard error says so.
     """
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder

@@ -1,11 +1,13 @@
-"""Short steps on a GPU, as gpt-fast takes them: a static cache, one compiled block, and the whole step a CUDA graph.
+"""Static steps on a GPU, as in gpt-fast: a static cache, one compiled block, and one CUDA graph per step.
 
-Launching a kernel takes longer than most of a step's kernels run. So a step of a plan always has the same shape:
-``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over the whole memory of the cache. The
-readable block is compiled once (``torch.compile``), and all layers share the code, their weights being arguments; the
-whole step is then captured and replayed as one launch. Reading the weights is its cost, so padded rows are nearly free.
+Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the same shape:
+``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all positions of the cache. The
+readable block is compiled once (``torch.compile``). All layers share its code: their weights are arguments. The whole
+step is then captured and replayed as one launch. A step costs what reading the weights costs, so padded rows are
+nearly free.
 
-Every step of a plan runs the same kernels on the same shapes, so a row's bits depend on its own text; that is checked.
+Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on other rows, which
+is checked.
 """
 
 from __future__ import annotations
@@ -23,27 +25,20 @@ from torch.func import functional_call
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast.tinygemm import LowBits
-from model.layers import Positions, Sight, attend, hiding, rotary_table, visible, wide_dtype
+from model.layers import Mask, Positions, additive, allowed_keys, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.twins import Twins
 
-ROWS = 16  # the longest step; a GPU multiplies 16 rows at once anyway
-SMALLEST = 512  # positions of the smallest cache; larger ones double, so that few shapes are ever compiled
-# Of the largest logit: above what rounding in bf16 makes of deep models, below what a wrong address gives.
+ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
+SMALLEST = 512  # positions of the smallest cache; sizes double, so that few shapes are compiled
+# Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong address gives.
 TOLERANCE = 0.2
 FAILURES = (RuntimeError, AssertionError, ImportError, OSError)  # of compilers, drivers and allocators
 
 
 @dataclass(frozen=True)
-class StaticMask:
-    """Additive mask of a static step: ``[G · rows, positions]``, 0 or -inf."""
-
-    mask: Tensor
-
-
-@dataclass(frozen=True)
 class StaticEntries:
-    """One layer of a cache as a static step sees it: written at an index tensor, read over all positions."""
+    """One layer of a cache for a static step: written at the positions of a tensor, read over all positions."""
 
     keys: Tensor
     values: Tensor
@@ -56,37 +51,33 @@ class StaticEntries:
         return self.keys, self.values
 
 
-def attend_statically(
-    q: Tensor, k: Tensor, v: Tensor, sees: Sight | StaticMask, *, scale: float, soft_cap: float | None
-) -> Tensor:
-    """``model.layers.attend``; under a ``StaticMask`` by the explicit formula, which a compiler fuses.
+def attend_statically(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, soft_cap: float | None) -> Tensor:
+    """``model.layers.attend`` with the mask of a static step, written out: a compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the wide dtype.
     """
-    if not isinstance(sees, StaticMask):
-        return attend(q, k, v, sees, scale=scale, soft_cap=soft_cap)
-    rows = q.reshape(1, k.shape[1], -1, q.shape[3])  # query heads that share a key head are laid end to end
+    rows = q.reshape(1, k.shape[1], -1, q.shape[3])  # the query heads of a key head are laid end to end
     scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores + sees.mask, dim=-1).to(q.dtype)
+    weights = torch.softmax(scores + mask.values.flatten(0, 1), dim=-1).to(q.dtype)
     return (weights @ v).reshape(q.shape)
 
 
 def run_block(
-    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], sees: StaticMask,
+    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], mask: Mask,
     entries: StaticEntries, attention: bool, mlp: bool,
 ) -> Tensor:  # fmt: skip
-    """A readable block with another layer's ``weights``: the one function that is compiled."""
+    """Readable block with the ``weights`` of another layer: the function that is compiled."""
     window = block.self_attn.config.windows[block.self_attn.layer]
-    positions = Positions(0, *angles, {window: sees})
+    positions = Positions(0, *angles, {window: mask})
     return functional_call(block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp})
 
 
 class StaticStep:
-    """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, always the same kernels on the same memory."""
+    """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, by the same kernels on the same buffers."""
 
-    @torch.inference_mode(False)  # its buffers outlive the call, and are written in inference mode and outside
+    @torch.inference_mode(False)  # the buffers outlive the call, and are written in inference mode and outside
     def __init__(self, model: Decoder, cache: KVCache, plan: LayerPlan, run: Callable[..., Tensor]) -> None:
         self.model, self.cache, self.plan, self.run = model, cache, plan, run
         self.rows = 1 if plan.has_low_bits else ROWS
@@ -95,26 +86,27 @@ class StaticStep:
         self.offsets = torch.arange(self.rows, device=model.device)
         self.logits = torch.empty(1, self.rows, model.vocab_size, dtype=model.dtype, device=model.device)
         self.angles = rotary_table(model.config.rope, model.config.head_dim, cache.capacity, model.dtype, model.device)
-        # Blocks whose products are of the same kinds share one template, and so its compiled code.
+        # Blocks with the same kinds of products share one template, and so its compiled code.
         templates: dict[tuple[bool, ...], nn.Module] = {}
         self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []
         for layer, pair in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block, kinds = model.twins.block(layer, *pair), tuple(bits not in (0, FULL) for bits in pair)
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
+                templates[kinds].self_attn.attend = attend_statically
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
-        self.replay: Callable[[], None] | None = None  # where it was captured
+        self.replay: Callable[[], None] | None = None  # of the captured step
 
     def compute(self) -> None:
-        """The step on what its buffers hold; padded rows are written behind the last position of a text."""
-        model, config = self.model, self.model.config
+        """Logits of the tokens in the buffers; padded rows are written behind the last position of a text."""
+        model, config, padding = self.model, self.model.config, self.cache.capacity - self.rows
         places = self.start + self.offsets
-        index = torch.where(self.offsets < self.count, places, self.cache.capacity - self.rows + self.offsets)
+        index = torch.where(self.offsets < self.count, places, padding + self.offsets)
         angles = tuple(table.index_select(0, index) for table in self.angles)
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups, dtype = config.num_heads // config.num_kv_heads, wide_dtype(model.dtype)
         masks = {
-            window: StaticMask(hiding(visible(places, keys, window, groups), dtype).flatten(0, 1))
+            window: Mask(self.rows, padding, additive(allowed_keys(places, keys, window, groups), dtype))
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
@@ -134,9 +126,9 @@ class StaticStep:
         return self.logits[:, :count].clone()
 
     def capture(self, pool: Any) -> None:
-        """Record the step as a CUDA graph, in a pool of memory that all steps share.
+        """Record the step as a CUDA graph, in a memory pool that all steps share.
 
-        It runs once before, on a stream of its own, in which libraries settle.
+        It runs once before on another stream, so that libraries allocate their workspaces outside of the graph.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.model.device)
         stream.wait_stream(torch.cuda.current_stream(self.model.device))
@@ -148,66 +140,56 @@ class StaticStep:
         self.replay = graph.replay
 
 
-@dataclass
-class Memory:
-    """The memory of one text's cache at a time, and the steps that were made on it, by plan."""
+@dataclass(eq=False)
+class StaticCache:
+    """Tensors of a cache, used by one text at a time, and the steps that were made for them, by plan."""
 
     cache: KVCache
     steps: dict[LayerPlan, StaticStep]
 
 
 class StaticDecoder:
-    """``Decoder`` whose steps on a single text are static: compiled, and on CUDA captured. Prompts are the decoder's.
+    """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are the decoder's.
 
-    Whatever fails on the way (no compiler, an old GPU, no memory, a capture torn off), steps are the readable blocks'
-    from then on, and ``trouble`` says why in a line.
+    If a step fails (no compiler, an old GPU, no memory, a broken capture), all later steps are the readable blocks',
+    and ``trouble`` says why in one line.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         self.model, self.trouble, self.why_rows_vary = model, None, None
-        for block in model.layers:
-            block.self_attn.attend = attend_statically
         model.twins = Twins(model, LowBits())
         self.run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
         self.captures = compiled and model.device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
-        self.memories: list[Memory] = []
-        self.lent: WeakKeyDictionary[KVCache, Memory] = WeakKeyDictionary()
+        self.static_caches: list[StaticCache] = []
+        self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by the cache of a text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     @property
-    def row_invariant(self) -> bool:
-        return self.why_rows_vary is None
-
-    @property
     def fast_bits(self) -> tuple[int, ...]:
-        """Numbers of bits in which drafts are faster: what tinygemm has kernels for."""
+        """Numbers of bits in which drafts are faster: those that tinygemm has kernels for."""
         return (4,) if self.model.dtype == torch.bfloat16 and self.model.device.type == "cuda" else ()
 
-    def prepare(self, plan: LayerPlan) -> None:
-        """``Decoder.prepare``."""
-        self.model.prepare(plan)
-
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """``Decoder.new_cache``; for a single text in memory that an earlier one has left, with its steps."""
+        """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static cache not in use."""
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        used = {id(memory) for memory in self.lent.values()}
-        free = [memory for memory in self.memories if id(memory) not in used]
-        memory = next((memory for memory in free if memory.cache.capacity >= capacity + ROWS), None)
-        if memory is None:
-            self.memories = [memory for memory in self.memories if id(memory) in used]
+        used = list(self.in_use.values())
+        free = [each for each in self.static_caches if each not in used and each.cache.capacity >= capacity + ROWS]
+        if free:
+            static = free[0]
+        else:
             size = max(SMALLEST, 1 << (capacity + ROWS - 1).bit_length())
+            self.static_caches = used  # those that are too small are freed
             with torch.inference_mode(False):
-                memory = Memory(self.model.new_cache(size), {})
-            self.memories.append(memory)
-        memory.cache.clear()
-        cache = KVCache.__new__(KVCache)
-        cache.keys, cache.values, cache.capacity = memory.cache.keys, memory.cache.values, capacity
-        cache.lengths = [0] * self.model.num_layers
-        self.lent[cache] = memory
+                static = StaticCache(self.model.new_cache(size), {})
+            self.static_caches.append(static)
+        static.cache.clear()
+        cache = copy.copy(static.cache)
+        cache.capacity, cache.lengths = capacity, [0] * self.model.num_layers
+        self.in_use[cache] = static
         return cache
 
     def __call__(
@@ -229,48 +211,48 @@ class StaticDecoder:
 
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan) -> StaticStep | None:
-        """The static step of a plan on this cache, made now if there is none; None where steps are readable ones."""
-        memory = self.lent.get(cache)
-        if memory is None:
+        """Static step of a plan on this cache, made now if there is none; None where the readable blocks run."""
+        static = self.in_use.get(cache)
+        if static is None:
             return None
-        if self.trouble is None and plan not in memory.steps:
+        if self.trouble is None and plan not in static.steps:
             lengths = list(cache.lengths)
             try:
-                step = StaticStep(self.model, memory.cache, plan, self.run)
+                step = StaticStep(self.model, static.cache, plan, self.run)
                 self._check(step)
                 if self.captures:
                     step.capture(self.pool)
                     self._check(step)
-                memory.steps[plan] = step
+                static.steps[plan] = step
             except FAILURES as error:
                 self.trouble = f"steps are the readable blocks': {first_line(error)}"
             cache.lengths = lengths
-        return None if self.trouble else memory.steps[plan]
+        return None if self.trouble else static.steps[plan]
 
     def _check(self, step: StaticStep) -> None:
-        """Compare a step with the readable blocks' behind the last position of any text.
+        """Compare a step's logits with the readable blocks', on the first positions of its cache, which are restored.
 
-        Raises RuntimeError where logits differ by more than rounding.
+        Raises RuntimeError where they differ by more than rounding.
         """
         cache = self.model.new_cache(2 * ROWS)
         tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
         expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
         kept = [entries[:, :, : 2 * ROWS].clone() for entries in (*step.cache.keys, *step.cache.values)]
-        for own, entries in zip((*step.cache.keys, *step.cache.values), (*cache.keys, *cache.values), strict=True):
-            own[:, :, : 2 * ROWS] = entries
+        for target, entries in zip((*step.cache.keys, *step.cache.values), (*cache.keys, *cache.values), strict=True):
+            target[:, :, : 2 * ROWS] = entries
         found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
         alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        for own, entries in zip((*step.cache.keys, *step.cache.values), kept, strict=True):
-            own[:, :, : 2 * ROWS] = entries
+        for target, entries in zip((*step.cache.keys, *step.cache.values), kept, strict=True):
+            target[:, :, : 2 * ROWS] = entries
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
             raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the readable blocks'")
         if not torch.equal(alone, found[:, -1:]):
-            self.why_rows_vary = "this GPU's kernels give a row other bits alone than among others"
+            self.why_rows_vary = "the kernels of this GPU give a row different bits alone and among others"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error that led to this one."""
+    """First line of the message of the first error in a chain."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,17 +1,21 @@
 """Four-bit products on a GPU by torch's tinygemm kernel, which reads a quarter of the bytes of a bf16 product.
 
-It pays for one row, which is what drafting takes. In other widths, and where the kernel does not take a product, a
-draft runs in the checkpoint's own bits: torch's eight-bit kernel on a GPU is many times slower than the bf16 product.
+It is faster for one row, as in a draft step. In six and eight bits, and for shapes that the kernel does not take, a
+draft uses the checkpoint's weights: torch's eight-bit kernel on a GPU is many times slower than the bf16 product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.quantise import GROUP, Quantised, rounded
 
-ROWS, COLUMNS = 8, 32  # of a weight: what the kernel takes is a multiple
+ROWS, COLUMNS = 8, 32  # the shape of a weight must be a multiple of these
 
 
 class Int4Linear(nn.Module):
@@ -34,13 +38,13 @@ class Int4Linear(nn.Module):
 
 
 class LowBits:
-    """Makes the low-bit copies of a model's products; ``trouble`` says which are the products themselves, and why."""
+    """Maker of a model's low-bit products; ``trouble`` says why some use the checkpoint's weights instead."""
 
     def __init__(self) -> None:
         self.trouble: str | None = None
 
     @torch.no_grad()
-    def __call__(self, product: nn.Linear | nn.Embedding, bits: int) -> nn.Module:
+    def __call__(self, product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
         weight = product.weight.detach()
         if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
             reason = "there are kernels for bfloat16 on CUDA only"
@@ -51,15 +55,4 @@ class LowBits:
         else:
             return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
         self.trouble = self.trouble or f"drafts in {bits} bits run in the checkpoint's own here: {reason}"
-        return product if isinstance(product, nn.Linear) else Head(product)
-
-
-class Head(nn.Module):
-    """A tied embedding as a product."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.embedding.weight)
+        return product if isinstance(product, nn.Linear) else partial(F.linear, weight=product.weight)

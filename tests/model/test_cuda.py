@@ -1,9 +1,10 @@
-"""On a real GPU: the documents' commands first, then what the fake device promises. Skipped where there is none."""
+"""Tests on a real GPU: commands of the documents, steps, texts, memory, training. Skipped where there is none."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from benchmark.peak import peak_bytes
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import KeyedRandomness, Place
+from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
@@ -27,7 +29,9 @@ from tests.configs import small
 from train import recipe_loss
 from weights.memory import estimate, held_bytes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there is none here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: run it on a machine with an NVIDIA GPU"
+)
 
 VOCAB, LAYERS = 512, 4
 SHAPES = [("llama", 64), ("llama", 128), ("gemma2", 64), ("gemma2", 128)]
@@ -46,7 +50,7 @@ DRAFTERS: dict[str, Callable[[Decoder, Any], Drafter]] = {
 
 
 def model_of(family: str = "llama", size: int = 64, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
-    """A random model on the GPU, with shapes that its kernels take."""
+    """Random model on the GPU, with shapes that its kernels take."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": size, "intermediate_size": 1024}
     if family == "gemma2":
         sizes |= {"sliding_window": 300, "query_pre_attn_scalar": size}
@@ -60,48 +64,45 @@ def ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def text_by(
-    model: Decoder,
-    drafter: str,
-    params: SamplingParams,
-    coupling: str = "race",
-    prompt: int = 40,
-    seed: int = 7,
-) -> list[int]:
-    """60 tokens after a prompt."""
-    start, cache = ids(prompt), model.new_cache(prompt + 60)
+def rounds_by(
+    model: Decoder, drafter: str, params: SamplingParams, coupling: str = "race", prompt: int = 40, seed: int = 7
+) -> tuple[Text, Iterator[Round]]:
+    """A text of 60 tokens after a prompt, and the rounds that write it."""
+    start, cache, rule = ids(prompt), model.new_cache(prompt + 60), Coupling(coupling, seed)
     with torch.inference_mode():
         model.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
-    text = Text(start, Rules(60), model)
-    rule = Coupling(coupling, seed)
+    text, policy = Text(start, Rules(60), model), FixedLength(4 if drafter != "none" else 0)
     drawn = rule.randomness(model.device), rule.verify
-    drafts = DRAFTERS[drafter](model, cache)
-    assert list(speculate(model, cache, text, drafts, FixedLength(4 if drafter != "none" else 0), params, *drawn))
+    return text, speculate(model, cache, text, DRAFTERS[drafter](model, cache), policy, params, *drawn)
+
+
+def text_by(*given: Any, **named: Any) -> list[int]:
+    """The tokens of ``rounds_by``."""
+    text, rounds = rounds_by(*given, **named)
+    assert list(rounds)
     return text.generated
 
 
 def run(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
-    """What a command of the documents writes, as a user types it."""
+    """Output of a command of the documents."""
     assert generate.main([*asked, "--device", "cuda", "--max-new-tokens", "24", "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "tiny-llama", "tiny-gemma2"])
-def test_the_first_command_of_the_documents_works_and_drafts_as_it_likes(
-    model: str, smollm2: Path, capsys: pytest.CaptureFixture[str]
+SEEDED = ("--seed", "5", "--temperature", "0.8")
+COMMANDS = [(model, ()) for model in ("smollm2-135m-instruct", "tiny-llama", "tiny-gemma2")]
+COMMANDS += [
+    ("tiny-llama", ("--draft", draft, *more)) for draft in ("lookup", "exit", "lowbit") for more in ((), SEEDED)
+]
+
+
+@pytest.mark.parametrize(("model", "options"), COMMANDS)
+def test_commands_of_the_documents_write_plain_decodings_text(
+    model: str, options: tuple[str, ...], smollm2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --draft costs are measured, in inference mode, on the memory that texts then use."""
-    default, plain = (
-        run(capsys, "Why is the sky blue?", "--model", model, *more) for more in ((), ("--draft", "none"))
-    )
-    assert default["tokens"] == plain["tokens"]
-
-
-@pytest.mark.parametrize("draft", ["lookup", "exit", "lowbit"])
-def test_every_draft_writes_plain_decodings_text(draft: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ((), ("--seed", "5", "--temperature", "0.8")):
-        asked = ("Write a short story about a fox.", "--model", "tiny-llama", *more)
-        assert run(capsys, *asked, "--draft", draft)["tokens"] == run(capsys, *asked, "--draft", "none")["tokens"]
+    """Without --draft costs are measured, in inference mode, on the static caches that texts then use."""
+    asked = ("Why is the sky blue?", "--model", model, *options)
+    assert run(capsys, *asked)["tokens"] == run(capsys, *asked, "--draft", "none")["tokens"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -120,13 +121,13 @@ def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(family:
             expected = static.model(tokens, caches[0], start, PLANS[plan]).float()
             found = static(tokens, caches[1], start, PLANS[plan]).float()
             assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
-    assert static.trouble is None and static.row_invariant
-    assert all(step.replay is not None for memory in static.memories for step in memory.steps.values())
+    assert static.trouble is None and static.why_rows_vary is None
+    assert all(step.replay is not None for each in static.static_caches for step in each.steps.values())
 
 
 @pytest.mark.parametrize(("family", "size"), SHAPES)
 @torch.inference_mode()
-def test_a_rows_bits_depend_on_nothing_but_what_it_sees(family: str, size: int) -> None:
+def test_a_rows_bits_do_not_depend_on_other_rows(family: str, size: int) -> None:
     static, text, logits = accelerate(model_of(family, size)), torch.tensor([ids(540)], device="cuda"), []
     for count in (1, 5, ROWS):
         cache = static.new_cache(560)
@@ -134,14 +135,6 @@ def test_a_rows_bits_depend_on_nothing_but_what_it_sees(family: str, size: int) 
         steps = [static(text[:, at : at + count], cache, at) for at in range(500, 532, count)]
         logits.append(torch.cat(steps, 1)[:, :32])
     assert all(torch.equal(logits[0], other) for other in logits[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_other_dtypes_write_plain_decodings_text_too(family: str, dtype: torch.dtype) -> None:
-    static = accelerate(model_of(family, dtype=dtype))
-    assert text_by(static, "exit", SamplingParams()) == text_by(static, "none", SamplingParams())
-    assert static.trouble is None
 
 
 def test_where_memory_runs_out_steps_are_the_readable_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +156,19 @@ def test_greedy_and_raced_texts_are_plain_decodings(family: str, size: int, draf
     static = accelerate(model_of(family, size))
     for params in (SamplingParams(), SamplingParams(0.8, top_p=0.95)):
         assert text_by(static, drafter, params) == text_by(static, "none", params)
-    assert static.trouble is None and static.row_invariant
+    assert static.trouble is None and static.why_rows_vary is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_greedy_texts_in_other_dtypes_are_plain_decodings(family: str, dtype: torch.dtype) -> None:
+    static = accelerate(model_of(family, dtype=dtype))
+    assert text_by(static, "exit", SamplingParams()) == text_by(static, "none", SamplingParams())
+    assert static.trouble is None
 
 
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
-def test_the_same_seed_gives_the_same_text_twice_and_another_another(coupling: str) -> None:
+def test_texts_of_equal_seeds_are_equal_and_of_different_seeds_different(coupling: str) -> None:
     static, params = accelerate(model_of()), SamplingParams(1.0)
     first, again, other = (text_by(static, "exit", params, coupling, seed=seed) for seed in (7, 7, 8))
     assert first == again != other
@@ -183,37 +184,19 @@ def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_round_waits_for_the_device_once(drafter: str) -> None:
-    """Reading the verdict waits, and torch counts the copy of a text's new tokens: nothing else does."""
+    """To read the verdict; and torch counts the copy of a text's new tokens."""
     static, params = accelerate(model_of()), SamplingParams(0.8, top_k=50, top_p=0.9)
-    text_by(static, drafter, params)  # what is new is compiled and captured now
-    start, cache = ids(40), static.new_cache(100)
-    with torch.inference_mode():
-        static.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
-    text = Text(start, Rules(40), static)
-    race = Coupling("race", 7)
-    waits, rounds = [], 0
+    text_by(static, drafter, params)  # compiles and captures
+    waits, (_, rounds) = [], rounds_by(static, drafter, params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.showwarning", lambda *told, **more: waits.append(str(told[0])))
-        import warnings
-
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            policy = FixedLength(4 if drafter != "none" else 0)
-            for _ in speculate(
-                static,
-                cache,
-                text,
-                DRAFTERS[drafter](static, cache),
-                policy,
-                params,
-                race.randomness(static.device),
-                race.verify,
-            ):
-                rounds += 1
+            count = sum(1 for _ in rounds)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert rounds and len(waits) <= rounds * (2 if drafter == "lookup" else 1) + 1
+    assert count and len(waits) <= count * (2 if drafter == "lookup" else 1) + 1
 
 
 @torch.inference_mode()
@@ -235,9 +218,8 @@ def test_memory_stays_within_the_estimate_captures_included(family: str) -> None
     model = accelerate(model_of(family, 128))
     needed = estimate(model.config, model.dtype, 600, prompt=540, fast_on=model.device)
     assert held_bytes(model) <= needed.weights * 1.01 + (1 << 20)
-    took = peak_bytes(
-        lambda: text_by(model, "exit", SamplingParams(0.8, top_k=50, top_p=0.9), prompt=540), model.device
-    )
+    params = SamplingParams(0.8, top_k=50, top_p=0.9)
+    took = peak_bytes(lambda: text_by(model, "exit", params, prompt=540), model.device)
     assert took <= needed.cache + needed.workspace
 
 

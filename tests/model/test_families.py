@@ -1,4 +1,4 @@
-"""Both families compute what transformers computes, whole and with sublayers left out."""
+"""Parity of both families with transformers, in whole and with skipped sublayers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from model import LayerPlan, build, parse_config
 from model.layers import place
+from tests.configs import LLAMA3_ROPE, small
 from tests.oracle import (
     FAMILIES,
     VOCAB,
@@ -40,27 +41,32 @@ def assert_close(ours: Tensor, oracle: Tensor, tolerance: float) -> None:
     assert worst <= tolerance, f"worst deviation {worst:.3g}"
 
 
+def drawn(data, family):
+    """A random model of transformers, and ours with its weights; in float64."""
+    oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
+    return oracle, our_model(oracle)
+
+
 @both_families
 @over_configs
 @given(data=st.data())
 def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(family, data):
+    """Each row of a batch has the logits that it has alone."""
     with lifted():
-        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
-        ours = our_model(oracle)
-        tokens = data.draw(texts())
-        expected = oracle_logits(oracle, tokens)
-    length = tokens.shape[1]
+        oracle, ours = drawn(data, family)
+        length, batch = data.draw(st.integers(1, 24)), data.draw(st.integers(1, 3))
+        tokens = torch.cat([data.draw(texts(length, length)) for _ in range(batch)])
+        expected = torch.cat([oracle_logits(oracle, row) for row in tokens[:, None]])
     assert_close(ours(tokens), expected, 1e-9)
     assert_close(in_chunks(ours, tokens, [(i, i + 1) for i in range(length)]), expected, 1e-9)
     assert_close(in_chunks(ours, tokens, data.draw(cuts(length))), expected, 1e-9)
 
 
 @both_families
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @over_configs
 @given(data=st.data())
-def test_logits_are_close_to_transformers_with_its_float32_casts(family, dtype, data):
-    oracle = oracle_model(data.draw(configs(family)), dtype, seed=data.draw(seeds))
+def test_float32_logits_are_close_to_transformers(family, data):
+    oracle = oracle_model(data.draw(configs(family)), torch.float32, seed=data.draw(seeds))
     ours = our_model(oracle)
     tokens = data.draw(texts())
     expected = oracle_logits(oracle, tokens)
@@ -76,15 +82,15 @@ def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, 
     if kind != "default":
         rope["factor"] = 4.0
     if kind == "llama3":
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
-    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "head_dim": 16}
-    raw |= {"num_attention_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 96, "pad_token_id": None}
-    raw |= {"sliding_window": 8, "num_key_value_heads": 1}
-    raw |= (
-        {"rope_theta": 1000.0, "rope_scaling": rope}
-        if transformers_version == 4
-        else {"rope_parameters": {"rope_theta": 1000.0, **rope}}
-    )
+        rope |= LLAMA3_ROPE | {"factor": 4.0, "original_max_position_embeddings": 24}
+    layout = {
+        4: {"rope_theta": 1000.0, "rope_scaling": rope},
+        5: {"rope_parameters": {"rope_theta": 1000.0, **rope}},
+    }[transformers_version]
+    sizes = {"vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 96, "sliding_window": 8}
+    raw = small(family, hidden=32, pad_token_id=None, **sizes)
+    del raw["rope_theta"]
+    raw |= layout
     tokens = (torch.arange(96) * 5 % VOCAB)[None]
     with lifted():
         oracle = oracle_model(raw)
@@ -97,22 +103,9 @@ def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, 
 @both_families
 @over_configs
 @given(data=st.data())
-def test_every_row_of_a_batch_has_the_logits_it_has_alone(family, data):
-    with lifted():
-        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
-        ours = our_model(oracle)
-        rows = torch.cat([data.draw(texts(12, 12)) for _ in range(3)])
-        expected = oracle_logits(oracle, rows)
-    assert_close(in_chunks(ours, rows, data.draw(cuts(12))), expected, 1e-9)
-
-
-@both_families
-@over_configs
-@given(data=st.data())
 def test_a_skipped_sublayer_adds_exactly_nothing(family, data):
     with lifted():
-        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
-        ours = our_model(oracle)
+        oracle, ours = drawn(data, family)
         tokens, plan = data.draw(texts()), data.draw(plans(ours.num_layers))
         with silenced(oracle, plan):
             expected = oracle_logits(oracle, tokens)
@@ -125,8 +118,7 @@ def test_a_skipped_sublayer_adds_exactly_nothing(family, data):
 @given(data=st.data())
 def test_a_draft_reads_the_full_models_cache_and_its_own_entries_after_it(family, data):
     with lifted():
-        oracle = oracle_model(data.draw(configs(family)), seed=data.draw(seeds))
-        ours = our_model(oracle)
+        oracle, ours = drawn(data, family)
         text, draft, plan = data.draw(texts()), data.draw(texts(max_size=5)), data.draw(plans(ours.num_layers))
         oracle_cache = DynamicCache()  # without a config it keeps every position of every layer
         oracle(text, past_key_values=oracle_cache)
@@ -140,11 +132,9 @@ def test_a_draft_reads_the_full_models_cache_and_its_own_entries_after_it(family
 
 @both_families
 def test_an_early_exit_is_the_final_norm_and_head_on_an_earlier_layers_output(family):
-    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
-    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": None}
     tokens = torch.arange(9)[None]
     with lifted():
-        oracle = oracle_model(raw)
+        oracle = oracle_model(small(family, hidden=16, layers=4, vocab_size=VOCAB, pad_token_id=None))
         streams = oracle.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
         expected = oracle.lm_head(oracle.model.norm(streams[3]))
         cap = getattr(oracle.config, "final_logit_softcapping", None)
@@ -154,9 +144,9 @@ def test_an_early_exit_is_the_final_norm_and_head_on_an_earlier_layers_output(fa
 
 @both_families
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
-    raw = {"model_type": family, "vocab_size": 200, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    raw |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": None}
-    raw |= {"sliding_window": 16, "query_pre_attn_scalar": 24} if family == "gemma2" else {"mlp_bias": True}
+    sizes = {"vocab_size": 200, "head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
+    more = {"sliding_window": 16, "query_pre_attn_scalar": 24} if family == "gemma2" else {"mlp_bias": True}
+    raw = small(family, hidden=128, layers=4, pad_token_id=None, **sizes, **more)
     errors = torch.zeros(2, dtype=torch.float64)
     for seed in range(4):
         tokens = torch.randint(200, (1, 64), generator=torch.Generator().manual_seed(seed))
@@ -172,42 +162,20 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
     assert errors[0] <= 1.2 * errors[1], f"ours {errors[0] / 4:.4g}, transformers {errors[1] / 4:.4g}"
 
 
-LLAMA_8B = {  # Llama 3.1 8B as published, but for its depth and vocabulary
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-GEMMA_9B = {  # Gemma 2 9B as published, but for its depth, its vocabulary and a window that a short text outgrows
-    "model_type": "gemma2",
-    "vocab_size": VOCAB,
-    "hidden_size": 3584,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 8,
+LLAMA_8B = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+LLAMA_8B |= {"intermediate_size": 14336, "max_position_embeddings": 131072, "rope_theta": 500000.0}
+LLAMA_8B |= {"rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}}
+GEMMA_9B = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
+GEMMA_9B |= {"intermediate_size": 14336, "sliding_window": 8}
+PUBLISHED = {  # but for depth and vocabulary, and for Gemma's window, which a short text must exceed
+    "llama-3.1-8b": small("llama", hidden=4096, layers=1, **LLAMA_8B),
+    "gemma-2-9b": small("gemma2", hidden=3584, layers=2, **GEMMA_9B),
 }
 
 
-@pytest.mark.parametrize("raw", [LLAMA_8B, GEMMA_9B], ids=["llama-3.1-8b", "gemma-2-9b"])
+@pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_a_layer_of_published_shape_equals_transformers(raw):
-    """One set of weights serves every layer here, so that the test needs the memory of one."""
+    """All layers share one set of weights, so that the test needs the memory of one."""
     config, length = parse_config(raw), 24
     with torch.device("meta"):
         ours = build(config).layers

@@ -1,4 +1,4 @@
-"""Prompts: a model prepared for speed reads them as the readable one does."""
+"""Long prompts: cache entries and memory of readable and of prepared models."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FAMILIES = ["llama", "gemma2"]
 def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
     family: str, length: int, chunk: int, rows: int
 ) -> None:
-    """In chunks, prepared or not, however many tokens attend at a time."""
+    """In chunks of any size, with attention in chunks of any size, prepared or not."""
     readable = tiny_model(family, vocab=19).float()
     fast = accelerate(copy.deepcopy(readable))
     text = torch.randint(19, (2, length), generator=torch.Generator().manual_seed(length))
     expected = readable.new_cache(64, 2)
     readable(text, expected)
-    with patch("model.decoder.PREFILL_CHUNK", chunk), patch.object(layers.sight, "__defaults__", (rows,)):
+    with patch("model.decoder.PREFILL_CHUNK", chunk), patch.object(layers.causal_mask, "__defaults__", (rows,)):
         for model in (readable, fast):
             cache = model.new_cache(64, 2)
             model.prefill(text, cache)
@@ -45,7 +45,7 @@ def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operator makes."""
+    """Size of the largest tensor that an operator makes, in numbers."""
 
     numbers = 0
 
@@ -60,7 +60,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_a_prompt_makes_no_tensor_of_all_its_scores(family: str, prepare: Callable[[Decoder], Decoder]) -> None:
-    """Neither a mask nor scores of every token by every key: a few rows of them at a time."""
+    """Neither a mask nor scores of all queries and keys: only those of a chunk."""
     count = 1024
     raw = small(family, max_position_embeddings=count, vocab_size=19)
     model = build(parse_config(raw)).requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""The pieces of the models: attention against its formula position by position, weights, broken numbers."""
+"""Layers: attention against its formula, masks, rotary frequencies, norms; initial weights; non-finite numbers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model import LayerPlan, build, parse_config
+from model import Decoder, LayerPlan, build, parse_config
+from model.config import Rope
 from model.diagnose import explain_nonfinite
 from model.fast import accelerate
 from model.fast.flash import attend_causally
-from model.layers import RMSNorm, attend, inverse_frequencies, normalise, sight
+from model.layers import RMSNorm, attend_in_chunks, causal_mask, inverse_frequencies, normalise
+from tests.configs import small
 from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
 
 both_families = pytest.mark.parametrize("family", FAMILIES)
 
 
+def random_model(family: str, **changes: object) -> Decoder:
+    model = build(parse_config(small(family, vocab_size=VOCAB, **changes)))
+    randomise(model, 0)
+    return model
+
+
 def attention_formula(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """Attention written out: one query, one key, one head at a time."""
+    """Attention of one query to one key of one head at a time."""
     out = torch.zeros_like(q)
     groups = q.shape[1] // k.shape[1]
     for batch in range(q.shape[0]):
@@ -57,47 +65,41 @@ def attention_formula(
 def test_attention_is_its_formula_for_any_start_and_number_of_tokens(
     batch, kv_heads, groups, start, count, rows, window, soft_cap, scale, seed
 ):
-    """However many attend at a time; without a mask too, where the CPU's kernel serves."""
+    """In chunks of any size, and by the CPU's kernel."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(batch, heads, length, 4, dtype=torch.float64, generator=generator)
         for heads, length in ((kv_heads * groups, count), (kv_heads, start + count), (kv_heads, start + count))
     )
-    sees = sight(start, count, window, groups, q, rows)
+    mask = causal_mask(start, count, window, groups, q, rows)
     expected = attention_formula(q, k, v, start, scale, window, soft_cap)
-    for function in (attend, attend_causally):
-        out = function(q, k, v, sees, scale=scale, soft_cap=soft_cap)
+    for function in (attend_in_chunks, attend_causally):
+        out = function(q, k, v, mask, scale=scale, soft_cap=soft_cap)
         assert out.shape == q.shape
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(start=st.integers(0, 9), count=st.integers(1, 6), rows=st.integers(1, 7), window=st.none() | st.integers(1, 12))
-def test_a_token_sees_itself_and_the_keys_before_it_within_the_window(start, count, rows, window):
-    """And tokens that attend together are given no key that none of them sees."""
-    sees = sight(start, count, window, 1, torch.zeros(0), rows)
-    for begin in range(0, count, sees.rows):
-        tokens = range(start + begin, start + min(count, begin + sees.rows))
-        keys = range(max(0, tokens.start - sees.reach), tokens.stop)
-        mask = torch.zeros(1, 1, len(keys)) if sees.mask is None else sees.mask
-        hidden = mask[0, -len(tokens) :, -len(keys) :]
-        for i, row in zip(tokens, hidden.tolist(), strict=True):
-            seen = {key for key, addend in zip(keys, row, strict=True) if addend == 0}
-            assert seen == {j for j in range(i + 1) if window is None or i - window < j}
-            assert not sees.whole or seen == set(range(i + 1))
-        assert (hidden == 0).any(0).all()
+def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(start, count, rows, window):
+    """And no chunk reaches a key to which none of its queries attends."""
+    mask = causal_mask(start, count, window, 1, torch.zeros(0), rows)
+    for begin in range(0, count, mask.rows):
+        tokens = range(start + begin, start + min(count, begin + mask.rows))
+        keys = range(max(0, tokens.start - mask.reach), tokens.stop)
+        values = torch.zeros(1, 1, len(keys)) if mask.values is None else mask.values
+        values = values[0, -len(tokens) :, -len(keys) :]
+        for i, row in zip(tokens, values.tolist(), strict=True):
+            allowed = {key for key, value in zip(keys, row, strict=True) if value == 0}
+            assert allowed == {j for j in range(i + 1) if window is None or i - window < j}
+            assert not mask.is_causal or allowed == set(range(i + 1))
+        assert (values == 0).any(0).all()
 
 
 def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
-    """Wavelengths of up to original / high stay, those beyond original / low are divided by the factor."""
-    raw = {"rope_theta": 500000.0, "max_position_embeddings": 131072, "vocab_size": 8, "hidden_size": 128}
-    raw |= {"model_type": "llama", "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 1}
-    stretch = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    stretch["original_max_position_embeddings"] = 8192
-    plain, stretched = (
-        inverse_frequencies(parse_config(config).rope, 128, torch.float64, torch.device("cpu"))
-        for config in (raw, raw | {"rope_scaling": stretch})
-    )
+    """Those of wavelengths up to original / high stay; beyond original / low they are divided by the factor."""
+    ropes = Rope(500000.0), Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    plain, stretched = (inverse_frequencies(rope, 128, torch.float64, torch.device("cpu")) for rope in ropes)
     wavelengths = 2 * math.pi / plain
     short, long = wavelengths < 8192 / 4, wavelengths > 8192
     assert short.sum() > 10 and long.sum() > 10 and (~short & ~long).sum() > 2
@@ -119,17 +121,14 @@ def test_norms_compute_in_float32_for_narrower_dtypes_and_in_float64_for_float64
 
 @pytest.mark.parametrize("keys", [1, 7, 64, 191, 1088])
 def test_a_softmax_of_bfloat16_rounds_but_once(keys):
-    """torch computes it in float32 within: attention relies on it."""
+    """torch computes it in float32, which attention relies on."""
     scores = (torch.randn(50, keys, generator=torch.Generator().manual_seed(0)) * 9).bfloat16()
     assert torch.equal(torch.softmax(scores, -1), torch.softmax(scores.float(), -1).bfloat16())
 
 
 @both_families
-def test_fresh_weights_have_the_wanted_spread_and_neutral_norms_whatever_was_there(family):
-    raw = {"model_type": family, "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
-    raw |= {"num_attention_heads": 4, "num_hidden_layers": 2, "attention_bias": True}
-    model = build(parse_config(raw))
-    randomise(model, 0)
+def test_initial_weights_have_the_given_spread_and_neutral_norms(family):
+    model = random_model(family, hidden=32, layers=2, head_dim=16, attention_bias=True)
     model.initialise(std=0.1, generator=torch.Generator().manual_seed(0))
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -144,10 +143,8 @@ def test_fresh_weights_have_the_wanted_spread_and_neutral_norms_whatever_was_the
 
 @both_families
 def test_gradients_flow_after_decoding_in_inference_mode(family):
-    """What inference leaves behind, such as cached rotary frequencies, must not stop training."""
-    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
-    model = build(parse_config(raw | {"num_attention_heads": 2, "num_hidden_layers": 2, "rope_theta": 77.0}))
-    randomise(model, 0)
+    """Tensors cached in inference mode, such as rotary frequencies, must serve training."""
+    model = random_model(family, rope_theta=77.0)
     tokens = torch.tensor([[1, 2, 3]])
     inverse_frequencies.cache_clear()
     with torch.inference_mode():
@@ -161,16 +158,15 @@ def test_gradients_flow_after_decoding_in_inference_mode(family):
 @both_families
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_broken_weight_is_named_with_the_first_sublayer_that_suffers(family, data):
+def test_the_error_names_the_first_sublayer_with_a_non_finite_number(family, data):
     model = build(parse_config(data.draw(configs(family)))).double()
     randomise(model, 0)
     tokens = data.draw(texts())[0]
     name = data.draw(st.sampled_from([name for name, _ in model.named_parameters()]))
     with torch.no_grad():
         model.get_parameter(name).fill_(math.nan)
-        assume(
-            model(tokens[None]).isnan().any()
-        )  # torch's fused attention on the CPU takes NaN queries for masked ones
+        # torch's fused attention on a CPU treats NaN queries as masked ones
+        assume(model(tokens[None]).isnan().any())
     error = explain_nonfinite(model, model.new_cache(len(tokens)), tokens)
     parts = name.split(".")
     if parts[0] != "layers":
@@ -184,10 +180,8 @@ def test_a_broken_weight_is_named_with_the_first_sublayer_that_suffers(family, d
 
 
 def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
-    raw = {"model_type": "gemma2", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
-    model = build(parse_config(raw | {"num_attention_heads": 4, "num_hidden_layers": 3})).half()
+    model = random_model("gemma2", hidden=16).half()
     with torch.no_grad():
-        randomise(model, 0)
         model.layers[1].post_feedforward_layernorm.weight.fill_(60000)
     tokens = torch.arange(1100) % VOCAB
     error = explain_nonfinite(model, model.new_cache(1100), tokens)
@@ -196,10 +190,8 @@ def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
 
 
 @pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["as loaded", "prepared for speed"])
-def test_a_broken_sublayer_that_the_plan_skips_is_not_blamed(prepare):
-    raw = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
-    model = build(parse_config(raw | {"num_attention_heads": 4, "num_hidden_layers": 3}))
-    randomise(model, 0)
+def test_the_error_does_not_name_a_sublayer_that_the_plan_skips(prepare):
+    model = random_model("llama")
     with torch.no_grad():
         model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
         model.layers[2].self_attn.o_proj.weight[0, 0] = math.nan

@@ -1,9 +1,10 @@
-"""A decoder split over two and three processes computes, and writes, what it does in one."""
+"""Tensor parallelism: logits, texts and laws of a decoder split over two and three processes are those of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from decoding.run.ranks import INTERRUPTED, decide_as_rank_0
 from decoding.run.writer import Interrupted, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import chance_of
+from decoding.verify import Coupling
 from model import Decoder, InputError, LayerPlan, parse_config
 from model.diagnose import explain_nonfinite
 from model.parallel import Shard
@@ -33,7 +34,7 @@ FAMILIES = ["llama", "gemma2"]
 
 
 def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
-    """A model whose heads divide over so many processes, with biases. Its MLP and vocabulary do not over three."""
+    """Config with biases, whose heads divide over ``size`` processes; over three, MLP and vocabulary do not."""
     shape = {"num_attention_heads": 2 * size, "num_key_value_heads": size, "hidden": 12, "vocab_size": 4}
     biases = {"attention_bias": True} | ({"mlp_bias": True} if family == "llama" else {})
     return small(family, **{**shape, "intermediate_size": 10, "tie_word_embeddings": False, **biases, **changes})
@@ -46,8 +47,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "one key head for all": {"num_key_value_heads": 1},
+    "two query heads per key head": {},
+    "one key head": {"num_key_value_heads": 1},
     "a vocabulary that divides": {"vocab_size": 12},
     "tied": {"tie_word_embeddings": True},
 }
@@ -81,13 +82,12 @@ def test_logits_on_every_rank_are_those_of_one_process(ranks: Ranks, family: str
 
 
 class RankWriter(Writer):
-    """The writer of a rank."""
+    """Writer of a rank."""
 
     decide = staticmethod(decide_as_rank_0)
 
 
-def fixed() -> Policy:
-    return FixedLength(3)
+fixed = partial(FixedLength, 3)
 
 
 def gated() -> Policy:
@@ -95,7 +95,7 @@ def gated() -> Policy:
 
 
 def break_even() -> Policy:
-    """By other costs on other ranks."""
+    """With different costs on every rank."""
     costs = replace(COSTS, draft=COSTS.draft + dist.get_rank())
     return BreakEven({"model": costs, "lookup": costs}, 3)
 
@@ -108,12 +108,12 @@ def text_by(writer: Writer, asked: Asked, seed: int) -> list[int]:
     drafter, policy, coupling, temperature = asked
     writer.begin([1, 0, 2, 1, 2])
     drafting = Drafting(drafter, lambda cache: REAL_DRAFTERS[drafter](writer.model, cache), policy)
-    chance = chance_of(coupling, seed)
-    return writer.write(writer.new_text(Rules(8)), drafting, SamplingParams(temperature), chance).text.generated
+    sample = writer.write(writer.new_text(Rules(8)), drafting, SamplingParams(temperature), Coupling(coupling, seed))
+    return sample.text.generated
 
 
 def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
-    """Ranks other than the first draw other numbers, from other logits, and know other costs."""
+    """The text, on ranks with different seeds, logits and costs."""
     rank, model = dist.get_rank(), split_model(config)
     noise = torch.randn(model.vocab_size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     model.register_forward_hook(lambda module, inputs, logits: logits + 10 * rank * noise)
@@ -122,13 +122,13 @@ def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
-def test_no_rank_parts_from_rank_0_which_writes_the_text_of_one_process(
+def test_every_rank_writes_the_text_of_rank_0_which_is_that_of_one_process(
     ranks: Ranks, family: str, drafter: str
 ) -> None:
     shaped = config(family, ranks.size)
     policy = break_even if drafter == "best of" else gated
     several: list[Asked] = [(drafter, fixed, "ratio", 0.0), (drafter, policy, "race", 1.0)]
-    if drafter not in ("lowbit", "best of"):  # the shards of a matrix are rounded apart: those draft otherwise
+    if drafter not in ("lowbit", "best of"):  # shards are rounded separately, so their drafts differ
         several.append((drafter, policy, "ratio", 1.0))
     for asked in several:
         expected = text_by(Writer(random_model(shaped), 64), asked, 7)
@@ -136,7 +136,7 @@ def test_no_rank_parts_from_rank_0_which_writes_the_text_of_one_process(
 
 
 def is_interrupted(config: dict[str, Any]) -> bool:
-    """Whether a text ends by Ctrl-C on rank 0, without a token."""
+    """Whether Ctrl-C on rank 0 ends a text before its first token."""
     if not dist.get_rank():
         INTERRUPTED.set()
     try:
@@ -167,14 +167,14 @@ def split_deviation(config: dict[str, Any], drafter: str, asked: Request) -> flo
     ids=["plan", "exit, top-p and end of text", "lookup and a ban"],
 )
 def test_the_law_of_a_split_model_is_plain_samplings(ranks: Ranks, drafter: str, asked: Request) -> None:
-    """Enumerated, as in the exact-law suite, on every rank; the expected law is computed from the whole model."""
+    """Enumerated on every rank; the expected law is computed from the whole model."""
     if ranks.size > 2:
         pytest.skip("a law is the same walk over two processes as over three")
     assert max(ranks.run(split_deviation, config("gemma2", ranks.size, vocab_size=3), drafter, asked)) < EXACT
 
 
 class Rows:
-    """A module as the law asks for it: each row from a fresh run over the whole history, without a cache."""
+    """Rows of a model for ``plain_law``: each from a fresh run over the whole history, without a cache."""
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.vocab_size = model, model.vocab_size
@@ -191,7 +191,7 @@ def explanation(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_numbers_break_is_found_in_a_split_model(ranks: Ranks, family: str) -> None:
+def test_the_first_non_finite_number_is_found_in_a_split_model(ranks: Ranks, family: str) -> None:
     assert all("in the MLP of layer 1:" in said for said in ranks.run(explanation, config(family, ranks.size)))
 
 
@@ -199,7 +199,7 @@ def test_where_numbers_break_is_found_in_a_split_model(ranks: Ranks, family: str
     ("heads", "shared", "size", "fit"),
     [(4, 1, 3, "1 or 2 or 4"), (9, 3, 2, "1 or 3 or 9"), (12, 3, 2, "1 or 3 or 6 or 12"), (2, 1, 3, "1 or 2")],
 )
-def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(
+def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     heads: int, shared: int, size: int, fit: str
 ) -> None:
     config = parse_config(small(num_attention_heads=heads, num_key_value_heads=shared))
@@ -210,22 +210,21 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_shards_make_the_whole_and_each_number_has_one_holder_but_shared_key_heads(family: str, size: int) -> None:
-    whole = parse_config(
-        config(family, 3, vocab_size=12, num_attention_heads=6, num_key_value_heads=3 if size == 3 else 1)
-    )
+def test_shards_partition_every_parameter_except_shared_key_heads(family: str, size: int) -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3 if size == 3 else 1}
+    whole = parse_config(config(family, 3, vocab_size=12, **heads))
+
+    def held(name: str) -> list[int]:
+        return [index for rank in range(size) for index in Shard(whole, rank, size).cut(name)[1]]
+
     for name, length in (
-        ("layers.0.self_attn.q_proj.weight", 24),
-        ("layers.0.self_attn.o_proj.weight", 24),
-        ("layers.0.mlp.gate_proj.bias", 10),
-        ("layers.0.mlp.down_proj.weight", 10),
+        ("self_attn.q_proj.weight", 24),
+        ("self_attn.o_proj.weight", 24),
+        ("mlp.gate_proj.bias", 10),
+        ("mlp.down_proj.weight", 10),
         ("embed_tokens.weight", 12),
         ("lm_head.weight", 12),
     ):
-        held = [index for rank in range(size) for index in Shard(whole, rank, size).cut(name)[1]]
-        assert held == list(range(length)), name
-    keys = {
-        index for rank in range(size) for index in Shard(whole, rank, size).cut("layers.0.self_attn.k_proj.bias")[1]
-    }
-    assert keys == set(range(4 * whole.num_kv_heads))
-    assert Shard(whole, 1, size).cut("layers.0.self_attn.o_proj.bias") is None
+        assert held(name) == list(range(length)), name
+    assert set(held("self_attn.k_proj.bias")) == set(range(4 * whole.num_kv_heads))
+    assert Shard(whole, 1, size).cut("self_attn.o_proj.bias") is None

@@ -1,4 +1,4 @@
-"""Static steps: what a GPU compiles and captures, run here as they are, and their one block compiled for a CPU."""
+"""Static steps of a GPU, run here without capturing, and their one block compiled for a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.run.costs import measure_costs
@@ -22,7 +21,7 @@ from decoding.verify import Coupling
 from model import LayerPlan
 from model.fast import gpu
 from model.fast.gpu import ROWS, SMALLEST, StaticDecoder
-from tests.laws import plans, tiny_model
+from tests.laws import begun, plans, tiny_model
 
 FAMILIES = ["llama", "gemma2"]
 VOCAB = 19
@@ -43,7 +42,7 @@ def static(family: str = "llama") -> StaticDecoder:
 def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
     family: str, steps: list[tuple[LayerPlan, int]], prompt: int, seed: int
 ) -> None:
-    """Rejected entries lie beyond the length; two caches of one model are written in turns."""
+    """With rejected entries behind the length, and two caches of one model written in turn."""
     model = static(family)
     generator = torch.Generator().manual_seed(seed)
     models = model.model, model, model
@@ -61,7 +60,7 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
                 for cache in caches:
                     cache.truncate(prompt)
         prompt += 1
-    assert model.trouble is None and model.row_invariant
+    assert model.trouble is None and model.why_rows_vary is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_one_compiled_block_serves_all_layers(family: str, backend: str) -> None:
-    """In one graph without a break: its logits are the readable block's, and no layer compiles it again."""
+    """In one graph without a break, with the readable block's logits; no layer compiles it again."""
     torch._dynamo.reset()
     graphs = []
 
@@ -96,12 +95,12 @@ def test_one_compiled_block_serves_all_layers(family: str, backend: str) -> None
     torch._dynamo.reset()
 
 
-def test_memory_that_was_made_while_costs_were_measured_serves_texts() -> None:
-    """Costs are measured in inference mode, texts begin outside it; torch refuses to write such tensors there."""
+def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
+    """Costs are measured in inference mode, and torch refuses to write such tensors outside of it, in texts."""
     model = static()
     measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), longest=2)
     cache = model.new_cache(8)
-    assert not cache.keys[0].is_inference() and len(model.memories) <= 2
+    assert not cache.keys[0].is_inference() and len(model.static_caches) <= 2
     writer = Writer(model, 12)
     writer.begin([1, 2, 3])
     sample = writer.write(writer.new_text(Rules(5)), writer.plain, SamplingParams(), Coupling("ratio", 0))
@@ -112,33 +111,30 @@ def test_memory_that_was_made_while_costs_were_measured_serves_texts() -> None:
 def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
     texts = []
     for model in (tiny_model(family, vocab=VOCAB), static(family)):
-        cache = model.new_cache(64)
-        with torch.inference_mode():
-            model.prefill(torch.tensor([[1, 2, 3]]), cache)
-        drafter = ModelDrafter(model, cache, LayerPlan.early_exit(model.num_layers, 1))
+        cache, drafter = begun(model, "exit", [1, 2, 3, 4])
         text = Text([1, 2, 3, 4], Rules(40), model)
         list(speculate(model, cache, text, drafter, FixedLength(3), SamplingParams(0.9), SeededRandomness(5)))
         texts.append(text.generated)
     assert texts[0] == texts[1]
 
 
-def test_memory_is_used_again_with_its_steps_and_nothing_is_left_in_it() -> None:
+def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -> None:
     model, tokens = static(), torch.tensor([[1, 2]])
     with torch.inference_mode():
         cache = model.new_cache(20)
         model(tokens, cache, 0)
-        memory = model.lent[cache]
+        first = model.in_use[cache]
         other = model.new_cache(20)
-        assert model.lent[other] is not memory, "a cache in use is nobody else's"
+        assert model.in_use[other] is not first, "a static cache serves one text at a time"
         del cache
         again = model.new_cache(30)
-        assert model.lent[again] is memory and len(memory.steps) == 1
+        assert model.in_use[again] is first and len(first.steps) == 1
         assert again.lengths == [0] * model.num_layers and not any(each.any() for each in (*again.keys, *again.values))
-        assert memory.cache.capacity == SMALLEST
+        assert (again.capacity, first.cache.capacity) == (30, SMALLEST)
         assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
 
 
-def test_low_bits_feed_one_row_and_run_in_the_checkpoints_own_where_there_is_no_kernel() -> None:
+def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel() -> None:
     model = static()
     plan = LayerPlan.full(model.num_layers).in_bits(4)
     with torch.inference_mode():
@@ -159,7 +155,9 @@ def test_low_bits_feed_one_row_and_run_in_the_checkpoints_own_where_there_is_no_
     ],
     ids=["compiler", "assertion", "import", "wrong numbers"],
 )
-def test_whatever_fails_steps_are_the_readable_blocks_and_a_line_says_so(broken: Exception | None, said: str) -> None:
+def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
+    broken: Exception | None, said: str
+) -> None:
     model, tokens = static(), torch.tensor([[1, 2, 3]])
     run = model.run
 
@@ -174,17 +172,17 @@ def test_whatever_fails_steps_are_the_readable_blocks_and_a_line_says_so(broken:
         found, expected = model(tokens, cache, 0), model.model(tokens, model.model.new_cache(20), 0)
     assert torch.equal(found, expected) and cache.lengths == [3] * 3
     assert model.trouble.startswith("steps are the readable blocks': " + said) and "\n" not in model.trouble
-    assert type(model.new_cache(5)) is type(cache) and not model.lent.get(model.new_cache(5))
+    assert not model.in_use.get(model.new_cache(5))
 
 
-def test_steps_whose_rows_depend_on_each_other_are_owned_up_to() -> None:
+def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     model = static()
     run = model.run
 
-    def mixes(block, weights, x, angles, sees, entries, *runs):
-        return run(block, weights, x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]), angles, sees, entries, *runs)
+    def mixes(block, weights, x, angles, mask, entries, *runs):
+        return run(block, weights, x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]), angles, mask, entries, *runs)
 
     model.run = mixes
     with torch.inference_mode():
         model(torch.tensor([[1, 2, 3]]), model.new_cache(20), 0)
-    assert model.trouble is None and not model.row_invariant and "alone" in model.why_rows_vary
+    assert model.trouble is None and "alone" in model.why_rows_vary

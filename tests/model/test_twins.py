@@ -1,4 +1,4 @@
-"""Low-bit twins: the model with rounded weights, wherever a plan asks for it, and nothing else."""
+"""Low-bit twins: a plan in low bits computes with rounded weights, and copies nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = torch.tensor([[0, 2, 1, 1, 0, 2]])
 
 @torch.inference_mode()
 def by_hand(model: Decoder, plan: LayerPlan) -> torch.Tensor:
-    """The logits of a model whose weights were replaced where the plan wants them rounded, and its inputs with them."""
+    """Logits of a model with rounded weights and inputs in the sublayers to which the plan gives low bits."""
     other = build(model.config).to(model.dtype)
     other.load_state_dict(model.state_dict())
     for block, attention, mlp in zip(other.layers, plan.attention, plan.mlp, strict=True):

@@ -1,4 +1,4 @@
-"""A decoder's short step on a CPU as one compiled function.
+"""Short step of a decoder on a CPU, as one compiled function.
 
-Begin with ``step``, which reads like the readable blocks; ``dot`` has its dot products, ``decoder`` calls it.
+Begin with ``step``, which reads like the readable blocks. ``dot`` has its dot products, and ``decoder`` calls it.
 """

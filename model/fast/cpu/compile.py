@@ -1,7 +1,7 @@
-"""The compiled step, kept on disk in a folder named by all that it depends on: a stale one is never run.
+"""Disk cache of the compiled step, in a folder whose name is a hash of all that the code depends on.
 
-Numba by itself looks at the file of a function, but neither at the files of the functions that it calls nor at globals;
-and it compiles anew for every copy of a file.
+So stale code never runs. Numba's cache alone notices a change in the file of a function, but neither in the files of
+the functions that it calls nor in globals. It also compiles again for every copy of a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model.fast.cpu.dot import FEATURES
 
 
 class Locator(UserProvidedCacheLocator):
-    """Keeps compiled code in the folder itself, wherever the sources lie."""
+    """Locator of compiled code: the folder itself, independent of the path of the sources."""
 
     def __init__(self, *function: Any) -> None:
         super().__init__(*function)
@@ -28,10 +28,10 @@ class Locator(UserProvidedCacheLocator):
 
 
 def compiled_functions() -> tuple[Any, Any]:
-    """``step.step`` and ``rounding.round_groups``; a line on standard error says when they will first be compiled."""
+    """``step.step`` and ``rounding.round_groups``; a line on standard error announces their first compilation."""
     folder, config = kernel_folder(), numba.config
     before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
-    # Both are read where a function is declared, so the import comes behind.
+    # Numba reads both where a function is declared, so the import comes after them.
     config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(folder), f"{__name__}.{Locator.__name__}"
     try:
         from model.fast.cpu.rounding import round_groups
@@ -44,7 +44,7 @@ def compiled_functions() -> tuple[Any, Any]:
 
 
 def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
-    """A folder for these sources, this library and processor; below NUMBA_CACHE_DIR if that is set."""
+    """Folder for code of these sources, this Numba and this processor; below NUMBA_CACHE_DIR if that is set."""
     code = b"".join(file.read_bytes() for file in sorted(sources.glob("*.py")))
     machine = f"{sys.version} {numba.__version__} {numba.config.CPU_NAME} {sorted(FEATURES)}"
     name = hashlib.sha256(code + machine.encode()).hexdigest()[:16]
@@ -52,6 +52,6 @@ def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or default) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # no place to keep it: compiled again by every process
+    except OSError:  # read-only: every process compiles
         folder = Path(tempfile.mkdtemp())
     return folder

@@ -1,4 +1,4 @@
-"""A decoder on a CPU whose short steps run as one compiled function; prompts stay torch's, on the same weights."""
+"""Decoder on a CPU whose short steps are one compiled function; torch reads prompts, on the same weights."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 Step = Callable[[Weights, Cache, Rows, np.ndarray], None]
 MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
-STEPPING = threading.Lock()  # Numba's threads serve one step at a time
+STEPPING = threading.Lock()  # Numba's threads run one step at a time
 
 
 class FastDecoder:
-    """``Decoder`` on a CPU in bfloat16, float16 or float32; everything but its steps is the decoder's own.
+    """``Decoder`` on a CPU in bfloat16, float16 or float32, with compiled steps; all else is the decoder's.
 
-    The logits of a position and the cache entries written there have the same bits whatever other rows the step has,
-    of this text or of others, and whatever follows. (``prefill`` runs in long chunks and promises no such thing.)
-    Weights in low bits are copies, made once when a plan first asks for them.
+    The bits of a position's logits and cache entries do not depend on the other rows of the step, of this text or of
+    others. (``prefill`` runs in long chunks and does not promise this.) Weights in low bits are copies, made once when
+    a plan first asks for them.
     """
 
-    row_invariant = True
     why_rows_vary = None
     fast_bits = tuple(LOW_BITS)
 
@@ -53,15 +52,15 @@ class FastDecoder:
         return getattr(self.model, name)
 
     def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """``Decoder.rounded``, compiled."""
+        """``Decoder.rounded``, by a compiled function."""
         return rounded(product, bits, self.round_groups)
 
     def prepare(self, plan: LayerPlan) -> None:
-        """Make the low-bit copies that the plan asks for now."""
+        """Make the low-bit copies of a plan now."""
         self._weights(plan, 1)
 
     def forget_low_bits(self) -> None:
-        """Free all low-bit copies, and the tables of plans, which hold their addresses."""
+        """Free all low-bit copies, and the tables of plans with their addresses."""
         self.plans.clear()
         self.low_bits.clear()
 
@@ -74,9 +73,9 @@ class FastDecoder:
         return self.together([(tokens, cache, start)], plan)[0]
 
     def together(self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None) -> list[Tensor]:
-        """Logits of several calls ``(tokens, cache, start)`` under one plan, in as few steps as can be.
+        """Logits of several calls ``(tokens, cache, start)`` under one plan, in as few steps as possible.
 
-        The caches are different ones. Each answer has the bits that it would have alone.
+        Each call has its own cache. The logits of a call have the same bits as alone.
         """
         plan = plan or LayerPlan.full(self.model.num_layers)
         for tokens, cache, start in calls:
@@ -96,7 +95,7 @@ class FastDecoder:
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
-        """The model under a plan, with rotary angles for ``positions`` at least."""
+        """Arguments of the step for a plan, with rotary angles for at least ``positions`` positions."""
         weights = self.plans.get(plan)
         if weights is None or len(weights.cos) < positions:
             weights = self.plans[plan] = self._tables(plan, 1 << (positions - 1).bit_length())
@@ -144,7 +143,7 @@ class FastDecoder:
         )
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
-        """A weight's row in a table, rounded to ``bits``: kind, address, bytes per row, rows, place of its bias."""
+        """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, index of its bias."""
         weight, kind = product.weight, KINDS[self.model.dtype]
         if bits != FULL:
             kind = LOW_BITS[bits]
@@ -159,12 +158,12 @@ class FastDecoder:
 
 
 def scale_of(norm: RMSNorm) -> np.ndarray:
-    """What a norm multiplies by, ``[hidden]`` float32: Gemma-2 stores it less one."""
+    """Factors of a norm, ``[hidden]`` float32; Gemma-2 stores them less one."""
     return (norm.weight.detach().float() + (1 - norm.neutral)).numpy()
 
 
 def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[Cache, Rows]:
-    """The caches and the rows of a step: text by text, each one's tokens in their order."""
+    """Caches and rows of a step, text by text, the tokens of each in order."""
     entries, head_bytes, columns, texts = [], [], [], 0
     for tokens, cache, start in calls:
         batch, count = tokens.shape

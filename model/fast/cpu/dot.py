@@ -1,15 +1,15 @@
 """Dot products of a row of weights with one or more rows of inputs, written as vectors of 16 lanes in LLVM's IR.
 
 Steps are row-invariant by construction: the instructions that sum a row's products are spelled out here, and their
-order does not depend on the other rows of the call. Two accumulators of 16 lanes take turns, and a fixed tree adds the
-lanes. LLVM splits such a vector into the registers that a processor has, so the bits are the same on every processor;
-only vdpbf16ps rounds in a way of its own.
+order does not depend on the other rows of the call. Two accumulators of 16 lanes alternate, and a fixed tree adds the
+lanes. LLVM splits such a vector into the registers that a processor has, so the bits are the same on every processor,
+except where vdpbf16ps is used, which rounds differently.
 
     kind          inputs                                       product
     BF16          bfloat16 where the processor has vdpbf16ps   pairs of bfloat16
                   float32 elsewhere                            fused multiply-add of widened weights
     F16, F32      float32                                      fused multiply-add of widened weights
-    INT4 to INT8  int8 with a scale per 32 inputs              exact integer sums (vpdpbusd where there is one)
+    INT4 to INT8  int8 with a scale per 32 inputs              exact integer sums (vpdpbusd where available)
 
 Weights and inputs are passed by address: the weights stay in the tensors that torch reads for a prompt.
 """
@@ -32,18 +32,18 @@ LOW_BITS = {4: INT4, 6: INT6, 8: INT8}
 
 LANES = 16
 BLOCK = 64  # columns: two groups, whose low bits are packed together
-GROUP = 32  # inputs that share a scale; weights too, in four and six bits
-AHEAD = 2048  # bytes: with many rows of inputs a processor is too busy to read weights ahead by itself
+GROUP = 32  # inputs per scale; weights too, in four and six bits
+AHEAD = 2048  # bytes of prefetching: with many rows of inputs a processor does not read weights ahead by itself
 
 I8, I16, I32, I64, FLOAT = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 
 
 def compiled_features() -> frozenset[str]:
-    """Instruction sets that Numba compiles for: its environment variables may ask for fewer than the host has."""
+    """Instruction sets that Numba compiles for: its environment variables may select fewer than the host has."""
     if numba.config.CPU_FEATURES is not None:
         return frozenset(each[1:] for each in numba.config.CPU_FEATURES.split(",") if each.startswith("+"))
     if numba.config.CPU_NAME is not None:
-        return frozenset()  # a processor by name: forms without special instructions run on all
+        return frozenset()  # a processor is named: use no special instructions
     return frozenset(name for name, present in get_host_cpu_features().items() if present)
 
 
@@ -53,7 +53,7 @@ BYTES = "avx512vnni" in FEATURES  # vpdpbusd
 
 
 class BFloat(ir.Type):
-    """LLVM's ``bfloat``, which llvmlite lacks."""
+    """Type ``bfloat`` of LLVM, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -66,29 +66,29 @@ class BFloat(ir.Type):
 
 
 def vector(kind: ir.Type, lanes: int = LANES) -> ir.VectorType:
-    """The type of a vector with this number of lanes."""
+    """Type of a vector with this number of lanes."""
     return ir.VectorType(kind, lanes)
 
 
 def constant(kind: ir.Type, value: float, lanes: int = LANES) -> ir.Constant:
-    """The same number in every lane."""
+    """Constant vector with the same number in every lane."""
     return ir.Constant(vector(kind, lanes), [value] * lanes)
 
 
 def scaled(builder: ir.IRBuilder, value: ir.Value, factor: int) -> ir.Value:
-    """``value · factor``, for offsets."""
+    """Product ``value · factor``, for offsets."""
     return builder.mul(value, ir.Constant(I64, factor))
 
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
-    """A call of an LLVM intrinsic."""
+    """Call of an LLVM intrinsic."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
 
 
 @contextmanager
 def turns(builder: ir.IRBuilder, count: ir.Value) -> Iterator[ir.Value]:
-    """A loop of ``count`` turns, the index of each; not unrolled, which would take long to compile."""
+    """Loop of ``count`` turns, which yields its index; not unrolled, since that would take long to compile."""
     before, head = builder.basic_block, builder.append_basic_block("turn")
     body, behind = builder.append_basic_block("body"), builder.append_basic_block("behind")
     builder.branch(head)
@@ -106,17 +106,17 @@ def turns(builder: ir.IRBuilder, count: ir.Value) -> Iterator[ir.Value]:
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    """The address as a pointer to this type."""
+    """Pointer of this type to an address."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    """The value of this type at an address, aligned or not."""
+    """Value of this type at an address, aligned or not."""
     return builder.load(pointer(builder, address, kind), align=1)
 
 
 def load_first(builder: ir.IRBuilder, address: ir.Value, kind: ir.VectorType, count: ir.Value) -> ir.Value:
-    """``load`` of the first ``count`` lanes; the others are 0, and nothing is read for them."""
+    """First ``count`` lanes of the vector at an address; the others are 0, and their memory is not read."""
     name = f"llvm.masked.load.v{kind.count}{'f32' if kind.element == FLOAT else 'i16'}.p0"
     mask = first_lanes(builder, kind.count, count)
     return call(
@@ -125,37 +125,37 @@ def load_first(builder: ir.IRBuilder, address: ir.Value, kind: ir.VectorType, co
 
 
 def store_first(builder: ir.IRBuilder, address: ir.Value, values: ir.Value, count: ir.Value) -> None:
-    """Store the first ``count`` of 16 float32 lanes."""
+    """Store the first ``count`` of 16 float32 lanes at an address."""
     mask = first_lanes(builder, LANES, count)
     place = pointer(builder, address, values.type)
     call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), values, place, ir.Constant(I32, 1), mask)
 
 
 def first_lanes(builder: ir.IRBuilder, lanes: int, count: ir.Value) -> ir.Value:
-    """A mask of the first ``count`` lanes."""
+    """Boolean mask of the first ``count`` lanes."""
     numbers = ir.Constant(vector(I64, lanes), list(range(lanes)))
     return builder.icmp_signed("<", numbers, broadcast(builder, count, lanes))
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at an address, to be read soon."""
+    """Prefetch the cache line at an address."""
     read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address, I8), read, keep, data)
 
 
 def broadcast(builder: ir.IRBuilder, value: ir.Value, lanes: int = LANES) -> ir.Value:
-    """``value`` in every lane."""
+    """Vector with ``value`` in every lane."""
     first = builder.insert_element(ir.Constant(vector(value.type, lanes), ir.Undefined), value, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, constant(I32, 0, lanes))
 
 
 def fused_multiply_add(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """total + a · b in 16 lanes of float32, rounded once."""
+    """Fused multiply-add, total + a · b, in 16 lanes of float32, rounded once."""
     return call(builder, f"llvm.fma.v{LANES}f32", a.type, a, b, total)
 
 
 def add_lanes(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
-    """The sum of 16 lanes: one half is added to the other until a single lane remains."""
+    """Sum of 16 lanes: one half is added to the other until a single lane remains."""
     lanes = LANES
     while lanes > 1:
         lanes //= 2
@@ -165,7 +165,7 @@ def add_lanes(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
 
 
 def widen(builder: ir.IRBuilder, kind: int, values: ir.Value) -> ir.Value:
-    """16 weights as float32, exactly; by integers, since not every processor converts float16."""
+    """Exact float32 of 16 weights, by integer operations, since not every processor converts float16."""
     if kind == F32:
         return values
     bits = builder.zext(values, vector(I32))
@@ -182,13 +182,13 @@ def widen(builder: ir.IRBuilder, kind: int, values: ir.Value) -> ir.Value:
 
 
 def add_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """vdpbf16ps: each of 16 lanes gains the products of two neighbouring bfloat16 numbers of 32."""
+    """Instruction vdpbf16ps: adds to each of 16 lanes the products of two neighbouring bfloat16 numbers of 32."""
     a, b = (builder.bitcast(each, vector(BFloat(), 2 * LANES)) for each in (a, b))
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, a, b)
 
 
 def add_bytes(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, x: ir.Value) -> ir.Value:
-    """vpdpbusd: each of 16 int32 lanes gains the products of four unsigned codes with four signed inputs."""
+    """Instruction vpdpbusd: adds to each of 16 int32 lanes the products of four unsigned codes and signed inputs."""
     if BYTES:
         codes, x = (builder.bitcast(each, vector(I8, 4 * LANES)) for each in (codes, x))
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, total, codes, x)
@@ -208,12 +208,12 @@ def multiply_floats(
     x_kind: int,
     ahead: ir.Value | None = None,
 ) -> list[ir.Value]:
-    """The dot products of ``columns`` weights at ``w`` with the inputs at each of ``rows``, 16 terms of each.
+    """Dot products of ``columns`` weights at ``w`` with the inputs at each of ``rows``, as 16 partial sums each.
 
-    Weights that lie ``ahead`` bytes further are prefetched.
+    Weights ``ahead`` bytes further on are prefetched.
     """
     pairs = kind == x_kind == BF16 and PAIRS
-    lanes = 2 * LANES if pairs else LANES  # that an accumulator takes at a time
+    lanes = 2 * LANES if pairs else LANES  # numbers per accumulator and turn
     totals = [[cgutils.alloca_once_value(builder, constant(FLOAT, 0.0)) for _ in range(2)] for _ in rows]
 
     def read(row: ir.Value, row_kind: int, column: ir.Value, partly: bool) -> ir.Value:
@@ -249,11 +249,11 @@ def multiply_floats(
 
 
 def multiply_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, x: ir.Value, columns: ir.Value) -> ir.Value:
-    """The dot product of a packed row of low-bit weights with a row of int8 inputs, 16 terms of it.
+    """Dot product of a packed row of low-bit weights with a row of int8 inputs, as 16 partial sums.
 
-    ``columns`` are whole blocks. A row of weights, see ``model.fast.cpu.pack``: codes from 0 on; behind them, in four
-    and six bits, a scale and a zero per group in bfloat16, the zeros filled up to whole vectors; in eight bits one
-    float32 scale. A row of inputs: see ``model.fast.cpu.elements.round_to_int8``.
+    ``columns`` are whole blocks. A row of weights (``model.fast.cpu.pack``) has unsigned codes first. Behind them are,
+    in four and six bits, a scale and a zero per group in bfloat16, the zeros padded to whole vectors; in eight bits
+    one float32 scale. For a row of inputs see ``model.fast.cpu.elements.round_to_int8``.
     """
     bits = next(bits for bits, each in LOW_BITS.items() if each == kind)
     groups = builder.sdiv(columns, ir.Constant(I64, GROUP))
@@ -263,7 +263,7 @@ def multiply_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, x: ir.Value, c
     with turns(builder, builder.sdiv(columns, ir.Constant(I64, BLOCK))) as turn:
         at = scaled(builder, turn, BLOCK)
         codes = load_codes(builder, kind, w, turn, columns)
-        # Codes of eight bits are stored from 0 on: 128 is subtracted again, times the sum of the inputs.
+        # Codes of eight bits are stored plus 128: 128 times the sum of the inputs is subtracted.
         begin = load(builder, builder.add(sums, at), vector(I32)) if kind == INT8 else constant(I32, 0)
         products = add_bytes(builder, begin, codes, load(builder, builder.add(x, at), vector(I32)))
         pair = load(builder, builder.add(input_scales, scaled(builder, turn, 8)), vector(FLOAT, 2))
@@ -288,12 +288,12 @@ def multiply_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, x: ir.Value, c
 
 
 def load_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, block: ir.Value, columns: ir.Value) -> ir.Value:
-    """The 64 codes of a block, a byte each, in the order of the inputs: ``[16]`` int32."""
+    """Codes of a block, 64 bytes in the order of the inputs: ``[16]`` int32."""
     if kind == INT8:
         return load(builder, builder.add(w, scaled(builder, block, BLOCK)), vector(I32))
 
     def spread(plane: ir.Value, bits: int, left: list[int]) -> ir.Value:
-        """A plane of so many bits per code, once per part of the vector that holds it, each part rotated."""
+        """Plane of ``bits`` bits per code, repeated to fill a vector, each repeat rotated by its number in ``left``."""
         lanes = LANES * bits // 8
         part = load(builder, builder.add(plane, scaled(builder, block, BLOCK * bits // 8)), vector(I32, lanes))
         whole = builder.shuffle_vector(part, part, ir.Constant(vector(I32), list(range(lanes)) * (LANES // lanes)))
@@ -308,12 +308,12 @@ def load_codes(builder: ir.IRBuilder, kind: int, w: ir.Value, block: ir.Value, c
 
 
 def dot_function(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., None]:
-    """A function ``(kind, w, x, stride, rows, columns, out, out_stride)`` for Numba: products with a row of weights.
+    """Function ``(kind, w, x, stride, rows, columns, out, out_stride)`` for Numba: products with a row of weights.
 
     It reads weights of that kind at ``w``, and ``rows`` rows of inputs at ``x``, ``stride`` bytes apart, in tiles that
-    share one reading of the weights. It writes float32 numbers to ``out``, ``out_stride`` bytes apart. ``forms``: for
-    each kind of weights that of the inputs, and the sizes of tiles. Each has loops of its own, so that no constants are
-    loaded but its own; each takes time to compile, so seldom ones have fewer.
+    share one reading of the weights. It writes float32 numbers to ``out``, ``out_stride`` bytes apart. ``forms`` maps
+    each kind of weights to the kind of inputs and the sizes of tiles. Each kind and size has separate loops, without
+    the constants of the others. Loops take time to compile, so rare kinds have fewer sizes.
     """
 
     @intrinsic
@@ -365,9 +365,9 @@ dot_keys = dot_function({BF16: (BF16, (4, 1)), F16: (F16, (1,)), F32: (F32, (1,)
 
 @intrinsic
 def sum_rows(typing: Any, kind: Any, rows: Any, stride: Any, weights: Any, count: Any, columns: Any, out: Any):
-    """The sum of ``count`` rows of numbers of this kind, each times its float32 weight, in their order: float32.
+    """Weighted sum, in float32, of ``count`` rows of numbers of this kind, in order, by their float32 ``weights``.
 
-    Rows of ``columns`` numbers begin ``stride`` bytes apart. Four vectors of 16 columns are summed side by side.
+    Rows have ``columns`` numbers and begin ``stride`` bytes apart. Four vectors of 16 columns are summed side by side.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:

@@ -1,8 +1,8 @@
-"""Arithmetic of single numbers and rows that a step needs beside its products, as loops that vectorise.
+"""Element-wise functions, norms and rounding of a step, as loops that vectorise.
 
-Numbers travel as float32. What enters a product, and what enters the cache, is rounded to the model's dtype by integer
-operations on its bits, ties to even; NaN and infinity stay what they are, so that broken numbers are still found.
-Nothing here is compiled with fast-math, so the bits are the same on every processor.
+Numbers are float32. Inputs of products and cache entries are rounded to the model's dtype by integer operations on
+their bits, ties to even. NaN and infinity stay, so that non-finite numbers are still found. Nothing here is compiled
+with fast-math, so the bits are the same on every processor.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
 LARGEST_EXPONENT = np.float32(88.0)
+BYTES_OF = np.array([2, 2, 4])  # per number, by kind: BF16, F16, F32
 
-
-BYTES_OF = np.array([2, 2, 4])  # of a number of each kind, low bits excepted
-
-# Division by zero gives infinity: the check that Python makes would keep loops from being vectorised.
+# Division by zero gives infinity: Python's check for it would prevent vectorisation.
 compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
 def bits_of(typing: Any, number: Any):
-    """The 32 bits of a float32."""
+    """Bits of a float32, as uint32."""
     return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.IntType(32))
 
 
 @intrinsic
 def number_of(typing: Any, bits: Any):
-    """The float32 of these 32 bits."""
+    """Float32 with these bits."""
     return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.FloatType())
 
 
 @intrinsic
 def pointer_to(typing: Any, address: Any):
-    """An address as ``carray`` takes it."""
+    """Pointer to an address, for ``carray``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: list[ir.Value]) -> ir.Value:
         return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
@@ -53,13 +51,13 @@ def pointer_to(typing: Any, address: Any):
 
 @compiled()
 def address(array: np.ndarray) -> int:
-    """Where an array's first number lies."""
+    """Address of an array's first number."""
     return array.ctypes.data
 
 
 @compiled()
 def bfloat16_bits(number: float) -> int:
-    """``number`` rounded to bfloat16: its 16 bits, as uint32."""
+    """Bits of ``number`` rounded to bfloat16, as uint32."""
     bits = bits_of(number)
     rounded = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
     is_nan = (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000)
@@ -68,10 +66,10 @@ def bfloat16_bits(number: float) -> int:
 
 @compiled()
 def float16_bits(number: float) -> int:
-    """``number`` rounded to float16: its 16 bits, as uint32."""
+    """Bits of ``number`` rounded to float16, as uint32."""
     bits = bits_of(number)
     sign, magnitude = (bits >> uint32(16)) & uint32(0x8000), bits & uint32(0x7FFFFFFF)
-    if magnitude < uint32(0x38800000):  # below 2⁻¹⁴ the numbers of float16 are multiples of 2⁻²⁴, as those of .5 to 1
+    if magnitude < uint32(0x38800000):  # below 2⁻¹⁴ float16 has multiples of 2⁻²⁴, as float32 has from .5 to 1
         return sign | (bits_of(number_of(magnitude) + np.float32(0.5)) - uint32(0x3F000000))
     rounded = (magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1)) - uint32(0x38000000)) >> uint32(13)
     if magnitude > uint32(0x7F800000):
@@ -81,7 +79,7 @@ def float16_bits(number: float) -> int:
 
 @compiled()
 def from_float16(bits: int) -> float:
-    """The float32 of a float16's bits."""
+    """Float32 of the bits of a float16."""
     magnitude, sign = (bits & uint32(0x7FFF)) << uint32(13), (bits & uint32(0x8000)) << uint32(16)
     found = bits_of(number_of(magnitude) * np.float32(2.0**112))
     special = magnitude >= uint32(0x0F800000)
@@ -90,7 +88,7 @@ def from_float16(bits: int) -> float:
 
 @compiled()
 def exponential(x: float) -> float:
-    """e^x to two units in the last place; of at most 88, and no less than e^-87: it neither overflows nor vanishes."""
+    """Exponential e^x to two units in the last place, with x limited to -87 ... 88: no overflow, no underflow."""
     x = LARGEST_EXPONENT if x > LARGEST_EXPONENT else x
     x = -np.float32(87) if x < -np.float32(87) else x
     shifted = x * LOG2_E + ROUNDER
@@ -108,7 +106,7 @@ def exponential(x: float) -> float:
 
 @compiled()
 def tangent(x: float) -> float:
-    """tanh x, with an absolute error of 2⁻²³."""
+    """Hyperbolic tangent, with an absolute error of 2⁻²³."""
     return np.float32(1) - np.float32(2) / (exponential(x + x) + np.float32(1))
 
 
@@ -124,7 +122,7 @@ def round_to(kind: int, number: float) -> float:
 
 @compiled()
 def total(numbers: np.ndarray) -> float:
-    """Their sum, of every 16th number first, in a fixed order."""
+    """Sum of ``numbers`` in a fixed order: every 16th number first, then the 16 sums."""
     lanes, whole = np.zeros(LANES, np.float32), len(numbers) // LANES * LANES
     for first in range(0, whole, LANES):
         for lane in range(LANES):
@@ -151,7 +149,7 @@ def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) ->
 
 @compiled()
 def activate(gate_up: np.ndarray, is_gelu: bool, out: np.ndarray) -> None:
-    """activation(gate) · up of each row ``[rows, 2 · size]``, SiLU or GELU by tanh: ``out`` ``[rows, size]``."""
+    """Product activation(gate) · up of rows ``[rows, 2 · size]``, SiLU or tanh GELU, into ``out`` ``[rows, size]``."""
     size = out.shape[1]
     for row in range(len(out)):
         gate, up, product = gate_up[row, :size], gate_up[row, size:], out[row]
@@ -167,20 +165,20 @@ def activate(gate_up: np.ndarray, is_gelu: bool, out: np.ndarray) -> None:
 
 @compiled()
 def soft_cap(numbers: np.ndarray, cap: float) -> None:
-    """cap · tanh(x / cap), in place (Gemma 2, arXiv 2408.00118, section 2)."""
+    """Soft cap of numbers: cap · tanh(x / cap), in place (Gemma 2, arXiv 2408.00118, section 2)."""
     for index in range(len(numbers)):
         numbers[index] = cap * tangent(numbers[index] / cap)
 
 
 @compiled()
 def in_blocks(columns: int) -> int:
-    """Columns with those that fill the last block."""
+    """Number of columns, rounded up to whole blocks."""
     return (columns + BLOCK - 1) // BLOCK * BLOCK
 
 
 @compiled()
 def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
-    """Write ``x`` ``[rows, columns]`` float32 to ``inputs`` ``[rows, bytes]`` as a product of this kind reads them."""
+    """Convert ``x`` ``[rows, columns]`` to operands of a product of this kind, ``inputs`` ``[rows, bytes]``."""
     for row in range(len(x)):
         if kind >= INT4:  # low bits
             round_to_int8(x[row], columns, address(inputs[row]))
@@ -196,10 +194,10 @@ def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
 
 @compiled()
 def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
-    """One row of inputs in int8 with a scale per group, at an address, as ``dot.multiply_codes`` reads it.
+    """Round one row of inputs to int8 with a scale per group: an operand of ``dot.multiply_codes``, at an address.
 
-    First the codes, words of four of two groups taking turns; then -128 times the sum of each word, int32; the scales,
-    float32; and the sum of each group times its scale, float32, up to whole vectors.
+    First come the codes, the words of four codes of two groups alternating; then -128 times the sum of each word,
+    int32; the scales, float32; and the sum of each group times its scale, float32, padded to whole vectors.
     """
     padded = in_blocks(columns)
     groups = padded // GROUP
@@ -208,12 +206,12 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
     scales = carray(pointer_to(place + 2 * padded), groups, np.float32)
     totals = carray(pointer_to(place + 2 * padded + 4 * groups), in_lanes(groups), np.float32)
     numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
-    own_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
+    group_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
     numbers[:columns] = x[:columns]
     totals[:] = 0
     for group in range(groups):
         first, largest = group * GROUP, uint32(0)
-        for index in range(GROUP):  # as integers, of which NaN and infinity are the largest: so they stay
+        for index in range(GROUP):  # as integers, of which NaN and infinity are the largest
             largest = max(largest, bits_of(numbers[first + index]) & uint32(0x7FFFFFFF))
         scale = number_of(largest) / np.float32(127)
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
@@ -223,7 +221,7 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
         for word in range(GROUP // 4):
             at, byte = group // 2 * (BLOCK // 4) + 2 * word + group % 2, 4 * word
             word_sum = codes[byte] + codes[byte + 1] + codes[byte + 2] + codes[byte + 3]
-            words[at], sums[at] = own_words[word], -128 * word_sum
+            words[at], sums[at] = group_words[word], -128 * word_sum
             total_code += word_sum
         scales[group] = scale
         totals[group] = scale * np.float32(total_code)
@@ -231,11 +229,11 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
 
 @compiled()
 def in_lanes(groups: int) -> int:
-    """Groups with those that fill the last vector."""
+    """Number of groups, rounded up to whole vectors."""
     return (groups + LANES - 1) // LANES * LANES
 
 
 @compiled()
 def input_bytes(columns: int) -> int:
-    """Bytes of a row of inputs of any kind."""
+    """Bytes that are enough for a row of operands of any kind."""
     return 4 * in_blocks(columns) + 4 * LANES

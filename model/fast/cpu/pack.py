@@ -1,4 +1,4 @@
-"""Low-bit weights in the order in which a step reads them."""
+"""Packing of low-bit weights, in the order in which a step reads them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from model.quantise import Quantised
 
 
 def packed(rounded: Quantised) -> Tensor:
-    """Codes with their scales, uint8 ``[out, bytes]``: a row is the input of ``dot.multiply_codes``.
+    """Codes with their scales, uint8 ``[out, bytes]``: each row is an operand of ``dot.multiply_codes``.
 
-    Columns are padded to whole blocks of two groups, whose words of four codes take turns. In eight bits a code is a
-    byte, 128 more than it stands for. Otherwise a plane of four bits comes first: byte i of a block holds code i in its
-    lower half and code i + 32 in its upper half. In six bits a plane of the two highest bits follows: byte i holds
-    those of the codes i, i + 16, i + 32 and i + 48.
+    Columns are padded to whole blocks of two groups, and the words of four codes of both groups alternate. In eight
+    bits a byte is a code plus 128. Otherwise a plane of four bits per code comes first: byte i of a block holds code i
+    in its lower half and code i + 32 in its upper half. In six bits a plane of the two highest bits follows: byte i
+    holds those of the codes i, i + 16, i + 32 and i + 48.
     """
     out, columns = rounded.codes.shape
     codes = F.pad(rounded.codes, (0, -columns % BLOCK)).view(out, -1, 2, GROUP // 4, 4)

@@ -1,4 +1,4 @@
-"""Compiled rounding of weights to four or six bits: ``model.quantise.round_groups``, some ten times as fast."""
+"""Compiled rounding of weights to four or six bits: ``model.quantise.round_groups``, about ten times as fast."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from model.fast.cpu.elements import bfloat16_bits, compiled, number_of
 from model.quantise import CUTS, FITS, GROUP
 
 STARTS = np.array(CUTS, np.float32)
-# Sums may be reordered, so that they are vectorised: a draft's weights need not have the same bits everywhere.
+# Sums may be reordered, so that they vectorise: the weights of a draft need not have the same bits on all machines.
 summing = partial(compiled, fastmath={"reassoc", "contract", "nsz"})
 
 
 def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``model.quantise.round_groups``."""
+    """Codes, scale and zero of groups: see ``model.quantise.round_groups``."""
     codes = np.empty(weight.shape, np.uint8)
     scale, zero = np.empty((2, len(weight)), np.float32)
     fit_groups(weight.contiguous().numpy(), importance.contiguous().numpy(), 2**bits - 1, codes, scale, zero)
@@ -27,13 +27,13 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
 
 @compiled()
 def to_bfloat16(number: float) -> float:
-    """``number`` rounded to bfloat16, as float32."""
+    """Float32 of ``number`` rounded to bfloat16."""
     return number_of(bfloat16_bits(number) << uint32(16))
 
 
 @summing()
 def code_of(weight: float, inverse: float, zero: float, levels: float) -> float:
-    """The code whose value is nearest to a weight."""
+    """Code whose value is nearest to a weight."""
     return min(max(np.floor((weight - zero) * inverse + np.float32(0.5)), np.float32(0)), levels)
 
 
@@ -41,7 +41,7 @@ def code_of(weight: float, inverse: float, zero: float, levels: float) -> float:
 def judge(
     weight: np.ndarray, importance: np.ndarray, scale: float, zero: float, levels: float
 ) -> tuple[float, float, float, float]:
-    """The weighted error of a grid; weighted sums of its codes, of their squares, and of codes times weights."""
+    """Weighted squared error of a grid; weighted sums of its codes, of their squares and of codes times weights."""
     inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
     error = sum_codes = sum_squares = sum_products = np.float32(0)
     for index in range(GROUP):
@@ -59,7 +59,7 @@ def judge(
 def fit_groups(
     weights: np.ndarray, importances: np.ndarray, levels: int, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray
 ) -> None:
-    """The grid of the least weighted error of each group, a row of ``weights``; writes the other arrays.
+    """Grid of the least weighted error of each group, a row of ``weights``, into ``codes``, ``scales`` and ``zeros``.
 
     ``importances`` ``[rows, 32]`` repeat: group g has row g % rows.
     """

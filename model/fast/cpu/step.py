@@ -1,9 +1,9 @@
-"""One short step of a decoder as a compiled function: up to ``MOST_ROWS`` tokens through the blocks that a plan keeps.
+"""Short step of a decoder as a compiled function: up to ``MOST_ROWS`` tokens through the blocks that a plan keeps.
 
-It reads like the readable blocks (``model.llama``, ``model.gemma2``), in the same order and under the same names. Rows
-of numbers are float32; what enters a product or the cache is rounded to the model's dtype first. Two functions run on
-all threads: products, whose neurons are shared out, and attention, whose rows and heads are. One thread computes each
-number from beginning to end, so its bits depend neither on the other rows nor on the number of threads.
+It has the order and the names of the readable blocks (``model.llama``, ``model.gemma2``). Numbers are float32; inputs
+of products and cache entries are rounded to the model's dtype. Two functions run on all threads: ``multiply``, over
+neurons, and ``attend``, over rows and heads. One thread computes a number from beginning to end, so its bits depend
+neither on the other rows nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from model.fast.cpu.tables import (
 
 @compiled(parallel=True)
 def multiply(matrices: np.ndarray, inputs: np.ndarray, columns: int, out: np.ndarray) -> None:
-    """``out[row]`` = the products of a row of ``inputs`` with all ``matrices``, one after another."""
+    """Products of each row of ``inputs`` with all ``matrices``, one after another, into ``out[row]``."""
     x, stride, places, out_stride, rows = address(inputs), inputs.strides[0], address(out), out.strides[0], len(out)
     for index in prange(out.shape[1]):
-        column = np.int64(index)  # Numba's own is unsigned, and arithmetic of both kinds is done in floats
+        column = np.int64(index)  # Numba's index is unsigned, and mixed arithmetic would be done in floats
         matrix, neuron = 0, column
         while neuron >= matrices[matrix, ROWS]:
             neuron -= matrices[matrix, ROWS]
@@ -69,7 +69,7 @@ def multiply(matrices: np.ndarray, inputs: np.ndarray, columns: int, out: np.nda
 def project(
     matrices: np.ndarray, biases: np.ndarray, x: np.ndarray, columns: int, inputs: np.ndarray, out: np.ndarray
 ) -> None:
-    """Several linear layers over the same rows: ``x`` ``[rows, columns]`` -> ``out`` ``[rows, all their neurons]``."""
+    """Linear layers on the same inputs: ``x`` ``[rows, columns]`` -> ``out`` ``[rows, neurons of all layers]``."""
     prepare(matrices[0, KIND], x, columns, inputs)
     multiply(matrices, inputs, columns, out)
     first = 0
@@ -84,7 +84,7 @@ def project(
 
 @compiled()
 def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Turn each pair (x[i], x[i + D/2]) of a head ``[D]`` by its angle: Hugging Face's half-rotation layout."""
+    """Rotary embedding of a head ``[D]``, in place: ``model.layers.rotate``."""
     half = len(head) // 2
     for index in range(half):
         a, b = head[index], head[index + half]
@@ -94,7 +94,7 @@ def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 @compiled()
 def write_entry(kind: int, numbers: np.ndarray, place: int) -> None:
-    """Store the query, key or value of one head, ``[D]``, in the cache's dtype at an address."""
+    """Store the query, key or value ``[D]`` of one head at an address, in the cache's dtype."""
     floats = carray(pointer_to(place), len(numbers), np.float32)
     halves = carray(pointer_to(place), len(numbers), np.uint16)
     for index in range(len(numbers)):
@@ -108,7 +108,7 @@ def write_entry(kind: int, numbers: np.ndarray, place: int) -> None:
 
 @compiled()
 def softmax(scores: np.ndarray) -> float:
-    """Exponentials of ``scores`` less the largest, in place, and their sum: what a softmax divides by."""
+    """Sum of the exponentials of ``scores`` less the largest, which replace the scores: the divisor of a softmax."""
     largest = np.float32(-np.inf)
     for index in range(len(scores)):
         largest = scores[index] if scores[index] > largest else largest
@@ -121,7 +121,7 @@ def softmax(scores: np.ndarray) -> float:
 def attend_head(
     kind: int, query: int, keys: int, values: int, count: int, scale: float, cap: float, out: np.ndarray
 ) -> None:
-    """The attention of one query head to ``count`` keys and values, all at addresses: ``out`` ``[D]``."""
+    """Attention of one query to ``count`` keys and values, all given by address: ``out`` ``[D]``."""
     size, entry_bytes = len(out), len(out) * BYTES_OF[kind]
     scores = np.empty(count, np.float32)
     dot_keys(kind, query, keys, entry_bytes, count, size, address(scores), 4)
@@ -150,7 +150,7 @@ def attend(
     cap: float,
     out: np.ndarray,
 ) -> None:
-    """Causal grouped-query attention (arXiv 2305.13245) of each row to the entries of its text up to its position.
+    """Causal grouped-query attention (arXiv 2305.13245) of each row to its text's entries, up to its position.
 
     ``queries`` ``[rows, H, bytes]`` in the cache's dtype; ``entries`` and ``head_bytes`` as in ``Cache``. Writes
     ``out`` ``[rows, H, D]``.
@@ -170,7 +170,7 @@ def attend(
 
 @compiled(inline="always")
 def add(x: np.ndarray, y: np.ndarray) -> None:
-    """x + y into x: the residual stream."""
+    """Sum x + y, into x: the residual stream."""
     for row in range(len(x)):
         for column in range(x.shape[1]):
             x[row, column] += y[row, column]
@@ -178,7 +178,7 @@ def add(x: np.ndarray, y: np.ndarray) -> None:
 
 @compiled(inline="always")
 def embed(kind: int, table: int, tokens: np.ndarray, scale: float, x: np.ndarray) -> None:
-    """Rows ``[hidden]`` of the embedding at address ``table``, times the model's scale."""
+    """Embeddings of ``tokens``, times the model's scale: rows of the matrix at address ``table`` into ``x``."""
     for row in range(len(tokens)):
         place = table + tokens[row] * x.shape[1] * BYTES_OF[kind]
         floats = carray(pointer_to(place), x.shape[1], np.float32)
@@ -197,7 +197,7 @@ def embed(kind: int, table: int, tokens: np.ndarray, scale: float, x: np.ndarray
 def attention(
     weights: Weights, layer: int, x: np.ndarray, cache: Cache, rows: Rows, inputs: np.ndarray, out: np.ndarray
 ) -> None:
-    """``model.layers.Attention``: projections, rotary embedding, cache, attention. ``out`` ``[rows, hidden]``."""
+    """Attention sublayer (``model.layers.Attention``) of ``x`` ``[rows, hidden]``, into ``out`` of the same shape."""
     kind, heads, kv_heads, size, count = weights.kind, weights.heads, weights.kv_heads, weights.head_dim, len(x)
     matrices, entry_bytes = weights.matrices[layer], size * BYTES_OF[weights.kind]
     qkv = np.empty((count, (heads + 2 * kv_heads) * size), np.float32)
@@ -212,7 +212,7 @@ def attention(
             if head < heads:
                 write_entry(kind, numbers, address(queries[row, head]))
             else:
-                which, group = divmod(head - heads, kv_heads)  # of the keys, then of the values
+                which, group = divmod(head - heads, kv_heads)  # key heads, then value heads
                 place = cache.entries[text, layer, which] + group * cache.head_bytes[text]
                 write_entry(kind, numbers, place + position * entry_bytes)
     attended = np.empty((count, heads, size), np.float32)
@@ -225,7 +225,7 @@ def attention(
 
 @compiled(inline="always")
 def gated_mlp(weights: Weights, layer: int, x: np.ndarray, inputs: np.ndarray, out: np.ndarray) -> None:
-    """``model.layers.GatedMLP``: down(activation(gate(x)) · up(x)). ``out`` ``[rows, hidden]``."""
+    """MLP sublayer (``model.layers.GatedMLP``) of ``x`` ``[rows, hidden]``, into ``out`` of the same shape."""
     matrices, size = weights.matrices[layer], weights.mlp
     gate_up, activated = np.empty((len(x), 2 * size), np.float32), np.empty((len(x), size), np.float32)
     project(matrices[GATE : UP + 1], weights.biases, x, weights.hidden, inputs, gate_up)
@@ -235,9 +235,9 @@ def gated_mlp(weights: Weights, layer: int, x: np.ndarray, inputs: np.ndarray, o
 
 @compiled(cache=True, no_cpython_wrapper=False)
 def step(weights: Weights, cache: Cache, rows: Rows, logits: np.ndarray) -> None:
-    """Run the rows through blocks and head: writes the cache at their positions, and ``logits`` ``[rows, vocab]``.
+    """Logits ``[rows, vocab]`` of the rows; writes their keys and values into the cache.
 
-    Blocks are those of ``model.llama`` and ``model.gemma2``: a sublayer between two norms, or behind one.
+    Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one before, one behind).
     """
     count, hidden = len(rows.tokens), weights.hidden
     inputs = np.empty((count, input_bytes(max(hidden, weights.mlp, weights.heads * weights.head_dim))), np.uint8)

@@ -1,4 +1,4 @@
-"""What a compiled step reads of a model, of a cache and of its rows: numbers, addresses and small arrays."""
+"""Arguments of a compiled step: model, rows and caches, as numbers, addresses and small arrays."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_ROWS = 64
+MOST_ROWS = 64  # tokens per step
 
-# Matrices of a layer, in the order of their rows in its table, and the columns of such a table.
+# Rows of a layer's table of matrices, and the columns of such a table.
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741
 KIND, ADDRESS, ROW_BYTES, ROWS, BIAS = range(5)
-ABSENT = -1  # the kind of matrices that a plan leaves out; the place of a bias where there is none
+ABSENT = -1  # kind of matrices that a plan skips, index of an absent bias
 
 
 class Weights(NamedTuple):
-    """A model under a layer plan, as a step reads it.
+    """Model under a layer plan.
 
-    ``kind`` is that of the embedding, of the cache and of all that is not in low bits. Sizes are in numbers;
+    ``kind`` is that of the embedding, the cache and all weights not in low bits. Sizes count numbers, not bytes.
     ``attention_cap``, ``final_cap`` and windows are 0 where there is none. ``matrices`` ``[layers, 7, 5]`` and ``head``
-    ``[1, 5]`` are tables of matrices; their biases are places in ``biases``. ``norms`` ``[layers, norms, hidden]``: two
-    of a Llama, four of a Gemma-2. ``cos`` and ``sin`` ``[positions, D / 2]``. All numbers are float32.
+    ``[1, 5]`` are tables of matrices; their biases are indices into ``biases``. ``norms`` is ``[layers, norms,
+    hidden]``, with two norms per layer for Llama and four for Gemma-2; ``cos`` and ``sin`` are ``[positions, D / 2]``.
+    Arrays of numbers are float32.
     """
 
     kind: int
@@ -47,7 +48,7 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The tokens of a step: ids, positions, and the number of each one's text, all ``[rows]`` int64."""
+    """Tokens of a step: their ids, positions and the indices of their texts, all ``[rows]`` int64."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The caches of a step's texts, wherever they lie.
+    """Caches of a step's texts, by address.
 
     ``entries`` ``[texts, layers, 2]``: addresses of keys and values; ``head_bytes`` ``[texts]``: bytes from one head
     to the next.

@@ -1,5 +1,4 @@
-"""Whole texts on a device whose tensors refuse to mix with the CPU's: they are the CPU's, and the host reads once a
-round."""
+"""Whole texts on the fake device: they are the CPU's, and the host reads once per round."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from decoding.text import Rules, Text
 from decoding.verify import verify_by_race, verify_by_ratio
 from model import Decoder
 from model.fast.gpu import StaticDecoder
-from tests import pretended
+from tests import fake_device
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
@@ -38,24 +37,24 @@ def write(
     rules: Rules = RULES,
     prepare: Callable[[Decoder], Any] = static,
 ) -> tuple[list[int], list[Round], Counter[str]]:
-    """A text with its rounds, and what the device counted meanwhile."""
+    """A text with its rounds, and the counts of the device."""
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
-    make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else pretended.PretendedRandomness}
+    make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness}
     verify = {"race": verify_by_race, "ratio": verify_by_ratio}
     cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
-    pretended.counts.clear()
+    fake_device.counts.clear()
     rounds = list(speculate(model, cache, text, drafts, REAL_POLICIES[policy](), params, randomness, verify[coupling]))
     if isinstance(model, StaticDecoder):
-        assert model.trouble is None and model.row_invariant
-    return text.tokens, rounds, pretended.counts.copy()
+        assert model.trouble is None and model.why_rows_vary is None
+    return text.tokens, rounds, fake_device.counts.copy()
 
 
 def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[str]]:
-    """The text on the pretended device is the CPU's."""
+    """Rounds and counts of a text on the fake device, which is the CPU's text."""
     expected, *_ = write("cpu", family, drafter, **how)
-    found, rounds, counts = write(pretended.NAME, family, drafter, **how)
+    found, rounds, counts = write(fake_device.NAME, family, drafter, **how)
     assert found == expected
     return rounds, counts
 
@@ -63,8 +62,8 @@ def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[s
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_text_is_the_cpus_and_the_host_reads_once_a_round(family: str, drafter: str, coupling: str) -> None:
-    """To the device go the new tokens of the text, what lookup found in it, and the keys of a race."""
+def test_a_text_is_the_cpus_and_the_host_reads_once_per_round(family: str, drafter: str, coupling: str) -> None:
+    """Uploads are the new tokens of the text, drafts by lookup, and the keys of a race."""
     policy = "break-even" if drafter == "best of" else "fixed"
     rounds, counts = check(family, drafter, policy=policy, coupling=coupling)
     assert counts["read"] == len(rounds)
@@ -76,7 +75,7 @@ def test_a_text_is_the_cpus_and_the_host_reads_once_a_round(family: str, drafter
 @pytest.mark.parametrize("policy", ["adaptive", "gated"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(family: str, policy: str) -> None:
-    """The target's confidence comes with what is read anyway."""
+    """The target's confidence is read together with the verdict."""
     rounds, counts = check(family, "lowbit", policy=policy)
     looked_at = sum(len(round.drafted) for round in rounds) if policy == "adaptive" else 0
     assert counts["read"] == len(rounds) + looked_at
@@ -84,8 +83,8 @@ def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(family: s
 
 
 @pytest.mark.parametrize("drafter", ["exit", "none"])
-def test_a_ban_is_read_for_only_where_a_word_was_taken_back(drafter: str) -> None:
-    """Once more, by a draft, in the round after: it must not go on where nothing is allowed."""
+def test_a_ban_costs_a_read_only_where_a_word_was_retracted(drafter: str) -> None:
+    """By a draft, in the next round: it must stop where no token is allowed."""
     rounds, counts = check("llama", drafter, rules=BANNED)
     retracted = sum(bool(round.retracted) for round in rounds)
     assert retracted
@@ -108,16 +107,16 @@ def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
     assert counts["read"] == len(rounds) == counts["upload"]
 
 
-def test_the_device_refuses_what_a_gpu_would_and_counts_what_crosses_over() -> None:
-    here, there = torch.ones(3), torch.ones(3, device=pretended.NAME)
-    pretended.counts.clear()
+def test_the_device_refuses_to_mix_tensors_and_counts_uploads_and_reads() -> None:
+    here, there = torch.ones(3), torch.ones(3, device=fake_device.NAME)
+    fake_device.counts.clear()
     with pytest.raises(RuntimeError, match="same device"):
         _ = there + here
     with pytest.raises(RuntimeError, match="same device"):
         _ = there[torch.tensor([1])]
-    assert pretended.counts["upload"] == pretended.counts["read"] == 0
-    assert torch.equal((there + here.to(pretended.NAME)).cpu(), 2 * here)
+    assert fake_device.counts["upload"] == fake_device.counts["read"] == 0
+    assert torch.equal((there + here.to(fake_device.NAME)).cpu(), 2 * here)
     there[:2].copy_(here[:2])
-    assert (pretended.counts["upload"], pretended.counts["read"]) == (2, 1)
+    assert (fake_device.counts["upload"], fake_device.counts["read"]) == (2, 1)
     assert there.sum().item() == 3 and there.tolist() == [1, 1, 1] and bool(there[0] > 0)
-    assert pretended.counts["read"] == 4
+    assert fake_device.counts["read"] == 4
