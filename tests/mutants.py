@@ -338,7 +338,7 @@ MUTANTS = [
         25,
         "the baseline is timed without a warm-up",
         generate,
-        "run",
+        "write",
         "writer.warm_up(drafting, request.params)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,

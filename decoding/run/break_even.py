@@ -1,4 +1,4 @@
-"""Break-even: the draft and the length that measured costs and past acceptance say pay most."""
+"""Break-even policy: the draft and the length with the largest expected speed-up in each round."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from decoding.run.costs import CostTable, predicted_speedup
 
 
 class BreakEven(Policy):
-    """Draft in whichever way, and as much, as measured costs and past acceptance say pays most; if none does, plainly.
+    """Choice, in each round, of the offer and the length with the largest expected speed-up; plain if none is above 1.
 
-    The acceptance rate α of each kind of draft is estimated from recent rounds (older ones fade by ``memory``), and
-    the offer and length of the largest ``predicted_speedup`` are taken. What an offer without a model would have
-    drafted is compared with the text afterwards, whether it was taken or not. A model that does not pay is tried
-    again, one token long, every ``pause`` rounds.
+    The speed-up is ``predicted_speedup`` of measured costs and of the acceptance rate α, which is estimated for each
+    kind of draft from recent rounds; older ones fade by the factor ``memory`` per round. Offers without a model are
+    compared with the text in every round, taken or not. A model that does not pay is tried again, with one token,
+    every ``pause`` rounds.
 
-    No draft is made that could lose more than the ``credit`` holds, in plain steps. It begins with ``START``, and
-    takes in what drafts win and ``SHARE`` of every token. So a text never costs more than ``START`` and 1 + ``SHARE``
-    of plain decoding, by these costs, whatever the target accepts.
+    No draft is made that could cost more than the ``credit``, in plain steps, if all of it were rejected. The credit
+    begins with ``START``, and grows by the gain of drafts and by ``SHARE`` of every token, up to ``LARGEST_CREDIT``. So
+    by these costs a text never takes longer than 1 + ``SHARE`` times plain decoding plus ``START`` steps.
     """
 
-    PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # what to believe before anything was seen, and how firmly
+    PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # α before the first round, and its weight in tokens
     START, SHARE, LARGEST_CREDIT = 4.0, 0.02, 6.0
 
     def __init__(
@@ -35,29 +35,29 @@ class BreakEven(Policy):
         pause: int = 16,
         priors: Mapping[str, float] | None = None,
     ) -> None:
-        """``costs`` by the name of an offer, or one table for any; ``priors``: what to believe of a kind at first."""
+        """``costs`` by the name of an offer, or one table for any; ``priors``: α of a kind before the first round."""
         self.one_way = isinstance(costs, CostTable)
         self.costs = defaultdict(lambda: costs) if self.one_way else dict(costs)
         tables = [costs] if self.one_way else self.costs.values()
         super().__init__(min(longest, *(table.longest_draft for table in tables)))
         self.memory, self.pause, self.priors = memory, pause, priors or {}
-        self.seen: dict[str, tuple[float, float]] = {}  # of each kind: tokens kept, and looked at one by one
+        self.seen: dict[str, tuple[float, float]] = {}  # by kind: tokens accepted, and looked at
         self.credit, self.waiting = self.START, 0
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
 
     def acceptance(self, kind: str = "") -> float:
-        """The estimate of α: the share of drafted tokens, looked at one by one, that the target keeps."""
+        """The estimate of α: the accepted share of drafted tokens up to the first rejected one."""
         kept, tried = self.seen.get(kind, (0.0, 0.0))
         prior = self.priors.get(kind, self.PRIOR_RATE)
         return (kept + prior * self.PRIOR_WEIGHT) / (tried + self.PRIOR_WEIGHT)
 
     def draft_length(self) -> int:
-        """With one way to draft, how much of it; with several, ``choose`` decides when the offers are known."""
+        """The draft length if there is one offer; if there are several, ``choose`` decides when they are known."""
         return self.choose([Offer("", "")])[1] if self.one_way else self.gamma
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
-        """The offer to take and how many tokens of it; 0 for a round without a draft."""
+        """The offer to take and its draft length; 0 for a round without a draft."""
         best, taken, length = 1.0, None, 0
         probe, hope = None, 0.0
         for offer in offers:
@@ -65,7 +65,7 @@ class BreakEven(Policy):
             longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
             for count in range(1, longest + 1):
                 if count * costs.draft + costs.verify[count] - 1 > self.credit:
-                    break  # were it all rejected
+                    break  # the cost if all of it were rejected
                 speed = predicted_speedup(rate, count, costs)
                 if speed > best:
                     best, taken, length = speed, offer, count

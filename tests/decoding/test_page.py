@@ -119,9 +119,9 @@ def test_the_page_holds_what_the_rounds_hold(monkeypatch: pytest.MonkeyPatch) ->
         assert [(token["id"], token["verdict"]) for token in shown["tokens"]] == round.verdicts()
         assert details
         for token, detail in zip(shown["tokens"], details, strict=False):
-            assert token["p"] == pytest.approx(detail.target_prob, rel=1e-5)
-            assert token["q"] == (detail.draft_prob and pytest.approx(detail.draft_prob, rel=1e-5))
-            assert [other for other, _ in token["targetTop"]] == [other for other, _ in detail.target_top]
+            assert token["p"] == pytest.approx(detail.p, rel=1e-5)
+            assert token["q"] == (detail.q and pytest.approx(detail.q, rel=1e-5))
+            assert [other for other, _ in token["target_top"]] == [other for other, _ in detail.target_top]
 
 
 def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
@@ -253,7 +253,7 @@ def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: lis
             assert token["verdict"] in said.lower()
             assert shown_number(min(1, token["p"] / token["q"])) in said
         rows = opened.find_elements("css selector", "#inspector .row")
-        assert len(rows) == len(token["draftTop"]) + len(token["targetTop"])
+        assert len(rows) == len(token["draft_top"]) + len(token["target_top"])
 
     ActionChains(opened).move_to_element(chips[1]).perform()
     told(1)

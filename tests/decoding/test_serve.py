@@ -361,27 +361,11 @@ def test_what_is_no_http_does_not_end_the_server(served: Served) -> None:
     assert served.text(prompt=PROMPT)
 
 
-def test_a_body_that_breaks_off_or_never_comes_ends_its_request_alone(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(app, "BODY_TIMEOUT", 0.05)
+def test_a_body_that_breaks_off_ends_its_request_alone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += b"Content-Length: 100\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
-        connection.sendall(head)
-        assert b"408" in connection.recv(100)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
-        connection.sendall(head)
-    monkeypatch.undo()
+        connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
     assert served.text(prompt=PROMPT) and capsys.readouterr().err == ""
-
-
-def test_one_request_too_many_at_once_is_told_so_in_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_REQUESTS", 0)
-    status, answer = served.ask("/v1/models", method="GET")
-    assert status == 503 and "0 requests are being answered: try again" in json.loads(answer)["error"]["message"]
-    monkeypatch.setattr(app, "MAX_REQUESTS", 1)
-    assert [served.ask("/v1/models", method="GET")[0] for _ in range(3)] == [200] * 3
 
 
 # ---- the queue ----
@@ -637,7 +621,7 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
             assert drafted == (drafts.pop() if drafted else []), "a draft is shown before its verdict"
             texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
             assert all(str(token["id"]) in labels for token in tokens)
-            assert all(0 <= token["p"] <= 1 and len(token["targetTop"]) >= 5 for token in tokens)
+            assert all(0 <= token["p"] <= 1 and len(token["target_top"]) >= 5 for token in tokens)
             assert event["seconds"] >= clocks[side]
             clocks[side] = event["seconds"]
             finished[side] = event["finish"]

@@ -26,7 +26,7 @@ from weights.fingerprint import model_fingerprint
 from weights.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
-FOUR_BITS = BitsTable((4,), (0.3,), (0.9,), (4,), (1.5,), (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8))
+FOUR_BITS = BitsTable((4,), (0.3,), (0.9,), (4,), (1.5,))
 KEYS = [
     "text",
     "tokens",
@@ -223,7 +223,6 @@ def test_every_way_of_drafting_writes_the_plain_greedy_text_in_float64(
     outcome = run(*common, "--draft", *draft, *extra, "--compare")
     assert outcome.status == 0
     assert "same text" in outcome.err
-    assert "times plain decoding" in outcome.err
     assert outcome.out == run(*common, "--draft", "none").out
 
 
