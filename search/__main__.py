@@ -25,7 +25,8 @@ from rich.table import Table
 
 from decoding.run.acceptance import Calibration
 from decoding.run.chooser import Setting, plan_in_words
-from decoding.run.cost_file import kept_sublayer_costs, machine
+from decoding.run.cost_file import kept, machine
+from decoding.run.costs import SublayerCosts
 from decoding.run.importance import weigh_inputs
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
@@ -190,7 +191,8 @@ def run(options: argparse.Namespace) -> int:
         say("writing calibration texts")
         texts = write_texts(model, encoded, params, rules, options.seed)
         say("measuring the costs of sublayers, or reading those measured before")
-        costs = kept_sublayer_costs(folder, model, params, lambda: measure_sublayers(model, params))
+        name = f"sublayers, {params}"
+        costs = kept(folder, model, name, SublayerCosts, lambda: measure_sublayers(model, params))
         lost = importances(Calibration(model, split(texts)[0], params, options.coupling, depths=1))
         attributes = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": asdict(costs)}
         begin(study, attributes, starts(lost, costs, space))

@@ -30,11 +30,6 @@ class BitsTable:
     speedup: tuple[float, ...] = ()
     steady: bool = field(default=True, compare=False)
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for columns of different lengths."""
-        if len({len(column) for column in (self.bits, self.cost, self.acceptance, self.gamma, self.speedup)}) > 1:
-            raise ValueError(f"no table of bits: {self}")
-
     def best_plan(self, layers: int) -> DraftPlan | None:
         """The plan of the bits with the largest speed-up, for a model of this many layers; None where none gains."""
         best = max(range(len(self.bits)), key=self.speedup.__getitem__, default=None)

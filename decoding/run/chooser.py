@@ -17,7 +17,7 @@ from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLook
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
-from decoding.run.cost_file import kept, kept_costs
+from decoding.run.cost_file import kept
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
 from decoding.run.importance import calibration_texts, weigh_inputs
 from decoding.run.plan_file import DraftPlan, read_plan
@@ -260,7 +260,7 @@ def bits_table(setting: Setting) -> BitsTable:
     model, params, coupling = setting.model, setting.params, setting.coupling
 
     def measure() -> BitsTable:
-        say("measuring once how many bits a draft needs here")
+        say("measuring once which bits gain most for drafts on this machine")
         weigh_inputs(model, setting.folder, setting.tokenizer)
         return measure_bits(model, calibration_texts(model, setting.tokenizer, params), params, coupling)
 
@@ -315,13 +315,14 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
 
 def costs_of(way: Drafting, setting: Setting) -> CostTable:
     """Costs of a drafting on this machine: kept ones, or measured now (``ranks`` replaces this function)."""
-    model, params, context = setting.model, setting.params, setting.context
+    model, params, context, plan = setting.model, setting.params, setting.context, way.plan
+    drafts = "lookup" if plan is None else f"attention {plan.attention} mlp {plan.mlp} head {plan.head}"
 
     def measure() -> CostTable:
-        say(f"measuring once what drafts cost on this machine after {context} tokens")
-        return measure_costs(model, way.model, way.plan, params, context=context)
+        say(f"measuring once the costs of drafts on this machine after {context} tokens")
+        return measure_costs(model, way.model, plan, params, context=context)
 
-    return kept_costs(setting.folder, model, way.plan, params, measure, context)
+    return kept(setting.folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
 
 
 def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:

@@ -11,34 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from decoding.run.costs import CONTEXT, LARGEST_COST, CostTable, SublayerCosts
-from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan
+from decoding.run.costs import LARGEST_COST
+from model import Decoder, InputError
 from weights.cli.device import processor
 from weights.cli.files import read_optional_json, write_json
 
 FILE = "costs.json"
 Kept = TypeVar("Kept")
-
-
-def kept_costs(
-    folder: Path,
-    model: Decoder,
-    plan: LayerPlan | None,
-    params: SamplingParams,
-    measure: Callable[[], CostTable],
-    context: int = CONTEXT,
-) -> CostTable:
-    """The kept cost table of this plan's drafts (None: lookup) after ``context`` tokens, else ``measure()``."""
-    drafts = "lookup" if plan is None else f"attention {plan.attention} mlp {plan.mlp} head {plan.head}"
-    return kept(folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
-
-
-def kept_sublayer_costs(
-    folder: Path, model: Decoder, params: SamplingParams, measure: Callable[[], SublayerCosts]
-) -> SublayerCosts:
-    """The kept costs of this model's sublayers, else ``measure()``."""
-    return kept(folder, model, f"sublayers, {params}", SublayerCosts, measure)
 
 
 def kept(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:

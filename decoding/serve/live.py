@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,7 @@ from decoding.drafters import Draft, Drafter
 from decoding.run.chooser import Drafting
 from decoding.serve.requests import RequestReader
 from decoding.serve.worker import Job, Worker
-from decoding.show.page import Heading, Recording, fill, heading_data
-from decoding.show.report import sampling_in_words
+from decoding.show.page import Heading, Recording, fill
 
 FORM = Path(__file__).with_name("live.html")
 
@@ -22,21 +22,17 @@ def live_page(reader: RequestReader) -> str:
     options = reader.options
     form = {"drafts": reader.drafts, "draft": options.draft, "temperature": options.temperature}
     form |= {"seed": options.seed, "max_tokens": options.max_new_tokens}
-    heading = heading_data(Heading("", [("Model", reader.name)], None, greedy=True))
+    heading = Heading("", [("Model", reader.name)], None, greedy=True)
     sample = {"rounds": [], "finish": None, "seconds": 0}
-    return fill({**heading, "samples": [sample], "labels": {}, "form": form}, FORM.read_text(encoding="utf-8"))
+    return fill({**asdict(heading), "samples": [sample], "labels": {}, "form": form}, FORM.read_text(encoding="utf-8"))
 
 
 def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
     """Write the text of the live page, and its plain text if asked. The page gets each part of a recording at once."""
     _, params, rules, coupling = job.request.options
-    drawn, ways = params.temperature > 0, [drafting]
-    if job.request.asked.beside:
-        ways.append(worker.writer.plain)
-    sampling = sampling_in_words(params, str(coupling) if drawn else "")
-    facts = [("Model", worker.name), ("Draft", drafting.name), ("Sampling", sampling)]
-    heading = Heading("", facts, drafting.plan, greedy=not drawn, race=coupling.name == "race")
-    job.send({"kind": "begin", "columns": [way.name for way in ways], **heading_data(heading)})
+    ways = [drafting, worker.writer.plain] if job.request.asked.beside else [drafting]
+    heading = Heading.of("", worker.name, drafting, params, coupling)
+    job.send({"kind": "begin", "columns": [way.name for way in ways], **asdict(heading)})
     for column, way in enumerate(ways):
         policy = way.new_policy()
         recording = Recording(policy, params, worker.labels, lambda part, at=column: job.send({**part, "column": at}))

@@ -16,7 +16,7 @@ from decoding.run.together import Conductor, Task
 from decoding.run.writer import Interrupted, Reader, Sample, Writer
 from decoding.show.labels import Labels
 from decoding.show.page import Heading, Recording, write_page
-from decoding.show.report import as_json, describe, sampling_in_words
+from decoding.show.report import as_json, describe
 from decoding.show.streaming import TextStream
 from decoding.show.trace import PAUSE, LiveTrace, TraceConsole
 from decoding.text import Text
@@ -120,9 +120,6 @@ class Output:
             for sample in self.samples:
                 print(json.dumps(as_json(sample, request.repeat_with), ensure_ascii=False))
         if options.html and (recordings := [each for each in self.recordings if each.rounds]):
-            sampling = sampling_in_words(request.params, request.repeat_with)
-            facts = [("Model", request.folder.name), ("Draft", self.drafting.name), ("Sampling", sampling)]
-            rule = {"greedy": request.params.temperature == 0, "race": request.coupling.name == "race"}
-            heading = Heading(request.prompt, facts, self.drafting.plan, **rule)
-            write_page(options.html, heading, recordings)
+            about = request.folder.name, self.drafting, request.params, request.coupling
+            write_page(options.html, Heading.of(request.prompt, *about), recordings)
             say(f"the run round by round: {options.html}")

@@ -21,8 +21,11 @@ from torch import Tensor
 from decoding.drafters import Draft
 from decoding.policies import Policy
 from decoding.rounds import Round
+from decoding.run.chooser import Drafting
 from decoding.sampling import SamplingParams
 from decoding.show.details import Detail, examine
+from decoding.show.report import sampling_in_words
+from decoding.verify import Coupling
 from model import LayerPlan
 from model.clock import now
 from weights.cli.files import atomic_path, explaining
@@ -95,6 +98,14 @@ class Heading:
     greedy: bool
     race: bool = False
 
+    @classmethod
+    def of(cls, prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> Heading:
+        """The heading of texts that a model writes after a prompt."""
+        greedy, race = params.temperature == 0, coupling.name == "race"
+        sampling = sampling_in_words(params, "" if greedy else str(coupling))
+        facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
+        return cls(prompt, facts, drafting.plan, greedy, race)
+
 
 def render_page(heading: Heading, recordings: Iterable[Recording]) -> str:
     """The whole page as HTML."""
@@ -102,7 +113,7 @@ def render_page(heading: Heading, recordings: Iterable[Recording]) -> str:
     for recording in recordings:
         samples.append({"rounds": recording.rounds, "finish": recording.finish, "seconds": recording.seconds})
         labels |= recording.labels
-    return fill({**heading_data(heading), "samples": samples, "labels": labels})
+    return fill({**asdict(heading), "samples": samples, "labels": labels})
 
 
 def fill(data: dict[str, Any], live: str = "") -> str:
@@ -110,14 +121,6 @@ def fill(data: dict[str, Any], live: str = "") -> str:
     template = TEMPLATE.read_text(encoding="utf-8").replace("{{live}}", live)
     policy = _content_security_policy(template) + ("; connect-src 'self'" if live else "")
     return template.replace("{{policy}}", policy).replace("{{data}}", embed(data))
-
-
-def heading_data(heading: Heading) -> dict[str, Any]:
-    """JSON of a heading."""
-    plan = heading.plan
-    bits = plan and {"attention": plan.attention, "mlp": plan.mlp}
-    facts = {"prompt": heading.prompt, "facts": heading.facts, "plan": bits}
-    return {**facts, "greedy": heading.greedy, "race": heading.race}
 
 
 def write_page(path: Path, heading: Heading, recordings: Iterable[Recording]) -> None:
