@@ -29,23 +29,23 @@ def comparison(
     ``sample`` is a text of the drafting. In greedy decoding and under the race the plain text must equal it. Under the
     ratio rule the two have the same law, if the drafter states its q truly: ``exact`` is False where that is unknown.
     """
-    rules = sample.text.rules
-    plain = writer.write_plainly(rules, params, coupling)
+    rules, turns = sample.text.rules, []
+    for _ in range(TURNS):
+        drafted = writer.write(writer.new_text(rules), drafting, params, coupling)
+        turns.append((drafted, writer.write_plainly(rules, params, coupling)))
+    plain = turns[0][1]
     if params.temperature and coupling.name == "ratio":
         texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")
     else:
         texts = agreement(writer, sample, plain, params)
-    tokens, seconds = min(sample.statistics.tokens, plain.statistics.tokens), min(sample.seconds, plain.seconds)
+    tokens = min(each.statistics.tokens for turn in turns for each in turn)
+    seconds = min(each.seconds for turn in turns for each in turn)
     if tokens < FEW_TOKENS or seconds < SHORT:
         return f"[{texts}; too short to compare speeds ({tokens} tokens, {seconds:.2f} s): let it write more]"
-    turns = []
-    for _ in range(TURNS):
-        drafted = writer.write(writer.new_text(rules), drafting, params, coupling)
-        plain = writer.write_plainly(rules, params, coupling)
-        turns.append((drafted.tokens_per_second / plain.tokens_per_second, plain.tokens_per_second))
-    ratios, speeds = zip(*turns, strict=True)
+    ratios = [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in turns]
     spread = f"median of {TURNS} turns, {min(ratios):.2f} to {max(ratios):.2f}"
-    return f"[{median(ratios):.2f} times plain decoding ({spread}; {median(speeds):.1f} tokens/s), {texts}]"
+    speed = median(plain.tokens_per_second for _, plain in turns)
+    return f"[{median(ratios):.2f} times plain decoding ({spread}; {speed:.1f} tokens/s), {texts}]"
 
 
 def agreement(writer: Writer, sample: Sample, plain: Sample, params: SamplingParams) -> str:
