@@ -46,7 +46,7 @@ class Call(NamedTuple):
 class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
-    The conductor's thread calls ``readers`` and at the end ``on_end``, the text's own thread ``observer``. Once
+    The conductor's thread calls ``readers`` and at the end ``on_end``, the text's thread ``observer``. Once
     ``ended``, there is a ``sample`` or an ``error``. Any thread may set ``cancelled``: the sample is then interrupted.
     """
 
