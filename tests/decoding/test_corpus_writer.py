@@ -293,7 +293,7 @@ def test_a_model_that_repeats_itself_is_given_up(write: Command, tmp_path: Path)
         (["--device", "toaster"], "device 'toaster' is not there"),
         (["--model", "/no/model"], "no folder '/no/model'"),
         (["--out", "/dev/full"], "/dev/full"),
-        (["--out", "/"], "error: /"),
+        (["--out", "/"], "give the name of a file"),
         (["--judge-again", "/no/file.jsonl"], "/no/file.jsonl"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else None,

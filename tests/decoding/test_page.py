@@ -72,7 +72,7 @@ def long_run(rounds: int) -> Recording:
     recording, position = Recording(FixedLength(4), SamplingParams(1.0), LABELS), 3
     for number in range(rounds):
         accepted, length = number % 5, 4
-        recording.details = [Detail(6, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)])] * (length + 1)
+        recording.details = [Detail(token, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)]) for token in [6] * length + [8]]
         recording.add(Round(position, [6] * length, accepted, [6] * accepted + [8]), number / 4)
         position += accepted + 1
     return recording

@@ -455,19 +455,6 @@ def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path
     assert f"{plan} was made for another model than {model}" in outcome.err
 
 
-@pytest.mark.parametrize("damage", ["not json", "[]", '{"KEY": {"draft": "x"}}', '{"KEY": {"draft": 1}}'])
-def test_a_damaged_cost_file_only_means_measuring_again(
-    damage: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoding.run.costs.UNSTEADY", math.inf)  # else a busy machine would keep nothing
-    folder = write_folder(tmp_path / "model")
-    assert run("the", "--model", str(folder), "--max-new-tokens", "2").status == 0
-    key = next(iter(json.loads((folder / "costs.json").read_text())))
-    (folder / "costs.json").write_text(damage.replace("KEY", key))
-    assert run("the", "--model", str(folder), "--max-new-tokens", "2").status == 0
-    assert json.loads((folder / "costs.json").read_text())[key]["verify"][0] == 1.0
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"], ids=["plain", "byte order mark"])
 def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("the hen", encoding)
