@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.run.acceptance import Continuation
-from decoding.run.importance import write_texts
+from decoding.run.importance import calibration_texts
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
@@ -41,9 +41,9 @@ def off_grid_folder(folder: Path, seed: int = 0) -> Path:
         say(f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some minutes")
         model, tokenizer = load_model(folder), Tokenizer(folder)
         fast = accelerate(model)
-        texts = [write_texts(fast, tokenizer, SamplingParams(0.7), seed) for seed in range(1, TEXTS + 1)]
+        texts = [calibration_texts(fast, tokenizer, SamplingParams(0.7), seed) for seed in range(1, TEXTS + 1)]
         held_out_prompts = [prompt for prompts in PROMPTS.values() for prompt in prompts[:2]]
-        held_out = write_texts(fast, tokenizer, SamplingParams(), prompts=held_out_prompts)
+        held_out = calibration_texts(fast, tokenizer, SamplingParams(), prompts=held_out_prompts)
         before = greedy_tokens(model, held_out)
         add_noise(model, input_covariances(model, [text for each in texts for text in each]), seed)
         same = share_of_equal(before, greedy_tokens(model, held_out))

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from decoding.run.acceptance import Calibration
 from decoding.run.chooser import Setting, plan_in_words
-from decoding.run.cost_file import kept_sublayer_costs, machine
+from decoding.run.cost_file import kept, machine
+from decoding.run.costs import SublayerCosts
 from decoding.run.importance import weigh_inputs
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
@@ -174,8 +175,9 @@ def run(options: argparse.Namespace) -> int:
     if not study.trials:
         say("writing calibration texts")
         texts = write_texts(model, encoded, params, rules, options.seed)
-        say("measuring the costs of sublayers, unless they were measured before")
-        costs = kept_sublayer_costs(folder, model, params, lambda: measure_sublayers(model, params))
+        say("measuring the costs of sublayers, or reading those measured before")
+        name = f"sublayers, {params}"
+        costs = kept(folder, model, name, SublayerCosts, lambda: measure_sublayers(model, params))
         lost = importances(Calibration(model, split(texts)[0], params, options.coupling, depths=1))
         attributes = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": asdict(costs)}
         begin(study, attributes, starts(lost, costs, space))

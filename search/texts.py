@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decoding.corpus.batch import sample_texts
+from decoding.run import batch
 from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -57,14 +57,13 @@ def write_texts(
             f"a prompt of {longest} tokens and {budget} written ones exceed the model's context of "
             f"{model.max_positions}: shorten the prompt or lower --max-new-tokens"
         )
-    written = sample_texts(model, list(prompts), max_new_tokens=budget, params=params, eos_ids=rules.eos_ids, seed=seed)
-    if (count := sum(map(len, written))) < LEAST_TOKENS:
+    texts = batch.write_texts(model, prompts, params, rules, seed)
+    if (count := sum(len(text.written) for text in texts)) < LEAST_TOKENS:
         raise InputError(
             f"the model wrote {count} tokens after {len(prompts)} prompts, too few to measure a plan with: give more "
             f"prompts or a larger --max-new-tokens (at least {LEAST_TOKENS} tokens in all)"
         )
-    pairs = zip(prompts, written, strict=True)
-    return [Continuation(tuple(prompt), tuple(tokens), budget - len(tokens)) for prompt, tokens in pairs]
+    return texts
 
 
 def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:

@@ -1,4 +1,4 @@
-"""Corpus writer: a chat model writes texts for a small model to learn from, ``python -m decoding.corpus``.
+"""Corpus writer: ``python -m decoding.corpus`` lets a chat model write texts to train a small model on.
 
-``author`` asks for the texts, ``batch`` samples them, ``quality`` filters them, ``text_file`` keeps them.
+``author`` makes the prompts and writes, ``quality`` filters, ``text_file`` stores. Begin with ``author``.
 """

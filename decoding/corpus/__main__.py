@@ -1,4 +1,4 @@
-"""Writes a corpus to train on with a chat model: ``python -m decoding.corpus --model DIR --tokens N --out FILE``."""
+"""Write a corpus to train on with a chat model: ``python -m decoding.corpus --model DIR --tokens N --out FILE``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from weights.load import DTYPES, load_model
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-FRUITLESS_ROWS = 256  # rows without a new text after which none is to be expected
+FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
 
 
 def write_file(author: Author, file: TextFile, options: argparse.Namespace) -> None:
     """Add batches of texts to ``file`` until its responses have ``options.tokens`` tokens, under a progress bar.
 
-    A batch depends on the seed and on the contents of the file, nothing else. So a killed run continues to the same
-    file, and no batch equals an earlier one. Raises InputError when the model writes nothing new any more.
+    A batch depends on the seed and on the contents of the file only, so that a run that was killed continues to the
+    same file. Raises InputError when the model writes nothing new any more.
     """
     columns = BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
@@ -73,7 +73,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Refuse wrong input before the weights are loaded, then write the file."""
+    """Check the options, load the model, and write the file."""
     for name in ("tokens", "batch", "max_new_tokens"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(options, name)}")

@@ -1,27 +1,27 @@
-"""Writer of a corpus: a chat model that writes stories on request, or both sides of a conversation."""
+"""Author of a corpus: a chat model that writes stories on request, or both sides of a chat."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from decoding.corpus.batch import sample_texts
 from decoding.corpus.quality import worth_learning
 from decoding.corpus.templates import story_request
 from decoding.corpus.text_file import WrittenText
+from decoding.run.batch import sample_texts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
-MESSAGE_TOKENS = 64  # most tokens of a user's message that the model writes itself
+MESSAGE_TOKENS = 64  # most tokens of a user's message that the model writes
 
 
 def user_turn(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The chat template around a user's message: token ids before it, and those from its end-of-turn token on.
+    """Token ids of the chat template before a user's message and after it, which begin with an end-of-turn token.
 
-    Raises InputError where no control token ends the message, as without a template.
+    Raises InputError where there is no template, or no control token ends the message.
     """
     ids = tokenizer.encode_chat([{"role": "user", "content": "zebra"}]) if tokenizer.chat_template else []
     message = tokenizer.vocabulary.encode("zebra")
@@ -34,7 +34,7 @@ def user_turn(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Author:
-    """A model that writes both sides of a conversation; a response has up to ``max_new_tokens``."""
+    """A chat model that writes texts with responses of up to ``max_new_tokens`` tokens."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -42,7 +42,7 @@ class Author:
     max_new_tokens: int
 
     def write(self, kind: str, rows: int, rng: random.Random) -> list[WrittenText]:
-        """Up to ``rows`` texts, "story" or "chat": those worth learning."""
+        """Those of ``rows`` texts of a kind, "story" or "chat", that are worth learning."""
         begun = self.stories(rows, rng) if kind == "story" else self.chats(rows, rng)
         eos_ids = self.tokenizer.eos_ids
         responses = self.sample([[*ids, *opening] for _, ids, opening in begun], self.max_new_tokens, eos_ids, rng)
@@ -55,7 +55,7 @@ class Author:
         return texts
 
     def stories(self, rows: int, rng: random.Random) -> list[tuple[str, list[int], list[int]]]:
-        """Requests for a story, their token ids, and those of the story's opening.
+        """Requests for a story with their token ids, and token ids of the story's opening.
 
         A request is a turn of a chat or, without a chat template, plain text.
         """
@@ -69,7 +69,7 @@ class Author:
         return stories
 
     def chats(self, rows: int, rng: random.Random) -> list[tuple[str, list[int], list[int]]]:
-        """User's messages written by the model, and token ids of the chats they begin; no response has an opening."""
+        """Messages of a user, written by the model, with token ids of their chats; openings are empty."""
         opening, closing = user_turn(self.tokenizer)
         ends = self.tokenizer.eos_ids.union(closing[:1])
         chats = []
@@ -86,8 +86,8 @@ class Author:
         return sample_texts(self.model, prompts, params=self.params, seed=rng.getrandbits(64), **limits)
 
     def text(self, tokens: list[int]) -> str:
-        """The text of these tokens; empty when it is blank or when a control token is among them."""
+        """The text of these tokens; empty where it is blank or holds a control token."""
         if not set(self.tokenizer.vocabulary.special.values()).isdisjoint(tokens):
             return ""
-        text = self.tokenizer.decode(tokens).rstrip("\ufffd")  # a text may be cut off inside a character
+        text = self.tokenizer.decode(tokens).rstrip("\ufffd")  # the budget may end inside a character
         return text if text.strip() else ""

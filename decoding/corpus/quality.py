@@ -1,4 +1,4 @@
-"""Filter of written texts: those are kept that do not repeat themselves and keep to their prompt."""
+"""Filter of written texts: by repetition, length, and mention of the prompt's subject."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from decoding.corpus.text_file import WrittenText
 
-SEQUENCE = 4  # words of a sequence that counts as repeated when it occurred before
+SEQUENCE = 4  # words per sequence, which is repeated if it occurred before
 MOST_REPEATED = 0.05  # largest share of repeated sequences in a text
 LEAST_WORDS = 30  # of a text
 LONGEST_SENTENCES = 20  # largest mean number of words of a story's sentences
@@ -37,9 +37,9 @@ def repetition(text: str) -> float:
 
 
 def mentioned(prompt: str, text: str) -> float:
-    """The share of the prompt's words, other than ``COMMON``, that the text names; 1 where there are none.
+    """The share of the prompt's words, other than ``COMMON``, that the text mentions; 1 where there are none.
 
-    A word is named by any that begins like it, less an ending of up to two letters: "foxes" names a fox.
+    A word with the same beginning, less two letters, mentions it: "foxes" mentions a fox.
     """
     asked = set(words_of(prompt)) - set(words_of(COMMON))
     said = words_of(text)
@@ -48,9 +48,9 @@ def mentioned(prompt: str, text: str) -> float:
 
 
 def before_repetition(text: str, finished: bool) -> str:
-    """The longest beginning of whole sentences that repeats itself no more than ``MOST_REPEATED``; "" if none does.
+    """The longest beginning of whole sentences with ``repetition`` up to ``MOST_REPEATED``; "" if there is none.
 
-    The end of a text that was not cut off, a ``finished`` one, ends a sentence too.
+    The end of a ``finished`` text, which was not cut off, ends a sentence too.
     """
     ends = [*(match.end() for match in SENTENCE_END.finditer(text)), *([len(text)] if finished else [])]
     return next((text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), "")
@@ -59,7 +59,7 @@ def before_repetition(text: str, finished: bool) -> str:
 def worth_learning(text: WrittenText, finished: bool = True) -> WrittenText | None:
     """The text up to its last whole sentence before it begins to repeat itself.
 
-    None where that is short or, of a story, strays from its prompt or has sentences too long for children.
+    None where that is too short, or is a story that strays from its prompt or has sentences too long for children.
     """
     response = before_repetition(text.response, finished)
     words, sentences = len(words_of(response)), max(1, len(SENTENCE_END.findall(response)))

@@ -1,10 +1,10 @@
-"""Requests for children's stories: sentence forms and word lists, combined at random into thousands of prompts."""
+"""Requests for children's stories: sentence forms with blanks, and words to fill them."""
 
 from __future__ import annotations
 
 import random
 
-# A form that states a length gets a story with an end: a small model does not begin to repeat itself before.
+# Forms that state a length get stories with an end. Without one a small model writes until it repeats itself.
 FORMS = (
     "Write a short story about {who}.",
     "Write a short story about {who} {where}.",
@@ -48,7 +48,7 @@ LESSON = (
     *("to be brave", "that small friends can help", "to wait for spring", "to try again", "to be kind"),
     *("not to be afraid of the dark", "to look after a plant", "that everyone makes mistakes", "to keep a promise"),
 )
-# Beginnings of stories. The model continues one, so that the story names its subject in its first words.
+# Beginnings of stories, for the model to continue: so each story names its subject in its first words.
 OPENINGS = (
     *("Once upon a time, {who}", "One day, {who}", "One morning, {who}", "Long ago, {who}"),
     *("This is the story of {who}", "It was a fine day, and {who}"),
@@ -60,7 +60,7 @@ FEELING = (
 
 
 def story_request(rng: random.Random) -> tuple[str, str]:
-    """A prompt and the opening of its story: a random form, its blanks filled at random."""
+    """The prompt and the opening of a story: a random form of each, filled with the same random words."""
     words = {"who": WHO, "where": WHERE, "thing": THING, "lesson": LESSON, "feeling": FEELING}
     form = rng.choice(FORMS)
     blanks = {name: rng.choice(choices) for name, choices in words.items()}

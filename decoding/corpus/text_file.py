@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from model import InputError
-from weights.cli.files import atomic_path, one_line
+from weights.cli.files import atomic_path, explaining
 
 KINDS = ("story", "chat")
 DISTINCT_CHARACTERS = 200  # of two responses that begin with the same 200 characters, the first is kept
@@ -25,7 +25,7 @@ class WrittenText:
 
 
 def read_texts(path: Path) -> list[WrittenText]:
-    """The texts of a file. Raises InputError naming the first line that is not one."""
+    """The texts of a file. Raises InputError naming the first line that is no text."""
     texts = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
@@ -41,7 +41,7 @@ def read_texts(path: Path) -> list[WrittenText]:
 
 
 class TextFile:
-    """The texts of a file, by the beginning of their responses, and the tokens of these by kind."""
+    """A file of texts with distinct responses, and the number of their responses' tokens by kind."""
 
     def __init__(self, path: Path, count_tokens: Callable[[str], int]) -> None:
         """Read the file, or create it. Raises InputError when it cannot be written or holds anything else."""
@@ -51,14 +51,11 @@ class TextFile:
         self.add(read_texts(path) if path.is_file() else [])
 
     def add(self, texts: Iterable[WrittenText]) -> None:
-        """Write the texts that are new, replacing the file atomically. Raises InputError when it cannot be written."""
+        """Add the texts whose responses are new, atomically. Raises InputError when the file cannot be written."""
         for text in texts:
             beginning = text.response[:DISTINCT_CHARACTERS]
             if beginning not in self.texts:
                 self.texts[beginning] = text
                 self.tokens[text.kind] += self.count_tokens(text.response)
-        try:
-            with atomic_path(self.path) as temporary:
-                temporary.write_text("".join(json.dumps(asdict(text)) + "\n" for text in self.texts.values()))
-        except OSError as error:
-            raise InputError(f"{self.path} cannot be written: {one_line(error.strerror)}") from None
+        with explaining(f"{self.path} cannot be written"), atomic_path(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(asdict(text)) + "\n" for text in self.texts.values()))

@@ -1,1 +1,4 @@
-"""The run of a request: the choice of a draft, its costs and plan files, writing, comparing. Begin with ``chooser``."""
+"""Everything around the loop that serves a request: choice of a draft, costs, plan files, writing, comparing.
+
+Begin with ``chooser``, then ``writer``; ``together`` writes many texts at once, ``ranks`` on several processes.
+"""

@@ -25,7 +25,7 @@ from model import Decoder, KVCache, LayerPlan, ModelConfig
 from model.layers import Mask, Positions, additive, place
 from model.twins import Twins
 
-DEPTHS = 3  # deeper drafts are taken to be accepted like the last: on SmolLM2 an error of .01 at most
+DEPTHS = 3  # deeper drafts are taken to be accepted like the last: an error of .01 at most on SmolLM2
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Continuation:
 class Acceptance:
     """Probabilities of the draft for token t of text b, drafted as number d + 1 of its round: ``[B, D, M]`` float64.
 
-    M is the longest text's length. Entries beyond a text's length mean nothing, nor do those of t < d.
+    M is the longest text's length. Entries beyond a text's length are undefined, as are those of t < d.
 
     ``accept``      of the target accepting the draft, given that the text holds token t
     ``confidence``  raw softmax probability that the draft gives token t
@@ -62,7 +62,7 @@ class Acceptance:
 
 
 class TargetEntries:
-    """A KVCache's stand-in for drafts: attention gets the target's entries, then those of the pass itself."""
+    """Cache of a draft's pass: attention reads the target's entries, then those of the pass."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -78,12 +78,12 @@ def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths:
     Query (d, i) is the draft's step at position ``first + i`` as number d of its round (from 0), so the round began at
     position first + i - d. One pass can compute all of them at once, for three reasons. First, the text is known: an
     accepted draft has the text's tokens, so the inputs of every step are known before any step has run. Steps whose
-    draft has left the text were rejected and need no computing. Second, all that a step takes from the past is keys
-    and values: before its round those of the target, which the target's pass over the text has left, and within its
-    round those that the draft wrote at depths 0 ... d on the way. So a step depends on its position and depth only,
-    not on the rounds before. Third, layer by layer, those keys and values are outputs of other queries of the same
-    pass: query (d, i) sees the target's entries at positions below first + i - d, and the entries of queries
-    (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of the pass. A mask says so, and the result is the loop's own.
+    draft has left the text were rejected and need no computing. Second, a step reads only keys and values of the past:
+    before its round those of the target's pass over the text, and within its round those that the draft wrote at
+    depths 0 ... d. So a step depends on its position and depth only, not on the rounds before. Third, layer by layer,
+    those keys and values are outputs of other queries of the same pass: query (d, i) sees the target's entries at
+    positions below first + i - d, and the entries of queries (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of
+    the pass. The mask has this pattern, so that the result equals the loop's.
     """
     target_length = first + count
     angles = place(config, 0, target_length, like)
@@ -147,10 +147,10 @@ def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Calibration:
-    """Texts that a target wrote, on which it measures the acceptance of any plan's drafts.
+    """Texts written by a target, with its passes over them, on which the acceptance of any plan's drafts is measured.
 
-    ``depths`` are computed exactly, deeper drafts taken to be like the last. The low-bit weights of all plans asked for
-    are kept, written out in the model's dtype: low-bit kernels are slow for many rows.
+    The first ``depths`` are computed exactly, deeper drafts are taken to be like the last. Low-bit weights of all plans
+    are kept, expanded to the model's dtype, since low-bit kernels are slow for many rows.
     """
 
     @torch.inference_mode()
@@ -171,12 +171,12 @@ class Calibration:
 
     @torch.inference_mode()
     def acceptance(self, plan: LayerPlan) -> Acceptance:
-        """The acceptance of the plan's drafts at every position and depth."""
+        """Acceptance of the plan's drafts at every position and depth."""
         found = torch.ones(4, len(self.passes), self.depths, int(self.lengths.max()), dtype=torch.float64)
         head = self.twins.head(plan.head)
         for text, columns, length in zip(self.passes, found.unbind(1), self.lengths, strict=True):
             target = distribution(self.model.logits(text.last)[0], text.context, self.params).double()
-            for depth, states in enumerate(text.draft_states(self.twins, plan)):  # one at a time: logits are large
+            for depth, states in enumerate(text.draft_states(self.twins, plan)):  # one by one, since logits are large
                 logits = self.model.logits(states[None], head)[0]
                 columns[:, depth, :length] = self._measure(logits, target, text).cpu()
         return Acceptance(*found, self.lengths, self.limits)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decoding.run.acceptance import Calibration, Continuation
-from decoding.run.costs import CostTable, measure_costs
+from decoding.run.costs import measure_costs
+from decoding.run.plan_file import DraftPlan
 from decoding.run.prediction import predict
 from decoding.sampling import SamplingParams
 from model import Decoder, LayerPlan
@@ -15,34 +16,33 @@ from weights.memory import free_bytes, twin_bytes
 
 @dataclass(frozen=True)
 class BitsTable:
-    """Drafts of all layers in each of ``bits``: one number per entry of it, and ``verify`` of their cost tables.
+    """Measurements of drafts of all layers in each of ``bits``, one number per entry.
 
     ``cost`` of a draft step; ``acceptance``, the share of drafted tokens up to the first rejected one that the target
-    keeps; ``gamma``, the draft length of the largest ``speedup`` over plain decoding.
+    keeps; ``gamma``, the draft length of the largest ``speedup`` over plain decoding. ``steady`` is False where a
+    number of bits was left out or measured while other work disturbed it.
     """
 
-    bits: tuple[int, ...]
-    cost: tuple[float, ...]
-    acceptance: tuple[float, ...]
-    gamma: tuple[int, ...]
-    speedup: tuple[float, ...]
-    verify: tuple[float, ...]
-    steady: bool = field(default=True, compare=False)  # whether no number of bits was left out, nor measured unsteadily
+    bits: tuple[int, ...] = ()
+    cost: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()
+    gamma: tuple[int, ...] = ()
+    speedup: tuple[float, ...] = ()
+    steady: bool = field(default=True, compare=False)
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for columns of different lengths."""
-        if len({len(column) for column in (self.bits, self.cost, self.acceptance, self.gamma, self.speedup)}) > 1:
-            raise ValueError(f"no table of bits: {self}")
+    def best_plan(self, layers: int) -> DraftPlan | None:
+        """The plan of the bits with the largest speed-up, for a model of this many layers; None where none gains."""
+        best = max(range(len(self.bits)), key=self.speedup.__getitem__, default=None)
+        if best is None or self.speedup[best] <= 1:
+            return None
+        return DraftPlan(LayerPlan.full(layers).in_bits(self.bits[best]), self.gamma[best], None, self.acceptance[best])
 
-    @property
-    def best(self) -> int | None:
-        """The place of the largest speed-up; None where no number of bits gains."""
-        place = max(range(len(self.bits)), key=self.speedup.__getitem__, default=None)
-        return None if place is None or self.speedup[place] <= 1 else place
-
-    def costs(self, place: int) -> CostTable:
-        """The cost table of the drafts at this place."""
-        return CostTable(self.cost[place], self.verify)
+    def in_words(self) -> str:
+        """The predicted speed-up of each number of bits."""
+        if not self.bits:
+            return "drafts in low bits do not fit into the free memory"
+        gains = [f"{bits} bits {gain:.2f}" for bits, gain in zip(self.bits, self.speedup, strict=True)]
+        return "predicted speed of drafts, in times of plain decoding: " + ", ".join(gains)
 
 
 def measure_bits(
@@ -50,8 +50,8 @@ def measure_bits(
 ) -> BitsTable:
     """The table of a model's ``fast_bits``, on texts that it wrote with these sampling parameters.
 
-    One number of bits at a time is in memory, and one that does not fit is left out. ``coupling`` is the rule of
-    verification that the acceptance is of.
+    One number of bits at a time is in memory, and one that does not fit is left out. ``coupling`` names the rule of
+    verification.
     """
     rows, verify, steady = [], None, True
     for bits in model.fast_bits:
@@ -64,7 +64,7 @@ def measure_bits(
         model.forget_low_bits()
         prediction = predict(Calibration(model, texts, params, coupling).acceptance(plan), costs)
         rows.append((bits, costs.draft, prediction.kept_share, prediction.gamma, prediction.speedup))
-    return BitsTable(*zip(*rows, strict=True), verify, steady) if rows else BitsTable((), (), (), (), (), (), False)
+    return BitsTable(*zip(*rows, strict=True), steady=steady)
 
 
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:

@@ -1,7 +1,7 @@
-"""The draft of a request: the drafter and the policy that its options ask for.
+"""The draft of a request: the drafter and the policy that its options ask for. Begin with ``choose``.
 
-``DRAFTERS`` names the ways to draft. A new one is a function that makes a ``Drafting`` and a line there;
-``FILE.py:Class`` names a class of the user's.
+``DRAFTERS`` names the kinds of draft. A new one is a function that makes a ``Drafting``, and a line there;
+``FILE.py:Class`` names a class in a file of the user.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLook
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
-from decoding.run.cost_file import kept, kept_costs
+from decoding.run.cost_file import kept
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
-from decoding.run.importance import weigh_inputs, write_texts
+from decoding.run.importance import calibration_texts, weigh_inputs
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
@@ -31,13 +31,13 @@ from weights.load import read_config
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-GAMMA = 4  # tokens drafted per round where nothing else is said
-GAMMA_LOW_BITS = 5  # of drafts in a number of bits that the user names
-LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any was seen
-LONGEST_ADAPTIVE = 8  # of Draft & Verify's adaptive exit
+GAMMA = 4  # tokens drafted per round by default
+GAMMA_LOW_BITS = 5  # the same for drafts in the number of bits of --bits
+LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any is observed
+LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY, START_SAMPLED = 0.8, 0.5  # its first thresholds
 CONTEXTS = (CONTEXT, 1024, 4096)  # tokens of context at which costs are measured: the nearest to the prompt's length
-USEFUL_WITH = {  # the drafts on which an option has an effect; any but "none" where an option is not named
+USEFUL_WITH = {  # kinds of draft on which an option has an effect; options not named here have one on all but "none"
     "plan": ("skip", "auto"),
     "exit_layer": ("exit",),
     "bits": ("lowbit", "exit", "skip"),
@@ -47,12 +47,12 @@ USEFUL_WITH = {  # the drafts on which an option has an effect; any but "none" w
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How to draft, as a user asks for it. None: not said.
+    """Options of drafting, as on the command line. None: not given.
 
-    ``kind`` is a name in DRAFTERS or ``FILE.py:Class``; ``plan`` a plan file; ``exit_layer`` the layers that an early
-    exit runs; ``bits`` those of the target's own weights that draft; ``draft_model`` a folder or a name under
-    ``weights/``; ``gamma`` the longest draft; ``adaptive`` asks for Draft & Verify's exit; ``min_target_confidence``
-    for drafts only while the target is sure.
+    ``kind`` is a name in DRAFTERS or ``FILE.py:Class``; ``plan`` a plan file; ``exit_layer`` the number of layers that
+    an early exit runs; ``bits`` the width of the target's weights when it drafts; ``draft_model`` a folder or a name
+    under ``weights/``; ``gamma`` the longest draft in tokens; ``adaptive`` Draft & Verify's exit;
+    ``min_target_confidence`` the confidence of the target below which nothing is drafted.
     """
 
     kind: str = "auto"
@@ -65,7 +65,7 @@ class DraftOptions:
     min_target_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises InputError for a value out of range, and for an option that this kind of draft would ignore."""
+        """Raises InputError for a value out of range, and for an option without effect on this kind of draft."""
         file, _, name = self.kind.rpartition(":")
         if self.kind not in DRAFTERS and not (file and name):
             raise InputError(f"no draft is called {self.kind!r:.80}: give {', '.join(DRAFTERS)} or FILE.py:Class")
@@ -89,10 +89,10 @@ class DraftOptions:
             raise InputError("--draft model needs --draft-model DIR")
 
     def needs(self, folder: Path, config: ModelConfig) -> dict[str, Any]:
-        """The memory estimate's arguments that depend on the draft: a draft model, a longest draft, a plan in low bits.
+        """Arguments of ``weights.memory.estimate`` that depend on the draft: draft model, longest draft, plan.
 
-        Bits that are chosen by measurement take part only if their copies fit, so they are not counted. Raises
-        InputError for a draft model or a plan that cannot be read.
+        Bits that are chosen by measurement are not counted: they are used only if their copies fit. Raises InputError
+        for a draft model or a plan that cannot be read.
         """
         measured = self.kind == "lowbit" and self.bits is None
         plan = None if measured else find_plan(self, folder, config.num_layers)
@@ -105,10 +105,10 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class Setting:
-    """The target of a choice and its circumstances.
+    """The target of a draft and the texts it is to write.
 
-    The prepared target with its folder and tokenizer, the sampling parameters, the longest text in tokens, the rule of
-    verification, and the tokens of the prompt, as far as it is known.
+    ``model`` is prepared (``model.fast.accelerate``); ``positions`` is the length of the longest text in tokens,
+    ``coupling`` the name of the rule of verification, ``prompt`` the length of the prompt, 0 where it is not known.
     """
 
     folder: Path
@@ -121,17 +121,17 @@ class Setting:
 
     @property
     def context(self) -> int:
-        """The tokens of context at which costs are measured, one of ``CONTEXTS``."""
+        """Tokens of context at which costs are measured, one of ``CONTEXTS``."""
         return min(CONTEXTS, key=lambda tokens: abs(tokens - min(self.prompt, self.model.max_positions // 2)))
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A way to draft.
+    """A drafter and its policy.
 
     ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share; ``new_policy`` makes
-    a fresh policy for a text. ``model`` is what drafts, the target itself under the ``chosen`` plan or one of its own;
-    None where no model does.
+    a fresh policy for a text. ``model`` is the model that drafts: the target, under the ``chosen`` plan, or a draft
+    model. Both are None where no model drafts.
     """
 
     name: str
@@ -146,19 +146,55 @@ class Drafting:
         return self.chosen and self.chosen.plan
 
 
+def choose(options: DraftOptions, setting: Setting) -> Drafting:
+    """The drafting that the options ask for. Raises InputError where it is not possible."""
+    return with_policy(make_drafting(options, setting), options, setting.params)
+
+
+def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
+    """The drafting of this kind with its default policy. Raises InputError for bits without kernels on this device."""
+    fast = setting.model.fast_bits
+    if options.bits and fast and options.bits not in fast:
+        raise InputError(f"--bits {options.bits}: this device has kernels for {' and '.join(map(str, fast))} bits only")
+    return DRAFTERS.get(options.kind, class_of_user)(options, setting)
+
+
+def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
+    """The same drafting under --adaptive, else --gamma, else its default policy, behind the confidence gate if asked.
+
+    A drafting that is plain by default stays plain, unless --gamma is given.
+    """
+    threshold, gamma, gate = None, options.gamma, options.min_target_confidence
+    if drafting.chosen:
+        threshold, gamma = drafting.chosen.threshold, drafting.chosen.gamma if gamma is None else gamma
+
+    def new_policy() -> Policy:
+        policy = drafting.new_policy()
+        if policy.gamma == 0 and options.gamma is None:
+            return policy
+        if options.adaptive:
+            start = threshold or (START_SAMPLED if params.temperature else START_GREEDY)
+            policy = AdaptiveExit(start, LONGEST_ADAPTIVE if gamma is None else gamma)
+        elif options.gamma is not None or options.adaptive is False:
+            policy = FixedLength(GAMMA if gamma is None else gamma)
+        return policy if gate is None else ConfidenceGate(policy, gate)
+
+    return replace(drafting, new_policy=new_policy)
+
+
 def plain(model: Decoder) -> Drafting:
-    """No draft: what everything is compared with."""
+    """Plain decoding: an empty draft."""
     return Drafting("plain", lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0))
 
 
 def make_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
-    """Let a model with static steps make them now, while no text is timed."""
+    """Make the static steps of a model that has them, before any text is timed."""
     if step := getattr(model, "step_of", None):
         step(cache, plan or LayerPlan.full(model.num_layers))
 
 
 def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> ModelDrafter:
-    """A drafter that is ready to draft."""
+    """A drafter with its steps made."""
     make_steps(model, cache, plan)
     return ModelDrafter(model, cache, plan)
 
@@ -166,27 +202,23 @@ def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None)
 def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
     """The target under a layer plan, sharing its cache, with the policy that was chosen with the plan.
 
-    Its low-bit copies are made now. A line says so where they are not those that the plan asks for.
+    Its low-bit copies are made now. Prints a line where they make drafts no faster.
     """
     model, plan = setting.model, chosen.plan
     if plan.has_low_bits and model.fast_bits:
         weigh_inputs(model, setting.folder, setting.tokenizer)
     model.prepare(plan)
-    if plan.has_low_bits and (trouble := low_bits_trouble(model)):
-        say(trouble)
+    if plan.has_low_bits and not model.fast_bits:
+        where = f"{model.dtype} on {model.device.type}"
+        say(f"drafts in low bits are no faster here: there are no kernels for {where}")
+    elif plan.has_low_bits and model.twins.trouble:
+        say(model.twins.trouble)
     drafting = Drafting(plan_in_words(plan) if name is None else name, lambda cache: model_drafter(model, cache, plan))
     return replace(drafting, new_policy=lambda: chosen.new_policy(GAMMA), model=model, chosen=chosen)
 
 
-def low_bits_trouble(model: Decoder) -> str | None:
-    """Why drafts in low bits save no time here; None where they do."""
-    if not model.fast_bits:
-        return f"drafts in low bits are no faster here: there are no kernels for {model.dtype} on {model.device.type}"
-    return model.twins.trouble
-
-
 def plan_in_words(plan: LayerPlan) -> str:
-    """What a plan leaves out, and in how many bits the rest is."""
+    """The number of sublayers that a plan skips, and the bits of the others."""
     skipped = len(plan.skipped_attention), len(plan.skipped_mlp)
     left_out = "skipping {} attention and {} MLP sublayers".format(*skipped)
     bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
@@ -196,7 +228,7 @@ def plan_in_words(plan: LayerPlan) -> str:
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
-    """Copy what followed the last time the text went like this."""
+    """Copies of the tokens that followed an earlier occurrence of the text's end."""
     model = setting.model
     return Drafting("prompt lookup", lambda cache: PromptLookup(model.vocab_size, model.device))
 
@@ -210,57 +242,43 @@ def early_exit(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def low_bits(options: DraftOptions, setting: Setting) -> Drafting:
-    """All layers of the target, rounded to few bits: those of --bits, else those that were measured to gain most."""
+    """All layers of the target in low bits: those of --bits, else those of the largest measured gain."""
     model = setting.model
     if options.bits or not model.fast_bits:
         return planned(setting, find_plan(options, setting.folder, model.num_layers))
     table = bits_table(setting)
-    if table.best is None:
-        say(f"{bits_in_words(table)}: decoding plainly; --bits N drafts nevertheless")
+    best = table.best_plan(model.num_layers)
+    if best is None:
+        say(f"{table.in_words()}: decoding plainly; --bits N drafts nevertheless")
         return replace(plain(model), name="plain: no low bits gain here")
-    say(bits_in_words(table))
-    return planned(setting, measured_plan(table, model.num_layers))
+    say(table.in_words())
+    return planned(setting, best)
 
 
 def bits_table(setting: Setting) -> BitsTable:
-    """What drafts in each number of bits gain: kept, or measured now."""
+    """Gains of drafts in each number of bits: kept ones, or measured now."""
     model, params, coupling = setting.model, setting.params, setting.coupling
 
     def measure() -> BitsTable:
-        say("measuring once how many bits a draft needs here")
+        say("measuring once which bits gain most for drafts on this machine")
         weigh_inputs(model, setting.folder, setting.tokenizer)
-        return measure_bits(model, write_texts(model, setting.tokenizer, params), params, coupling)
+        return measure_bits(model, calibration_texts(model, setting.tokenizer, params), params, coupling)
 
     return kept(setting.folder, model, f"bits, {params}, {coupling}", BitsTable, measure)
-
-
-def measured_plan(table: BitsTable, layers: int) -> DraftPlan:
-    """The plan of the bits that gain most."""
-    best = table.best
-    plan = LayerPlan.full(layers).in_bits(table.bits[best])
-    return DraftPlan(plan, table.gamma[best], acceptance=table.acceptance[best])
-
-
-def bits_in_words(table: BitsTable) -> str:
-    """The predicted speed-up of every number of bits, in a line."""
-    if not table.bits:
-        return "drafts in low bits do not fit into the free memory"
-    gains = [f"{bits} bits {gain:.2f}" for bits, gain in zip(table.bits, table.speedup, strict=True)]
-    return "predicted speed of drafts, in times of plain decoding: " + ", ".join(gains)
 
 
 def skip(options: DraftOptions, setting: Setting) -> Drafting:
     """The target without the sublayers that a plan file names; plain where the plan says that no draft pays."""
     chosen = find_plan(options, setting.folder, setting.model.num_layers)
     if chosen is None:
-        raise InputError(f"--draft skip needs --plan FILE: {setting.folder} has no plan.json of its own")
+        raise InputError(f"--draft skip needs --plan FILE: {setting.folder} has no plan.json")
     if chosen.gamma == 0 and options.gamma is None:
         return replace(plain(setting.model), name="plain: by the plan, no draft pays")
     return planned(setting, chosen)
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
-    """Another model of the same vocabulary, with a cache of its own."""
+    """A smaller model of the same vocabulary, with a cache for itself."""
     folder = model_folder(options.draft_model or "")
     model = load_draft_model(folder, setting.model, setting.tokenizer.vocabulary, setting.positions)
     name = f"draft model {folder.name}"
@@ -268,22 +286,21 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
-    """Each round the best of lookup, the plan if there is one, and low bits, by measured costs and past acceptance."""
+    """In each round the best of lookup, low bits and the plan, if any, by measured costs and past acceptance."""
     model, layers = setting.model, setting.model.num_layers
-    chosen = find_plan(options, setting.folder, layers)
     ways: dict[str, Drafting] = {}
     costs: dict[str, CostTable] = {}
     priors = dict(LOOKUP_PRIORS)
-    table = bits_table(setting) if model.fast_bits else BitsTable((), (), (), (), (), ())
-    plans = {"low bits": None if table.best is None else measured_plan(table, layers)}
-    if chosen and chosen.gamma != 0 and (model.fast_bits or not chosen.plan.has_low_bits):
-        plans["plan"] = chosen
-    for name, draft in plans.items():
-        same = draft is not None and any(way.plan == draft.plan for way in ways.values())
-        if draft and not same and (not draft.plan.has_low_bits or has_memory_for(model, draft.plan)):
-            ways[name] = planned(setting, draft)
-            costs[name] = costs_of(ways[name], setting)
-            priors |= {name: draft.acceptance} if draft.acceptance else {}
+    best = bits_table(setting).best_plan(layers) if model.fast_bits else None
+    for name, chosen in {"low bits": best, "plan": find_plan(options, setting.folder, layers)}.items():
+        if chosen is None or chosen.gamma == 0 or any(way.plan == chosen.plan for way in ways.values()):
+            continue
+        if chosen.plan.has_low_bits and not (model.fast_bits and has_memory_for(model, chosen.plan)):
+            continue
+        ways[name] = planned(setting, chosen)
+        costs[name] = costs_of(ways[name], setting)
+        if chosen.acceptance:
+            priors[name] = chosen.acceptance
     ways["lookup"] = lookup(options, setting)
     measured = next(iter(costs.values()), None)
     costs["lookup"] = replace(measured, draft=0.0) if measured else costs_of(ways["lookup"], setting)
@@ -297,20 +314,21 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def costs_of(way: Drafting, setting: Setting) -> CostTable:
-    """The costs of a way to draft on this machine: kept ones, or measured now (``ranks`` replaces this)."""
-    model, params, context = setting.model, setting.params, setting.context
+    """Costs of a drafting on this machine: kept ones, or measured now (``ranks`` replaces this function)."""
+    model, params, context, plan = setting.model, setting.params, setting.context, way.plan
+    drafts = "lookup" if plan is None else f"attention {plan.attention} mlp {plan.mlp} head {plan.head}"
 
     def measure() -> CostTable:
-        say(f"measuring once what drafts cost on this machine after {context} tokens")
-        return measure_costs(model, way.model, way.plan, params, context=context)
+        say(f"measuring once the costs of drafts on this machine after {context} tokens")
+        return measure_costs(model, way.model, plan, params, context=context)
 
-    return kept_costs(setting.folder, model, way.plan, params, measure, context)
+    return kept(setting.folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
 
 
-def own(options: DraftOptions, setting: Setting) -> Drafting:
-    """A class of the reader's own, ``FILE.py:Class``, made with the target and its cache."""
+def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
+    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
     file, _, name = options.kind.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"own_drafter_{Path(file).stem}", file)
+    spec = importlib.util.spec_from_file_location(f"user_drafter_{Path(file).stem}", file)
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise InputError(f"--draft {options.kind}: {file} is no Python file")
     module = importlib.util.module_from_spec(spec)
@@ -320,7 +338,7 @@ def own(options: DraftOptions, setting: Setting) -> Drafting:
         try:
             spec.loader.exec_module(module)
             return getattr(module, name)(setting.model, cache)
-        except Exception as error:  # the file is a program: it can fail in any way
+        except Exception as error:  # the user's code may raise anything
             raise InputError(f"--draft {options.kind}: {type(error).__name__}: {one_line(error)}") from None
 
     return Drafting(f"{name} of {Path(file).name}", make)
@@ -337,57 +355,18 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 }
 
 
-def choose(options: DraftOptions, setting: Setting) -> Drafting:
-    """The drafting that the options ask for. Raises InputError when it is not possible."""
-    return with_policy(make_drafting(options, setting), options, setting.params)
-
-
-def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
-    """The draft with its default policy. Raises InputError for bits that this device has no kernels for."""
-    fast = setting.model.fast_bits
-    if options.bits and fast and options.bits not in fast:
-        raise InputError(f"--bits {options.bits}: this device has kernels for {' and '.join(map(str, fast))} bits only")
-    return DRAFTERS.get(options.kind, own)(options, setting)
-
-
-def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same with the policy that the options ask for."""
-    return replace(drafting, new_policy=policy_maker(options, params, drafting))
-
-
-def policy_maker(options: DraftOptions, params: SamplingParams, drafting: Drafting) -> Callable[[], Policy]:
-    """How long to draft: --adaptive, else --gamma, else as the drafting has it; gated by the target's confidence."""
-    chosen = drafting.chosen or DraftPlan(LayerPlan((), ()))
-    gamma = chosen.gamma if options.gamma is None else options.gamma
-    fixed = options.gamma is not None or options.adaptive is False
-
-    def make() -> Policy:
-        policy = drafting.new_policy()
-        if policy.gamma == 0 and options.gamma is None:  # no draft pays: nothing to decide
-            return policy
-        if options.adaptive:
-            start = chosen.threshold or (START_SAMPLED if params.temperature else START_GREEDY)
-            policy = AdaptiveExit(start, LONGEST_ADAPTIVE if gamma is None else gamma)
-        elif fixed:
-            policy = FixedLength(GAMMA if gamma is None else gamma)
-        gate = options.min_target_confidence
-        return policy if gate is None else ConfidenceGate(policy, gate)
-
-    return make
-
-
 def find_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
     """The plan under which a target of this many layers drafts for itself; None where it does not.
 
-    An early exit, all layers in low bits, or the plan of --plan, else the model folder's, if it has one: each in the
-    bits of --bits. Raises InputError for a plan that cannot be read.
+    It is an early exit, all layers in low bits, the plan of --plan or the one in the model's folder, in the bits of
+    --bits. Raises InputError for a plan that cannot be read.
     """
-    chosen, own_plan = None, folder / "plan.json"
+    chosen, shipped = None, folder / "plan.json"
     if options.kind == "exit":
         exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
         chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
     elif options.kind == "lowbit":
         chosen = DraftPlan(LayerPlan.full(layers).in_bits(LOW_BITS[0]), GAMMA_LOW_BITS)
-    elif options.kind in ("skip", "auto") and (options.plan or own_plan.exists()):
-        chosen = read_plan(options.plan or own_plan, layers, folder)
+    elif options.kind in ("skip", "auto") and (options.plan or shipped.exists()):
+        chosen = read_plan(options.plan or shipped, layers, folder)
     return replace(chosen, plan=chosen.plan.in_bits(options.bits)) if chosen and options.bits else chosen

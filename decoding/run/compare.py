@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import torch
 
+from decoding.run.chooser import Drafting
 from decoding.run.writer import Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
 
-FEW_TOKENS, SHORT = 48, 0.5  # a text of fewer tokens, or written in fewer seconds, tells nothing about speed
+TURNS = 3  # a text is written both ways, one after the other, this often
+FEW_TOKENS, SHORT = 48, 0.5  # below this number of tokens, or of seconds, noise is larger than the difference
 
 
 def comparison(
-    writer: Writer, sample: Sample, params: SamplingParams, coupling: Coupling, *, exact: bool = True
+    writer: Writer,
+    sample: Sample,
+    drafting: Drafting,
+    params: SamplingParams,
+    coupling: Coupling,
+    *,
+    exact: bool = True,
 ) -> str:
-    """The speed-up over plain decoding of the sample's request, and whether the two texts are equal.
+    """The median speed-up of the drafting over plain decoding with its range, and whether the texts are equal.
 
-    They must be in greedy decoding and under the race. Under the ratio rule they have the same law, unless the drafter
-    may misstate its q (``exact`` is False: a class of the user's).
+    ``sample`` is a text of the drafting. In greedy decoding and under the race the plain text must equal it. Under the
+    ratio rule the two have the same law, if the drafter states its q truly: ``exact`` is False where that is unknown.
     """
-    plain = writer.write_plainly(sample.text.rules, params, coupling)
-    ratio = sample.tokens_per_second / plain.tokens_per_second
-    line = f"{ratio:.2f} times plain decoding ({plain.tokens_per_second:.1f} tokens/s), "
+    rules, turns = sample.text.rules, []
+    for _ in range(TURNS):
+        drafted = writer.write(writer.new_text(rules), drafting, params, coupling)
+        turns.append((drafted, writer.write_plainly(rules, params, coupling)))
+    plain = turns[0][1]
     if params.temperature and coupling.name == "ratio":
-        line += "another text of the same law" + (", if the drafter states its q truly" if not exact else "")
+        texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")
     else:
-        line += agreement(writer, sample, plain, params)
-    tokens = min(sample.statistics.tokens, plain.statistics.tokens)
-    seconds = min(sample.seconds, plain.seconds)
+        texts = agreement(writer, sample, plain, params)
+    tokens = min(each.statistics.tokens for turn in turns for each in turn)
+    seconds = min(each.seconds for turn in turns for each in turn)
     if tokens < FEW_TOKENS or seconds < SHORT:
-        line += f"; too short to mean anything ({tokens} tokens, {seconds:.2f} s): let it write more"
-    return f"[{line}]"
+        return f"[{texts}; too short to compare speeds ({tokens} tokens, {seconds:.2f} s): let it write more]"
+    ratios = [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in turns]
+    spread = f"median of {TURNS} turns, {min(ratios):.2f} to {max(ratios):.2f}"
+    speed = median(plain.tokens_per_second for _, plain in turns)
+    return f"[{median(ratios):.2f} times plain decoding ({spread}; {speed:.1f} tokens/s), {texts}]"
 
 
 def agreement(writer: Writer, sample: Sample, plain: Sample, params: SamplingParams) -> str:
     """Equality of the two texts, or their first difference and its cause; in greedy decoding also the logits' gap."""
-    ours, theirs = sample.text.generated, plain.text.generated
-    if ours == theirs:
+    drafted, plainly = sample.text.generated, plain.text.generated
+    if drafted == plainly:
         return "same text"
     why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on their length"
-    shorter = min(len(ours), len(theirs))
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), shorter)
-    said = f"but the texts differ from token {at} on ({why})"
+    shorter = min(len(drafted), len(plainly))
+    at = next((i for i, (a, b) in enumerate(zip(drafted, plainly, strict=False)) if a != b), shorter)
+    said = f"the texts differ from token {at} on ({why})"
     raw_logits_decided = params.temperature == 0 and params.repetition_penalty == 1 and not sample.text.rules.banned
     if raw_logits_decided and at < shorter:
-        gap = logit_gap(writer, theirs[:at], ours[at : at + 1] + theirs[at : at + 1])
+        gap = logit_gap(writer, plainly[:at], drafted[at : at + 1] + plainly[at : at + 1])
         said += f", where the two logits are {gap:.3g} apart"
     return said
 

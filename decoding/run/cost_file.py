@@ -1,4 +1,4 @@
-"""Measurements kept beside a model, ``costs.json`` in its folder, so that each is made once per machine."""
+"""Cost file: measurements in a model's folder, ``costs.json``, so that each is made once per machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from decoding.run.costs import CONTEXT, LARGEST_COST, CostTable, SublayerCosts
-from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan
+from decoding.run.costs import LARGEST_COST
+from model import Decoder, InputError
 from weights.cli.device import processor
 from weights.cli.files import read_optional_json, write_json
 
@@ -21,31 +20,11 @@ FILE = "costs.json"
 Kept = TypeVar("Kept")
 
 
-def kept_costs(
-    folder: Path,
-    model: Decoder,
-    plan: LayerPlan | None,
-    params: SamplingParams,
-    measure: Callable[[], CostTable],
-    context: int = CONTEXT,
-) -> CostTable:
-    """The kept cost table of this plan's drafts (None: lookup) after ``context`` tokens, else ``measure()``."""
-    drafts = "lookup" if plan is None else f"attention {plan.attention} mlp {plan.mlp} head {plan.head}"
-    return kept(folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
-
-
-def kept_sublayer_costs(
-    folder: Path, model: Decoder, params: SamplingParams, measure: Callable[[], SublayerCosts]
-) -> SublayerCosts:
-    """The kept costs of this model's sublayers, else ``measure()``."""
-    return kept(folder, model, f"sublayers, {params}", SublayerCosts, measure)
-
-
 def kept(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:
-    """The dataclass of numbers that was kept under this name for this model, dtype and machine, else ``measure()``.
+    """The measurement kept under this name for this model, dtype and machine, else ``measure()``.
 
-    A new measurement is kept unless it says that it is not ``steady``. A folder that cannot be written, or a damaged
-    file, only means measuring again.
+    ``kind`` is its type, a dataclass of numbers. A new measurement is kept unless its ``steady`` is False. Where the
+    folder cannot be written or the file is damaged, it is measured again.
     """
     key = f"{machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {name}"
     try:
@@ -62,19 +41,19 @@ def kept(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Cal
 
 
 def _parse(entry: Any, kind: type[Kept]) -> Kept | None:
-    """The measurement of an entry; None for anything that ``kept`` did not write."""
+    """The measurement of an entry; None for an entry that is not of this kind."""
     if not isinstance(entry, dict) or set(entry) != {field.name for field in fields(kind)}:
         return None
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
     numbers = [number for value in values.values() for number in (value if isinstance(value, tuple) else [value])]
     if all(isinstance(number, (int, float)) and 0 <= number < LARGEST_COST for number in numbers):
-        with suppress(ValueError):  # raised by a kind for tables that do not fit together
+        with suppress(ValueError):  # from a kind's __post_init__
             return kind(**values)
     return None
 
 
 def machine(device: torch.device) -> str:
-    """All that costs depend on besides the model: the processor or GPU, the threads, the version of torch."""
+    """Name of the machine as far as costs depend on it: processor or GPU, threads, version of torch."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -22,8 +22,8 @@ from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
 REPEATS = 11
-IN_A_ROW = 4  # draft steps: the processor's caches are full of what the last one used, as in a draft
-UNSTEADY = 1.3  # factor between a cost by medians and by fastest repeats, above which other work disturbs it
+IN_A_ROW = 4  # draft steps timed together, so that the processor's caches are in the state of a draft
+UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
 LARGEST_COST = 1e6
@@ -32,23 +32,24 @@ BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
 
 @dataclass(frozen=True)
 class CostTable:
-    """``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, its draft steps excluded.
+    """Costs of a draft.
 
-    So verify[0], a round without a draft, is 1 by definition.
+    ``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, without its draft steps; verify[0], a
+    round without a draft, is 1 by definition.
     """
 
     draft: float
     verify: tuple[float, ...]
-    steady: bool = field(default=True, compare=False)  # whether the repeats agreed when this was measured
+    steady: bool = field(default=True, compare=False)  # whether the repeats agreed
 
     def __post_init__(self) -> None:
-        """Raises ValueError for numbers that nothing can cost."""
+        """Raises ValueError for numbers that are no costs."""
         if not self.verify or min(self.verify) <= 0 or max(self.draft, *self.verify) > LARGEST_COST:
             raise ValueError(f"no table of costs: {self}")
 
     @property
     def longest_draft(self) -> int:
-        """The longest draft whose verification (one token more) was measured."""
+        """The longest draft whose verification, of one token more, was measured."""
         return len(self.verify) - 1
 
 
@@ -79,12 +80,12 @@ class SublayerCosts:
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens a round yields on average: 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192, equation 1)."""
+    """Expected tokens per round: 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192, equation 1)."""
     return sum(acceptance**kept for kept in range(length + 1))
 
 
 def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float:
-    """Speed over plain decoding: expected tokens over γ·c + v (arXiv 2211.17192, theorem 3.8, with v measured)."""
+    """Expected speed-up over plain decoding: expected tokens over γ·c + v (arXiv 2211.17192, theorem 3.8)."""
     return expected_tokens(acceptance, length) / (length * costs.draft + costs.verify[length])
 
 
@@ -100,24 +101,25 @@ def measure_costs(
     verify: tuple[float, ...] | None = None,
     patience: float = PATIENCE,
 ) -> CostTable:
-    """Time the loop's own steps with these sampling parameters, in turns, and take the fastest; the first is warm-up.
+    """Costs of the loop's steps with these sampling parameters: fastest of repeats in turns, after a warm-up.
 
-    ``draft_model`` with ``plan`` is what drafts; None is a drafter without a model, whose step costs nothing.
-    ``context`` tokens stand before them. ``verify``: costs of verification that are known already.
+    ``draft_model`` drafts under ``plan``; with None, a drafter without a model, a draft step costs nothing. The steps
+    are timed after ``context`` tokens. ``verify``: costs of verification that are known already; ``patience``: the
+    seconds after which no further repeat begins.
     """
     cache = filled_cache(target, max(longest, IN_A_ROW), context)
     counts = range(1, longest + 2) if verify is None else ()
     steps = [plain_rounds(target, cache, params)]
     steps += [verification(target, count, cache, params, context) for count in counts]
     if draft_model is not None:
-        own_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
-        steps.append(draft_steps(draft_model, own_cache, plan, params, context=context))
+        draft_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
+        steps.append(draft_steps(draft_model, draft_cache, plan, params, context=context))
     timings = take_turns(steps, REPEATS, target.device, patience)
     # The fastest repeats: other work only ever makes a step slower.
     plain = timings[0].fastest / IN_A_ROW
     if verify is None:
         one, *more = (took.fastest for took in timings[1 : longest + 2])
-        plain = max(plain, one)  # a round takes its step and more
+        plain = max(plain, one)  # a round contains a step
         verify = (1.0, *((seconds + plain - one) / plain for seconds in more))
     drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
@@ -126,7 +128,7 @@ def measure_costs(
 
 
 def plain_rounds(target: Model, cache: Any, params: SamplingParams) -> Callable[[], None]:
-    """``IN_A_ROW`` rounds of the loop without a draft, each one plain step with all that a round takes besides."""
+    """``IN_A_ROW`` rounds of the loop without a draft."""
     drafter, policy = NoDraft(target.vocab_size, target.device), FixedLength(0)
     randomness, prompt = SeededRandomness(0, target.device), [0] * (cache.length + 1)
 
@@ -140,7 +142,7 @@ def plain_rounds(target: Model, cache: Any, params: SamplingParams) -> Callable[
 def verification(
     target: Model, count: int, cache: Any, params: SamplingParams = GREEDY, context: int = CONTEXT
 ) -> Callable[[], None]:
-    """A step that verifies ``count`` tokens as the loop does; of one token it is a plain step."""
+    """A step of the loop that verifies ``count`` tokens; with one token it is a plain step."""
     randomness = SeededRandomness(0, target.device)
     tokens = torch.zeros(context + count, dtype=torch.int64, device=target.device)
     draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
@@ -155,7 +157,7 @@ def verification(
 def draft_steps(
     model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, context: int = CONTEXT
 ) -> Callable[[], None]:
-    """A draft of ``IN_A_ROW`` tokens by ``ModelDrafter``, read by the host at its end."""
+    """A draft of ``IN_A_ROW`` tokens by ``ModelDrafter``, read by the host."""
     drafter, text = ModelDrafter(model, cache, plan), Text([0] * (context + 1), Rules(IN_A_ROW), model)
     policy, randomness = FixedLength(IN_A_ROW), SeededRandomness(0, model.device)
 
@@ -167,7 +169,7 @@ def draft_steps(
 
 
 def filled_cache(model: Model, longest: int, context: int = CONTEXT) -> Any:
-    """A cache that holds ``context`` tokens, with places for a draft of ``longest`` more."""
+    """A cache that holds ``context`` tokens, with positions for a draft of ``longest`` more."""
     cache = model.new_cache(context + longest + 1)
     model.prefill(torch.zeros(1, context, dtype=torch.int64, device=model.device), cache)
     return cache

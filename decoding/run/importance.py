@@ -1,4 +1,4 @@
-"""Importance of the inputs of a model's linear layers, measured once on text that the model writes itself."""
+"""Importance of the inputs of a model's linear layers, measured once on text that the model writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from decoding.randomness import SeededRandomness, inverse_cdf
 from decoding.run.acceptance import Continuation
-from decoding.sampling import SamplingParams, distribution
+from decoding.run.batch import write_texts
+from decoding.sampling import SamplingParams
+from decoding.text import Rules
 from model import Decoder
 from weights.cli.files import atomic_path
 from weights.cli.prompt import encode_prompt
@@ -34,45 +35,24 @@ PROMPTS = (
 TOKENS = 48  # written after each prompt
 
 
-@torch.inference_mode()
-def write_texts(
+def calibration_texts(
     model: Decoder, tokenizer: Tokenizer, params: SamplingParams, seed: int = 0, prompts: Sequence[str] = PROMPTS
 ) -> list[Continuation]:
-    """The model's continuations of some prompts, up to ``TOKENS`` tokens each, sampled side by side.
-
-    All texts take their steps together from position 0 on: while one is in its prompt, its next token is given.
-    """
-    given = [encode_prompt(tokenizer, prompt, chat=None, system=None) for prompt in prompts]
-    length = min(max(map(len, given)) + TOKENS, model.max_positions)
-    tokens = torch.zeros(len(given), length, dtype=torch.int64, device=model.device)
-    for row, prompt in zip(tokens, given, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt[:length])
-    cache, randomness = model.new_cache(length, len(given)), SeededRandomness(seed, model.device)
-    for position in range(1, length):
-        logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, 0]
-        for row, prompt, scores in zip(tokens, given, logits, strict=True):
-            if position >= len(prompt):
-                probs = distribution(scores[None], row[:position], params)
-                row[position] = inverse_cdf(probs, randomness.uniform(1))[0]
-    texts = []
-    for row, prompt in zip(tokens.tolist(), given, strict=True):
-        written = row[len(prompt) : len(prompt) + TOKENS]
-        ends = [place + 1 for place, token in enumerate(written) if token in tokenizer.eos_ids]
-        written = written[: min(ends, default=TOKENS)]
-        if written:
-            texts.append(Continuation(tuple(prompt), tuple(written), TOKENS - len(written)))
-    return texts
+    """The model's continuations of those prompts that fit its context, up to ``TOKENS`` tokens each."""
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    fitting = [ids for ids in encoded if len(ids) < model.max_positions]
+    return write_texts(model, fitting, params, Rules(TOKENS, tokenizer.eos_ids), seed)
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
-    """All layers whose weights a draft may round, by name: the blocks' linear layers, and the head or its embedding."""
+    """The layers whose weights a draft may round, by name: the blocks' linear layers, and the head or its embedding."""
     layers = {name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)}
     return layers | {"head": model.lm_head or model.embed_tokens}
 
 
 @torch.inference_mode()
 def input_squares(model: Decoder, texts: Sequence[Continuation]) -> dict[str, Tensor]:
-    """The mean square of each input of every linear layer on these texts: ``[in]`` float32, by the layer's name."""
+    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the layer's name."""
     layers = linear_layers(model)
     sums: dict[str, Tensor] = {}
 
@@ -95,9 +75,9 @@ def input_squares(model: Decoder, texts: Sequence[Continuation]) -> dict[str, Te
 
 
 def weigh_inputs(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
-    """Give every linear layer the ``importance`` of its inputs, by which ``model.quantise`` rounds its weights.
+    """Set the ``importance`` of every linear layer's inputs, by which ``model.quantise`` rounds its weights.
 
-    It is kept in the model's folder; without a folder that can be written it is measured again.
+    It is kept in the model's folder. Where that cannot be written, it is measured again at every start.
     """
     layers = linear_layers(model)
     if all(hasattr(layer, "importance") for layer in layers.values()):
@@ -108,7 +88,7 @@ def weigh_inputs(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     except (OSError, SafetensorError):
         squares = {}
     if {name: each.shape for name, each in squares.items()} != shapes:
-        squares = input_squares(model, write_texts(model, tokenizer, SamplingParams(temperature=1.0)))
+        squares = input_squares(model, calibration_texts(model, tokenizer, SamplingParams(temperature=1.0)))
         with suppress(OSError), atomic_path(folder / FILE) as temporary:
             save_file({name: each.cpu().contiguous() for name, each in squares.items()}, temporary)
     for name, layer in layers.items():

@@ -1,9 +1,8 @@
-"""Plan files: which sublayers a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
+"""Plan files: the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 
-``bits`` may say in how many bits the others are: one number for all, or a list for each, ``{"attn": [...], "mlp":
-[...]}``, with a number for every layer; and ``head_bits`` those of the head. 16 is the checkpoint's own weights.
-``gamma``, ``threshold``, ``acceptance_rate`` and ``model``, the fingerprint of the model the plan was made for, may
-follow, and whatever else its maker wants to be remembered.
+Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...], "mlp": [...]}``;
+``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``, ``threshold``, ``acceptance_rate``, and
+``model``, the fingerprint of the model for which the plan was made. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
-from weights.cli.files import read_json, write_json
+from weights.cli.files import explaining, read_json, write_json
 from weights.fingerprint import model_fingerprint
 
 
@@ -23,8 +22,8 @@ from weights.fingerprint import model_fingerprint
 class DraftPlan:
     """A layer plan with the draft length and exit threshold that were chosen with it (None: not given).
 
-    A ``gamma`` of 0 means that no draft pays: decode plainly. ``acceptance`` is the share of its drafts that was
-    accepted when it was made.
+    A ``gamma`` of 0 means that no draft pays: decode plainly. ``acceptance`` is the share of drafted tokens that the
+    target accepted in measurements.
     """
 
     plan: LayerPlan
@@ -33,13 +32,13 @@ class DraftPlan:
     acceptance: float | None = None
 
     def new_policy(self, default_gamma: int) -> Policy:
-        """The policy the plan was chosen with: drafts of its length, ended early by its fixed threshold, if any."""
+        """The policy of the plan: drafts of its length, ended early by its fixed threshold, if any."""
         gamma = default_gamma if self.gamma is None else self.gamma
         return AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
 
 
 def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict[str, Any]) -> None:
-    """Write a plan file for the model of this fingerprint, atomically. Raises InputError when it cannot be written."""
+    """Write a plan file for the model with this fingerprint, atomically. Raises InputError if it cannot be written."""
     content = {
         "attn": chosen.plan.skipped_attention,
         "mlp": chosen.plan.skipped_mlp,
@@ -49,10 +48,8 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
         "model": fingerprint,
         **provenance,
     }
-    try:
+    with explaining(f"{path} cannot be written"):
         write_json(path, content)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _bits_of(plan: LayerPlan) -> dict[str, Any]:
@@ -63,9 +60,9 @@ def _bits_of(plan: LayerPlan) -> dict[str, Any]:
 
 
 def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
-    """Read a plan file for a model of ``num_layers`` layers. Raises InputError naming what is wrong.
+    """The plan of a file, for a model of ``num_layers`` layers. Raises InputError naming the mistake.
 
-    With the model's ``folder`` a plan that was made for another model is refused; a file that names none is not.
+    With the model's ``folder`` given, a plan that names another model is refused.
     """
     raw = read_json(path)
     if not isinstance(raw, dict) or not {"attn", "mlp", "bits"} & set(raw):
@@ -95,7 +92,7 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
 
 
 def _with_bits(plan: LayerPlan, bits: Any, head: Any) -> LayerPlan:
-    """The plan's sublayers in the bits of a plan file. Raises InputError for anything else than such bits."""
+    """The plan with its sublayers in the bits of a plan file. Raises InputError for other values."""
     layers, known = plan.num_layers, (*LOW_BITS, FULL)
     given = bits if isinstance(bits, dict) else {"attn": [bits] * layers, "mlp": [bits] * layers}
     for name, runs in given.items():

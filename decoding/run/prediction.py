@@ -1,9 +1,9 @@
 """Expected speed-up of drafts over plain decoding, from their acceptance and their costs, with the best draft length.
 
-Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Instead the rounds of the loop
-are walked along the texts: a dynamic programme carries, token by token, the probability that a round begins here, and
-the probability that a round is here with d tokens drafted. It counts rounds by the number of tokens they draft; their
-costs are multiplied in afterwards.
+Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Instead a dynamic programme
+follows the rounds of the loop along the texts. Token by token it computes the probability that a round begins here,
+and that a round is here with d tokens drafted. It counts rounds by the number of tokens they draft; their costs are
+multiplied in afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected gain of drafts of up to ``gamma`` tokens that end early below confidence ``threshold`` (0: never).
+    """Expected gain of drafts of up to ``gamma`` tokens that end early below confidence ``threshold`` (0: never).
 
     ``speedup`` is over plain decoding. ``acceptance_rate`` is the accepted share of all drafted tokens, ``kept_share``
     that of the drafted tokens up to the first rejected one: α in the formulas. ``kept_by_depth[d]`` is the same share
@@ -52,14 +52,14 @@ class Rounds:
 
 
 def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: Sequence[float]) -> Rounds:
-    """The loop's rounds along the texts, which end as the loop ends them: by their last token or the budget.
+    """Expected numbers of the loop's rounds along the texts, which end by their last token or the budget.
 
-    Exact for drafts of full length, up to the depths that ``acceptance`` has. With a threshold, a draft whose token was
-    rejected goes on as long as a draft of the text itself would from there: what it would have drafted is not known.
+    Exact for drafts of full length, up to the depths of ``acceptance``. With a threshold, a draft with a rejected token
+    is taken to go on as long as a draft along the text would, since its tokens are not known.
 
-    The walk goes token by token through all texts at once and carries probabilities: ``begin``, that a round begins
-    at this token, and by the number d of tokens drafted so far ``live[d]``, that a round is here with all of them
-    accepted, and ``astray[d]``, that one was rejected and the draft goes on beyond it, for nothing but its cost.
+    The programme goes token by token through all texts at once. Its state are probabilities: ``begin``, that a round
+    begins at this token, and by the number d of tokens drafted so far ``live[d]``, that a round is here with all of
+    them accepted, and ``astray[d]``, that one was rejected and the draft goes on beyond it, at a cost without a gain.
     Where a draft of d tokens ends, ``drafted[d]`` counts it. The next round begins after the token that the target
     added: at the token after a rejected one (which the target replaced by the text's), after the bonus token of a
     full draft, and, where a draft stops behind an unsure token, two tokens on (``soon``: the bonus comes between).
@@ -77,7 +77,7 @@ def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: S
     for at in range(lengths.max() + longest):
         written, row = at < lengths, min(at, lengths.max() - 1)
         live[0] = begin * written
-        # A draft that runs over the end of a text has left it.
+        # A draft beyond the end of a text is astray.
         live, astray = live * written, astray + live * ~written
         closing = full | (at >= limits - 1)
         drafted += (live + astray) * closing
@@ -98,8 +98,8 @@ def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: S
 def _tables(
     acceptance: Acceptance, longest: int, thresholds: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Probabilities ``[depth, text, token, threshold]`` of: acceptance; the draft being unsure of the text's token, and
-    of a token that it draws."""
+    """Three tables ``[depth, text, token, threshold]``: probabilities of acceptance, of the draft being unsure of the
+    text's token, and of its being unsure of a token that it draws."""
     depths = np.minimum(np.arange(longest + 1), acceptance.accept.shape[1] - 1)
 
     def table(values: Tensor) -> np.ndarray:
@@ -114,7 +114,7 @@ def _tables(
 
 
 def _deeper(state: np.ndarray) -> np.ndarray:
-    """The same probabilities one drafted token later."""
+    """The state one drafted token later."""
     return np.concatenate((np.zeros_like(state[:1]), state[:-1]))
 
 
@@ -126,7 +126,7 @@ def predict(
     *,
     confidence: float = 0.0,
 ) -> Prediction:
-    """The largest expected speed-up over all draft lengths and thresholds, all tokens over the cost of all rounds.
+    """The largest expected speed-up, tokens over the cost of all rounds, over all draft lengths and thresholds.
 
     In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under a threshold
     k · ``confidence`` more, to read the confidence of each token. Plain decoding costs 1 per token. A tie goes to the

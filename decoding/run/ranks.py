@@ -1,9 +1,9 @@
-"""``generate.py`` on several processes that share a model, as torchrun starts them: SPMD, as in gpt-fast.
+"""Several processes that share a model, started by torchrun: SPMD, as in gpt-fast.
 
-Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``), and rank 0 alone
+Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``), and only rank 0
 prints. Options, prompt, measured costs, draft lengths, target distributions, random draws, acceptances and Ctrl-C are
-those of rank 0, broadcast where they enter the loop. Nothing else decides but integers and whether a logit is finite,
-and each logit is computed by one rank: so no two ranks can part, however their hardware rounds.
+those of rank 0, broadcast where they enter the loop. All other decisions depend on integers and on whether a logit is
+finite, and each logit is computed by one rank. So no two ranks diverge, however their hardware rounds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.run import chooser
 from decoding.run.costs import CostTable, measure_costs
+from decoding.run.options import Request
 from decoding.run.writer import Writer
 from decoding.verify import Verify
 from model import Decoder, InputError
@@ -47,7 +48,10 @@ def from_rank_0(value: Any) -> Any:
 
 
 def decide_as_rank_0(policy: Policy, randomness: Randomness, verify: Verify) -> tuple[Randomness, Verify]:
-    """Let policy, randomness and rule decide on every rank as on rank 0, where Ctrl-C ends the text for all."""
+    """Replace the decisions of policy, randomness and rule on every rank by those of rank 0.
+
+    Returns randomness and rule; the policy is changed in place. Ctrl-C on rank 0 ends the text on all ranks.
+    """
 
     def shared(decide: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: from_rank_0(decide(*arguments))
@@ -65,29 +69,27 @@ def decide_as_rank_0(policy: Policy, randomness: Randomness, verify: Verify) -> 
 
 
 def costs_of_rank_0(way: chooser.Drafting, setting: chooser.Setting) -> CostTable:
-    """``chooser.costs_of``, measured at every start, since each machine would have kept other costs."""
+    """``chooser.costs_of``, measured on rank 0 at every start, since kept costs differ between machines."""
     how = {"context": setting.context, "patience": math.inf}
     return from_rank_0(measure_costs(setting.model, way.model, way.plan, setting.params, **how))
 
 
-def run_on_ranks(
-    parse: Callable[[], Namespace], make_request: Callable[[Namespace], Any], write: Callable[[Any, Decoder], int]
-) -> NoReturn:
+def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Request, Decoder], int]) -> NoReturn:
     """The command line by the parts of ``generate.py``, on every rank; ends the process with its exit status."""
 
     def work() -> int:
         if os.environ["RANK"] == "0":
-            return run(parse(), make_request, write)
+            return run(parse(), write)
         nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-        with redirect_stdout(nowhere), redirect_stderr(nowhere), suppress(InputError):  # rank 0 says it
-            return run(parse(), make_request, write)
+        with redirect_stdout(nowhere), redirect_stderr(nowhere), suppress(InputError):  # rank 0 prints it
+            return run(parse(), write)
         return 2
 
     os._exit(run_command(work))  # at once: the interpreter would wait for the other ranks
 
 
-def run(options: Namespace, make_request: Callable[[Namespace], Any], write: Callable[[Any, Decoder], int]) -> int:
-    """Meet the other ranks, check and load this rank's shard, and write."""
+def run(options: Namespace, write: Callable[[Request, Decoder], int]) -> int:
+    """Meet the other ranks, check the request, load this rank's shard, and write."""
     if options.serve:
         raise InputError("--serve runs in one process, for now: start it without torchrun")
     on_gpus = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
@@ -101,14 +103,14 @@ def run(options: Namespace, make_request: Callable[[Namespace], Any], write: Cal
     if rank:
         options.html = None
     try:
-        request = make_request(options)
+        request = Request(options)
         shard, needs = Shard(request.config, rank, size), request.needs()
         low_bits = request.draft.kind == "lowbit" or (needs["plan"] and needs["plan"].has_low_bits)
         if low_bits and request.draft.kind != "auto":
             raise InputError("several processes draft without low bits: give --draft lookup or exit, or another --plan")
         whole, part = (estimate(config, **{**needs, "plan": None}) for config in (shard.config, shard.local))
         sharers = 1 if on_gpus else int(os.environ["LOCAL_WORLD_SIZE"])
-        # Every rank has all logits: what they take is in the workspace of the whole model.
+        # Every rank has all logits, which are in the workspace of the whole model.
         fits = check_fits(replace(part, workspace=whole.workspace), request.device, sharers)
         files = needs, request.ids, options.dry_run or model_fingerprint(request.folder)
     except InputError as error:

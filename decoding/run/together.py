@@ -1,10 +1,10 @@
-"""Many texts in one step, each the very text it would be alone.
+"""Many texts written in shared steps, each the text it would be alone.
 
-Several loops run side by side, each in a thread of its own, and a conductor stands between them and the model. It waits
-until each loop has asked for something, computes the calls that can share a step, and hands each loop its logits. A
-model without ``together`` serves the calls in turn. Only one thread runs at a time: a text's, until it asks again, or
-the conductor's. No text depends on its company: the rows of a step do not depend on each other, prompts are read in the
-same chunks as alone, and draft lengths follow from a text's own past.
+Several loops run side by side, each in a thread, and a conductor stands between them and the model. It waits until each
+loop has called the model, computes the calls that can share a step, and returns each loop its logits. A model without
+``together`` computes the calls in turn. Only one thread runs at a time: a text's, until it calls again, or the
+conductor's. No text depends on the others: the rows of a step do not depend on each other, prompts are read in the same
+chunks as alone, and draft lengths follow from the past of the same text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from model.decoder import chunk_at
 
 
 class Call(NamedTuple):
-    """A model and the arguments of its call; of a prompt only the cache entries are wanted."""
+    """A call of a model and its arguments; with ``is_prompt`` a prefill, without logits."""
 
     model: Decoder
     tokens: Tensor
@@ -44,9 +44,9 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Task:
-    """A text to be written from its prompt to its end, by the arguments of ``Writer.write``.
+    """A text to be written, with the arguments of ``Writer.write``.
 
-    The conductor's thread calls ``readers`` and at the end ``on_end``, the text's own thread ``observer``. Once
+    The conductor's thread calls ``readers`` and at the end ``on_end``, the text's thread ``observer``. Once
     ``ended``, there is a ``sample`` or an ``error``. Any thread may set ``cancelled``: the sample is then interrupted.
     """
 
@@ -64,13 +64,13 @@ class Task:
     cancelled: bool = False
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     row: Row | None = None
-    call: Call | None = None  # for which the text waits
+    call: Call | None = None  # of the model, unanswered
     answer: Tensor | Exception | None = None
     unread: list[tuple[Round, float]] = field(default_factory=list)
 
 
 class Port:
-    """A model as a text's thread sees it: the conductor computes its calls."""
+    """Stand-in for a model in a text's thread: the conductor computes its calls."""
 
     def __init__(self, model: Decoder, conductor: Conductor) -> None:
         self.model, self.conductor = model, conductor
@@ -86,18 +86,18 @@ class Port:
 
 
 class Row(Writer):
-    """The writer of one text among others; its cache is made once and serves one text after another."""
+    """Writer of one of the texts written together; its cache serves one text after another."""
 
     def __init__(self, conductor: Conductor) -> None:
         super().__init__(Port(conductor.model, conductor), conductor.capacity)
         self.conductor = conductor
 
     def clock(self) -> float:
-        """Seconds, without those that readers took, of whichever text."""
+        """The clock of decoding in seconds, without the time of any text's readers."""
         return super().clock() - self.conductor.reading
 
     def drafter(self, drafting: Drafting) -> Drafter:
-        """A fresh drafter, whose models, and those of the ``drafters`` that it holds, are behind ports."""
+        """A fresh drafter, with ports in place of its model and of those of its ``drafters``, if any."""
         drafter = drafting.new_drafter(self.cache)
         for each in (drafter, *getattr(drafter, "drafters", {}).values()):
             if getattr(each, "model", None) is not None:
@@ -106,7 +106,7 @@ class Row(Writer):
 
 
 class Conductor:
-    """Writes texts together, up to ``places`` at a time, in order of their arrival."""
+    """Scheduler of texts written together, up to ``places`` at a time, in order of arrival."""
 
     def __init__(self, model: Decoder, capacity: int, places: int) -> None:
         """``capacity``: positions of each text's cache, for the longest prompt with its output."""
@@ -119,21 +119,21 @@ class Conductor:
         self.reading = 0.0  # seconds that readers took
 
     def submit(self, task: Task) -> None:
-        """Let a text wait for a place, from any thread; also while others are written."""
+        """Put a text in the queue, from any thread, also while others are written."""
         self.waiting.append(task)
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Write everything submitted; returns when nothing is left. A text that fails ends alone.
+        """Write all submitted texts, until none is left. A text that fails ends alone.
 
-        Ctrl-C, and whatever a reader raises, ends all; texts that had begun have their samples then.
+        Ctrl-C and errors of readers end all; texts that had begun have their samples then.
         """
         try:
             while self._admit():
                 self._read()
                 self._take_step()
         finally:
-            while self.running:  # Ctrl-C came upon it
+            while self.running:  # interrupted while a text's thread was running
                 self.paused.acquire()
             self.waiting.clear()
             for task in [task for task in self.active if not task.ended]:
@@ -142,7 +142,7 @@ class Conductor:
             self.active.clear()
 
     def ask(self, call: Call) -> Any:
-        """In a text's thread: wait for the answer. Raises what the call raised, and KeyboardInterrupt if cancelled."""
+        """In a text's thread: wait for the answer. Raises the call's error, and KeyboardInterrupt if cancelled."""
         task = self.running
         task.call, self.running = call, None
         self.paused.release()
@@ -154,9 +154,9 @@ class Conductor:
         return task.answer
 
     def _write(self, task: Task) -> None:
-        """The life of a text, in its own thread."""
+        """Write a text; runs in its thread."""
         task.turn.acquire()
-        # Sampling takes one thread: idle ones of many texts would keep the cores from the steps.
+        # One thread samples: the idle threads of many texts would take the cores from the steps.
         torch.set_num_threads(1)
         text, notes = task.text, [lambda *round: task.unread.append(round)]
         shown = {"policy": task.policy, "readers": notes, "observer": task.observer}
@@ -167,19 +167,19 @@ class Conductor:
             task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)
         except BaseException as error:
             task.error = error
-            task.row.prompt = []  # finding out why numbers are broken uses the cache
+            task.row.prompt = []  # explaining non-finite numbers has used the cache
         task.ended, self.running = True, None
         self.paused.release()
 
     def _switch(self, task: Task) -> None:
-        """Let a text's thread run until it asks for something or ends."""
+        """Let a text's thread run until it calls the model or ends."""
         self.running = task
         task.turn.release()
         while self.running:
             self.paused.acquire()
 
     def _go_on(self, task: Task, answer: Tensor | Exception | None = None) -> None:
-        """Give a text its answer, and tell of its rounds."""
+        """Give a text its answer, and pass its new rounds to its readers."""
         task.answer, task.unread = answer, []
         self._switch(task)
         began = now(self.model.device)
@@ -192,7 +192,7 @@ class Conductor:
         self.reading += now(self.model.device) - began
 
     def _admit(self) -> bool:
-        """Let texts go that are cancelled, and others begin; returns whether any is being written."""
+        """End cancelled texts, and begin waiting ones; returns whether any is being written."""
         for task in [task for task in self.active if task.cancelled]:
             self._go_on(task)
         while self.waiting and len(self.active) < len(self.rows):
@@ -201,11 +201,11 @@ class Conductor:
             threading.Thread(target=self._write, args=(task,), daemon=True).start()
             self.active.append(task)
             self._go_on(task)
-            torch.set_num_threads(threads)  # the text's thread has set it for those to come
+            torch.set_num_threads(threads)  # the text's thread has changed the default of new threads
         return bool(self.active)
 
     def _read(self) -> None:
-        """Copy the prompts that other rows hold, and read one chunk of the oldest that is left."""
+        """Copy prompts that other rows hold, and read one chunk of the oldest that is left."""
         for task in [task for task in self.active if task.call.is_prompt]:
             call, count = task.call, chunk_at(task.call.start)
             if source := self._holder(task):
@@ -223,14 +223,14 @@ class Conductor:
             return
 
     def _holder(self, task: Task) -> KVCache | None:
-        """The cache of another row that holds the whole prompt which a text begins to read."""
+        """The cache of another row that holds the prompt of a text, if there is one and nothing has been read yet."""
         if task.call.cache is not task.row.cache or task.call.start or not hasattr(self.model, "together"):
             return None
         same = (row.cache for row in self.rows if row is not task.row and row.prompt == task.row.prompt)
         return next((cache for cache in same if cache.length >= task.call.tokens.shape[1]), None)
 
     def _take_step(self) -> None:
-        """Compute the calls of one model and plan; verifications when no draft waits, so that they can be joined."""
+        """Compute the calls of one model and plan: drafts first, so that all verifications can share a step."""
         waiting = [task for task in self.active if not task.call.is_prompt]
         if waiting:
             first = min(waiting, key=lambda task: task.call.model is self.model and task.call.plan is None).call
@@ -240,11 +240,11 @@ class Conductor:
 
 
 def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
-    """The logits of calls of one model and plan, in one step where that is possible; or what a call raises."""
+    """The logits, or the error, of each call of one model and plan, in one step where that is possible."""
     model = calls[0].model
     try:
         if hasattr(model, "together"):
             return model.together([call[1:4] for call in calls], calls[0].plan)
         return [model(*call[1:5]) for call in calls]
-    except Exception as error:  # each by itself shows whose it is
+    except Exception as error:  # computed one by one, only the failing call has an error
         return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]

@@ -1,6 +1,7 @@
-"""The writer of texts: a prepared target with its cache, which begins a prompt and writes texts after it.
+"""Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after it.
 
-``generate.py``, the benchmark and the search's confirmation all write through it, so what they time is the same.
+``generate.py``, the server, the benchmark and the search's confirmation all write through it, so that they time the
+same.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from decoding.verify import Coupling
 from model import Decoder, KVCache
 from model.clock import now
 
-WARM_UP_TOKENS = 4  # written and thrown away before anything is timed, at least
+WARM_UP_TOKENS = 4  # least number of tokens written before anything is timed
 
-Reader = Callable[[Round, float], None]  # takes a round as it comes in, and the seconds decoding has taken so far
+Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
 
 
 @dataclass
 class Sample:
-    """A text with its rounds, and the seconds that decoding took; the prompt's prefill is not in them."""
+    """A text with its rounds, and the seconds of decoding, without the prompt's prefill."""
 
     text: Text
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
-    interrupted: bool = False  # by Ctrl-C, perhaps after its last token
-    trouble: str | None = None  # why the model continues without what makes it fast
+    interrupted: bool = False  # by Ctrl-C, possibly after its last token
+    trouble: str | None = None  # the reason why the model runs without CUDA graphs
 
     @property
     def finish(self) -> str:
@@ -49,7 +50,7 @@ class Sample:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a text was written; ``sample`` holds what was written so far."""
+    """Ctrl-C while a text was written; ``sample`` is the text so far."""
 
     def __init__(self, sample: Sample) -> None:
         super().__init__()
@@ -57,10 +58,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Writer:
-    """A target and the cache of the text that it writes.
+    """A target with one cache for all prompts, and one drafter per drafting.
 
-    All prompts share one cache, and each drafting keeps one drafter: what was prepared for them, such as CUDA graphs,
-    serves every text.
+    So steps that were made for them, such as CUDA graphs, serve every text.
     """
 
     # On several processes rank 0 decides: ``decoding.run.ranks`` replaces this.
@@ -77,9 +77,9 @@ class Writer:
 
     @torch.inference_mode()
     def begin(self, prompt: Sequence[int]) -> float:
-        """Read a prompt afresh, all but its last token, and return the seconds that took.
+        """Read a prompt, all but its last token, into the cleared cache; returns the seconds this took.
 
-        A draft model with a cache of its own reads it when it first drafts.
+        A draft model reads it into its cache when it first drafts.
         """
         began = self.clock()
         self.prompt = list(prompt)
@@ -91,15 +91,15 @@ class Writer:
         return self.clock() - began
 
     def new_text(self, rules: Rules) -> Text:
-        """A text that holds the prompt and nothing more."""
+        """A text that holds only the prompt."""
         return Text(self.prompt, rules, self.model, self.token_bytes)
 
     def clock(self) -> float:
-        """Seconds: what decoding is timed by."""
+        """The clock of decoding, in seconds."""
         return now(self.model.device)
 
     def drafter(self, drafting: Drafting) -> Drafter:
-        """The drafter of a drafting: one for all texts."""
+        """The drafter of a drafting, one for all texts."""
         if drafting.new_drafter not in self.drafters:
             self.drafters[drafting.new_drafter] = drafting.new_drafter(self.cache)
         return self.drafters[drafting.new_drafter]
@@ -116,9 +116,9 @@ class Writer:
         observer: Observer | None = None,
         drafter: Drafter | None = None,
     ) -> Sample:
-        """Write a text that holds the prompt to its end. Raises Interrupted on Ctrl-C.
+        """Write a text, which holds the prompt, to its end. Raises Interrupted on Ctrl-C.
 
-        ``policy`` and ``drafter`` are the drafting's by default. What the ``readers`` take is not decoding time.
+        ``policy`` and ``drafter`` are the drafting's by default. The time of the ``readers`` is not counted.
         """
         sample, policy = Sample(text), policy or drafting.new_policy()
         drafter = drafter or self.drafter(drafting)
@@ -142,13 +142,13 @@ class Writer:
         return sample
 
     def write_plainly(self, rules: Rules, params: SamplingParams, coupling: Coupling) -> Sample:
-        """The same request without a draft: what speculation is compared with."""
+        """Write a text of the same prompt without a draft."""
         return self.write(self.new_text(rules), self.plain, params, coupling)
 
     def warm_up(self, drafting: Drafting, params: SamplingParams) -> None:
-        """Write a few tokens, with the draft and without, to be thrown away before anything is timed.
+        """Write a few tokens, with the draft and without, before anything is timed.
 
-        As many as a draft of full length and the token after it, but no more than the cache has room for.
+        There are enough for a draft of full length and the token after it, as far as the cache reaches.
         """
         wanted = max(WARM_UP_TOKENS, drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from model import InputError
 
 if TYPE_CHECKING:
-    from decoding.serve.requests import CommandLine
+    from decoding.run.options import Request
 
 LIBRARIES = ("pydantic", "sse-starlette", "starlette", "uvicorn")
 WITHOUT_EFFECT = ("prompt", "prompt_file", "dry_run", "compare", "trace", "html", "json")
 
 
-def serve(address: str, command_line: CommandLine) -> int:
-    """Serve the model at ``[HOST:]PORT`` until Ctrl-C, or SIGTERM. Raises InputError where that is not possible."""
+def serve(address: str, command_line: Request) -> int:
+    """Serve the model at ``[HOST:]PORT`` until Ctrl-C or SIGTERM. Raises InputError where that is not possible."""
     for name in WITHOUT_EFFECT:
         if getattr(command_line.options, name):
             option = "a prompt" if name == "prompt" else "--" + name.replace("_", "-")

@@ -1,30 +1,30 @@
-"""Server: its address, its routes and the guard before them, its start and its end."""
+"""Server: address, routes with the guard before them, start and end."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import re
 import socket
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
-import anyio
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decoding.run.chooser import Setting
-from decoding.run.options import TextOptions
+from decoding.run.options import Request, TextOptions
 from decoding.serve.completions import write_completion
 from decoding.serve.live import live_page, write_live
-from decoding.serve.requests import MAX_GAMMA, Chat, CommandLine, Completion, LiveText, Refusal, RequestReader
+from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, Refusal, RequestReader
 from decoding.serve.worker import Job, Worker
 from model import InputError, LayerPlan
 from model.fast import accelerate
@@ -37,8 +37,7 @@ from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
 MAX_BODY = 1 << 20  # bytes
-BODY_TIMEOUT = 30.0  # seconds for a request's whole body
-MAX_REQUESTS = 128  # answered at once, those that wait in the queue included
+MAX_REQUESTS = 128  # open at once, those that wait in the queue included
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 HEADERS = [
     ("x-content-type-options", "nosniff"),
@@ -50,30 +49,24 @@ HEADERS = [
 
 
 class Guard:
-    """Middleware that admits requests to the server's own names, from its own page or none, up to a limit at once.
+    """Middleware that admits requests to the names of this server, from its page or from no page.
 
-    A page of another site may send requests here through the reader's browser. The browser then says where they come
-    from; and if the page has its own name resolve to this machine (DNS rebinding), the Host is that name. An address
-    in numbers cannot be resolved to another.
+    A page of another site may send requests here through the user's browser. The browser then names that site as their
+    origin; and if that page's name resolves to this machine (DNS rebinding), the Host is that name. An address in
+    numbers cannot be resolved to another.
     """
 
     def __init__(self, app: ASGIApp, host_name: str) -> None:
-        self.app, self.host_name = app, host_name
-        self.active = 0
+        self.app, self.names = app, ("localhost", host_name.lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond (ASGI)."""
         refusal = self.refusal(Headers(scope=scope), scope["path"])
-        self.active += 1
-        try:
-            await (error_response(refusal) if refusal else self.app)(scope, receive, send)
-        finally:
-            self.active -= 1
+        await (error_response(refusal) if refusal else self.app)(scope, receive, send)
 
     def refusal(self, headers: Headers, path: str) -> Refusal | None:
-        """Why a request is refused; None where it is admitted."""
+        """The refusal of a request; None where it is admitted."""
         hosts, origin = headers.getlist("host"), headers.get("origin")
-        if self.active >= MAX_REQUESTS:
-            return Refusal(f"{MAX_REQUESTS} requests are being answered: try again", status=503, code="overloaded")
         if len(hosts) != 1 or not self.is_name(hosts[0]):
             return Refusal("the Host is none of this server's names: use its address", status=403, code="host")
         is_foreign = origin is not None and origin.partition("://")[2].lower() != hosts[0].lower()
@@ -82,14 +75,12 @@ class Guard:
         return None
 
     def is_name(self, host: str) -> bool:
-        """Whether a Host names this server: localhost, an address in numbers, or the name of the command line."""
-        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?", host)
-        name = match[1].strip("[]").lower() if match else ""
+        """Whether a Host names this server: localhost, an address in numbers, or the name on the command line."""
         try:
-            ipaddress.ip_address(name)
+            name = urlsplit(f"//{host}").hostname
+            return name in self.names or bool(ip_address(name))
         except ValueError:
-            return name in ("localhost", self.host_name.lower())
-        return True
+            return False
 
 
 def error_response(error: InputError) -> JSONResponse:
@@ -99,9 +90,9 @@ def error_response(error: InputError) -> JSONResponse:
     return JSONResponse(refusal.data(), refusal.status, retry)
 
 
-async def respond_to_error(request: Request, error: Exception) -> Response:
-    """Response to any error that comes before the response of a request."""
-    if isinstance(error, HTTPException):  # no such page, or not by this method
+async def respond_to_error(request: HTTPRequest, error: Exception) -> Response:
+    """Response to an error that is raised before the response begins."""
+    if isinstance(error, HTTPException):  # no such path or method
         error = Refusal(error.detail, status=error.status_code)
     if not isinstance(error, InputError):
         say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
@@ -109,19 +100,18 @@ async def respond_to_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises Refusal where it is too large, too slow or not said to be JSON."""
+async def read_body(request: HTTPRequest) -> bytes:
+    """The body of a request. Raises Refusal where it is not JSON, too large or broken off."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("send JSON, with the header Content-Type: application/json", status=415)
     body = bytearray()
     try:
-        with anyio.fail_after(BODY_TIMEOUT):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise Refusal(f"the body has more than {MAX_BODY} bytes", status=413)
-    except (TimeoutError, ClientDisconnect):
-        raise Refusal("the body did not come in time", status=408) from None
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise Refusal(f"the body has more than {MAX_BODY} bytes", status=413)
+    except ClientDisconnect:
+        raise Refusal("the body is not complete") from None
     return bytes(body)
 
 
@@ -130,15 +120,17 @@ def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette
     page, model = live_page(reader), {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
 
     def texts(path: str, kind: type[Completion | Chat], write: Callable[..., None]) -> Route:
-        async def respond(request: Request) -> Job:
-            # In another thread: a long prompt takes a while to encode.
+        """The route of one kind of request for texts."""
+
+        async def respond(request: HTTPRequest) -> Job:
+            # In another thread, because a long prompt takes long to encode.
             job = Job(await asyncio.to_thread(reader.read, kind, await read_body(request)), write)
             worker.submit(job)
             return job
 
         return Route(path, respond, methods=["POST"])
 
-    async def show_model(request: Request) -> Response:
+    async def show_model(request: HTTPRequest) -> Response:
         reader.check_model(request.path_params["name"])
         return JSONResponse(model)
 
@@ -158,9 +150,9 @@ def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette
 
 
 class Server(uvicorn.Server):
-    """Server of one model on a socket. When it stops, the texts end before the connections do."""
+    """Server of one model on a socket. When it stops, texts end first, then connections."""
 
-    def __init__(self, command_line: CommandLine, listener: socket.socket, host_name: str) -> None:
+    def __init__(self, command_line: Request, listener: socket.socket, host_name: str) -> None:
         """Load the model. Raises InputError where it cannot be loaded, or does not fit."""
         folder, capacity = command_line.folder, context_length(command_line)
         tokenizer, options = Tokenizer(folder), TextOptions.of(command_line.options)
@@ -176,14 +168,15 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             headers=HEADERS,
+            limit_concurrency=MAX_REQUESTS,
             timeout_graceful_shutdown=3,
         )
         super().__init__(config)
 
     def serve_until_stopped(self) -> None:
-        """Serve. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.
+        """Serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.
 
-        Texts are written in the thread that calls, connections are served in another. On a machine of two cores OpenMP
+        Texts are written in the calling thread, connections are served in another. On a machine of two cores OpenMP
         keeps its threads awake between products for the main thread only: in another a step takes 1.6 times as long.
         """
         network = threading.Thread(target=self._serve_connections, name="network")
@@ -206,10 +199,10 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def context_length(command_line: CommandLine) -> int:
-    """Positions of the cache: the model's context, or as much of it as memory holds.
+def context_length(command_line: Request) -> int:
+    """Positions of the cache: the model's context, halved until it fits into the free memory.
 
-    Memory is counted for low-bit copies of all weights, in the widest width: requests get one width only.
+    The estimate includes low-bit copies of all weights in the widest width: requests get one width only.
     """
     config, device, draft_model = command_line.config, command_line.device, command_line.options.draft_model
     draft = read_config(model_folder(draft_model)) if draft_model else None
@@ -231,9 +224,9 @@ def context_length(command_line: CommandLine) -> int:
 
 
 def bind(address: str) -> tuple[socket.socket, str]:
-    """A listening socket of ``[HOST:]PORT`` (port 0: any that is free), and the host: 127.0.0.1 where none is named.
+    """A listening socket at ``[HOST:]PORT`` and the host, by default 127.0.0.1. Port 0 is any free port.
 
-    Raises InputError where there is none.
+    Raises InputError where the address is wrong or in use.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
@@ -245,9 +238,9 @@ def bind(address: str) -> tuple[socket.socket, str]:
         raise InputError(f"--serve {address:.80}: {why}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
 
 
-def run(address: str, command_line: CommandLine) -> None:
+def run(address: str, command_line: Request) -> None:
     """Load the model, print the address and serve until Ctrl-C (KeyboardInterrupt)."""
-    listener, host = bind(address)  # before anything is loaded
+    listener, host = bind(address)  # before the model is loaded
     with listener:
         server = Server(command_line, listener, host)
         shown = f"[{host}]" if ":" in host else host

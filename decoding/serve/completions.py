@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from decoding.rounds import Round
@@ -18,9 +19,9 @@ SHOWN = ("rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round",
 
 
 def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
-    """Write the texts of a request of OpenAI's endpoints; beside each stand statistics of its rounds.
+    """Write the texts of a request to an endpoint of OpenAI's, with statistics of its rounds beside each.
 
-    After each round a stream has the text that a terminal would show.
+    After each round a stream has sent the text that a terminal would show.
     """
     request, asked, tokens = job.request, job.request.asked, 0
     is_chat, with_usage = isinstance(asked, Chat), asked.stream_options.get("include_usage", False)
@@ -45,8 +46,9 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
 
         if asked.stream and is_chat:
             send_chunk(index, {"role": "assistant", "content": ""})
-        sample = worker.write(job, text, drafting, index, readers=[read])
-        facts = as_json(sample, str(request.options.coupling) if request.options.params.temperature else "")
+        coupling = replace(request.options.coupling, sample=index)
+        sample = worker.writer.write(text, drafting, request.options.params, coupling, readers=[read])
+        facts = as_json(sample, str(coupling) if request.options.params.temperature else "")
         tokens += len(facts["tokens"])
         end = {"finish_reason": FINISH[sample.finish], "speculation": {name: facts[name] for name in SHOWN}}
         if asked.stream:

@@ -1,6 +1,6 @@
-"""Requests: pydantic models of their JSON, and the checked ``TextRequest`` that each becomes.
+"""Requests: pydantic models of their JSON, and the checked ``TextRequest`` made of each.
 
-A field has OpenAI's name, or else the command line's.
+Fields have OpenAI's names, others those of the command line.
 """
 
 from __future__ import annotations
@@ -9,28 +9,30 @@ import re
 import threading
 from argparse import Namespace
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from decoding.run.chooser import DRAFTERS, DraftOptions
-from decoding.run.options import TextOptions
-from model import InputError, ModelConfig
+from decoding.run.options import Request, TextOptions
+from model import InputError
 from model.plan import LOW_BITS
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 MAX_SAMPLES, MAX_GAMMA = 16, 32
-MAX_STRINGS, MAX_CHARACTERS = 16, 128  # of stop strings and banned words: each token is compared with all of them
+MAX_STRINGS, MAX_CHARACTERS = 16, 128  # stop strings or banned words, which are searched after every token
 UNUSED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 NEUTRAL = {"best_of": 1, "modalities": ["text"], "response_format": {"type": "text"}, "tool_choice": "none"}
-FILES = {"skip": "plan", "auto": "plan", "model": "draft_model"}  # options of drafts that requests cannot give
+FILES = {
+    "skip": "plan",
+    "auto": "plan",
+    "model": "draft_model",
+}  # options that only the command line gives
 
 
 class Refusal(InputError):
-    """A request that is refused: with the HTTP status, and the field and code of OpenAI's errors."""
+    """Refusal of a request: a sentence, the HTTP status, and the field and code of OpenAI's errors."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -38,7 +40,7 @@ class Refusal(InputError):
 
     @staticmethod
     def of(error: InputError) -> Refusal:
-        """The refusal of any error, in the words of requests: option ``--exit-layer`` is field ``exit_layer``."""
+        """The refusal for an error. In its words, option ``--exit-layer`` becomes field ``exit_layer``."""
         if isinstance(error, Refusal):
             return error
         words = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
@@ -46,7 +48,7 @@ class Refusal(InputError):
 
     @staticmethod
     def of_field(error: ValidationError) -> Refusal:
-        """The refusal of the first wrong field."""
+        """The refusal for the first wrong field."""
         first = error.errors(include_url=False)[0]
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:81]
         must = re.sub(r"^[A-Z][a-z]+ should", f"{name or 'the body'} must", first["msg"])
@@ -67,7 +69,7 @@ class Refusal(InputError):
 
 
 class Strict(BaseModel):
-    """A JSON object without further fields, but for those that are null, false, 0, empty or of no effect."""
+    """A JSON object. Further fields are allowed where they have no effect: null, false, 0, empty or a default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -96,7 +98,7 @@ class Message(Strict):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates read it, which know the developer as the system."""
+        """The message for chat templates, which call the developer "system"."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "".join(part.text for part in self.content)}
 
@@ -144,7 +146,7 @@ class Completion(Options):
     ]
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
-        """Token ids of the prompt, as plain text."""
+        """Token ids of the prompt as plain text."""
         return tokenizer.encode(self.prompt)
 
 
@@ -156,7 +158,7 @@ class LiveText(Completion):
     beside: bool = False
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
-        """Token ids of the prompt, which is read as on the command line."""
+        """Token ids of the prompt, encoded as on the command line."""
         return encode_prompt(tokenizer, self.prompt, chat=options.chat, system=options.system)
 
 
@@ -166,7 +168,7 @@ class Chat(Options):
     messages: list[Message] = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
-        """Token ids of the messages, after the command line's system message where they begin with none."""
+        """Token ids of the messages. Where they begin with no system message, the command line's stands before them."""
         if tokenizer.chat_template is None:
             raise Refusal("this model has no chat template: use /v1/completions", param="model")
         messages = [message.for_template() for message in self.messages]
@@ -177,7 +179,7 @@ class Chat(Options):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A checked request: its JSON, the prompt's token ids, and the options of its texts."""
+    """A checked request: its JSON, the prompt's token ids, and the number and options of its texts."""
 
     asked: Completion | Chat
     ids: list[int]
@@ -185,33 +187,23 @@ class TextRequest:
     options: TextOptions
 
 
-class CommandLine(Protocol):
-    """A checked command line (``generate.Request``): the model to serve, and the options that requests leave open."""
-
-    folder: Path
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    options: Namespace
-
-
 class RequestReader:
-    """Reader of requests for texts of up to ``capacity`` positions, prompt included; from any thread.
+    """Reader of requests for texts of up to ``capacity`` positions, prompt included. Any thread may call it.
 
-    Low-bit drafts are in ``bits`` bits: memory is counted for copies of the weights in one width.
+    Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
 
-    def __init__(self, command_line: CommandLine, tokenizer: Tokenizer, capacity: int, bits: int) -> None:
+    def __init__(self, command_line: Request, tokenizer: Tokenizer, capacity: int, bits: int) -> None:
         self.config, self.options = command_line.config, command_line.options
         self.tokenizer, self.capacity, self.bits = tokenizer, capacity, bits
         self.name = command_line.folder.resolve().name  # of the model, in requests
         has_plan = self.options.plan is not None or (command_line.folder / "plan.json").exists()
         missing = {"skip": not has_plan, "model": self.options.draft_model is None}
-        self.drafts = [kind for kind in DRAFTERS if not missing.get(kind)]  # never a file, a folder or a class
-        self.encoding = threading.Lock()  # a tokenizer is told how to read control tokens just before it encodes
+        self.drafts = [kind for kind in DRAFTERS if not missing.get(kind)]  # no file, folder or class
+        self.encoding = threading.Lock()  # encoding changes the tokenizer's state
 
     def read(self, kind: type[Completion | Chat], body: bytes) -> TextRequest:
-        """The request in a body. Raises InputError where it cannot be served."""
+        """The request in the JSON of a body. Raises InputError where it cannot be served."""
         try:
             asked = kind.model_validate_json(body)
         except ValidationError as error:
@@ -236,9 +228,9 @@ class RequestReader:
             raise Refusal(message, status=404, param="model", code="model_not_found")
 
     def _merged(self, asked: Options) -> Namespace:
-        """The request's options, and the command line's where it gives none.
+        """The request's options, and the command line's where the request gives none.
 
-        Those of drafting hold for the kind of draft that they were given with. Another kind has only its file.
+        The command line's options of drafting hold for its kind of draft. Another kind gets only its plan or model.
         """
         options, layers = vars(self.options), self.config.num_layers
         if asked.draft not in (None, *self.drafts):

@@ -1,4 +1,4 @@
-"""Queue of jobs, and the one worker that writes their texts."""
+"""Queue of jobs, and the worker that writes their texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from decoding.run.chooser import Drafting, DraftOptions, Setting, make_drafting, with_policy
-from decoding.run.writer import Sample, Writer
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.serve.requests import Refusal, TextRequest
 from decoding.show.labels import Labels
-from decoding.text import Text
 from model import InputError
 from model.plan import LOW_BITS
 from weights.cli.command_line import say
@@ -35,10 +34,10 @@ class ClientGone(Exception):
 
 
 class Job:
-    """A request in the queue, and its response: JSON messages in a stream, or a single one.
+    """A request in the queue, and its response (ASGI): a stream of JSON messages, or a single one.
 
-    ``write`` writes the texts and sends the messages, in the worker's thread. The response runs in the event loop that
-    the job was made in. A text has an end, and so has the number of unread messages.
+    ``write`` writes the texts and sends the messages, in the worker's thread. The response runs in the event loop in
+    which the job was made. Unread messages wait in memory: a text is bounded, so are they.
     """
 
     def __init__(self, request: TextRequest, write: Callable[[Job, Worker, Drafting], None]) -> None:
@@ -57,12 +56,12 @@ class Job:
         self.close(message)
 
     def close(self, message: Any) -> None:
-        """Send the last message, whether or not there still is a client."""
+        """Send the last message, also to a client that has disconnected."""
         with suppress(RuntimeError):  # the event loop is closed: the server has stopped
             self.loop.call_soon_threadsafe(self.messages.put_nowait, message)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond (ASGI) until the client disconnects. Raises an error that comes before any message."""
+        """Respond until the client disconnects. Raises an error that comes before any message."""
         response = asyncio.create_task(self._respond(scope, receive, send))
         disconnect = asyncio.create_task(disconnected(receive))
         try:
@@ -78,7 +77,7 @@ class Job:
         first = await self.messages.get()
         if isinstance(first, InputError):
             raise first
-        # A grace period, because a server that stops ends its streams with an error (Worker.stop).
+        # The grace period lets a stopping server end its streams with an error (Worker.stop).
         timeouts = {"send_timeout": SEND_TIMEOUT, "shutdown_grace_period": SEND_TIMEOUT}
         streams = self.request.asked.stream
         response = EventSourceResponse(self._stream(first), sep="\n", **timeouts) if streams else JSONResponse(first)
@@ -99,14 +98,13 @@ async def disconnected(receive: Receive) -> None:
 
 
 class Worker:
-    """Writes the texts of one job after another, in the order in which they came."""
+    """The writer of all jobs' texts, one job after another in order of arrival."""
 
     def __init__(self, setting: Setting, draft: DraftOptions) -> None:
         """Raises InputError where the command line's ``draft`` is not possible."""
         self.setting, tokenizer = setting, setting.tokenizer
         self.name = setting.folder.resolve().name  # of the model, to clients
-        control = {token: name for name, token in tokenizer.vocabulary.special.items()}
-        self.labels = Labels(tokenizer.token_bytes, control)
+        self.labels = Labels.of(tokenizer)
         self.writer = Writer(setting.model, setting.positions, tokenizer.token_bytes)
         self.made: dict[DraftOptions, Drafting] = {}
         drafting = self.drafting(draft, setting.params)
@@ -118,7 +116,7 @@ class Worker:
         self.changed, self.open = threading.Condition(), True
 
     def submit(self, job: Job) -> None:
-        """Put a job in the queue. Raises Refusal where it is full; jobs whose client has gone do not count."""
+        """Put a job in the queue. Raises Refusal where it is full. Jobs whose client has disconnected do not count."""
         with self.changed:
             if not self.open:
                 raise Refusal("the server is stopping", status=503)
@@ -128,7 +126,7 @@ class Worker:
             self.changed.notify()
 
     def stop(self) -> None:
-        """End all jobs with an error, and ``work`` with the round that is being written."""
+        """End all jobs with an error, and ``work`` after the current round."""
         with self.changed:
             self.open = False
             for job in self.jobs:
@@ -149,7 +147,7 @@ class Worker:
                 self.jobs.popleft()
 
     def _outcome(self, job: Job) -> InputError | None:
-        """Write the texts of a job. Returns the error that it ended with, none of which ends the server."""
+        """Write the texts of a job. Returns the error that ended it, if any; the server goes on."""
         try:
             job.check()
             drafting = self.drafting(job.request.options.draft, job.request.options.params)
@@ -159,28 +157,18 @@ class Worker:
             return None
         except InputError as error:
             return error
-        except Exception as error:  # memory that ran out, say: the next job begins afresh
+        except Exception as error:  # such as exhausted memory: the next job begins afresh
             say(f"a text could not be written: {type(error).__name__}: {one_line(error)}")
             return Refusal("the text could not be written", status=500)
         return None
 
-    def write(self, job: Job, text: Text, drafting: Drafting, number: int, **watched: Any) -> Sample:
-        """Write one text, with the random numbers of sample ``number``: the only place where a text is written.
-
-        ``watched``: the optional arguments of ``Writer.write``, whose errors pass.
-        """
-        options = job.request.options
-        coupling = replace(options.coupling, sample=number)
-        return self.writer.write(text, drafting, options.params, coupling, **watched)
-
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that a request asks for, made once. Raises InputError where it is not possible.
+        """The drafting of a request, made once for all policies. Raises InputError where it is not possible.
 
-        Its costs are those of the command line's sampling, so that no request waits for another measurement.
+        Its costs are those of the command line's sampling parameters, so that no request waits for a measurement.
         """
-        made_of = replace(options, min_target_confidence=None)
-        if options.kind not in ("auto", "skip"):  # these alone look at the draft length before the policy does
-            made_of = replace(made_of, gamma=None, adaptive=None)
+        gamma = options.gamma if options.kind == "skip" else None  # without one, a plan may say that no draft pays
+        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
         if made_of not in self.made:
             self.made[made_of] = make_drafting(made_of, self.setting)
         return with_policy(self.made[made_of], options, params)

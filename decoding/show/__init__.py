@@ -1,4 +1,5 @@
-"""Views of a text that is being written: streamed text, coloured trace, page of the rounds, statistics.
+"""Views of a text while it is written: streamed text, coloured trace, page of the rounds, statistics.
 
-Each reads the loop's ``Round`` records. Begin with ``streaming``, then ``trace`` and ``page``.
+Each reads the loop's ``Round`` records; ``output`` directs them for ``generate.py``. Begin with ``streaming``, then
+``trace`` and ``page``.
 """

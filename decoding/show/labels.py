@@ -1,19 +1,20 @@
-"""Printable forms of text and tokens: no character in them acts on the screen, and none is invisible."""
+"""Printable forms of text and tokens: without control characters and invisible ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from decoding.text import TokenBytes
+from weights.tokenizer import Tokenizer
 
 JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """``text`` with a sign in place of every control, format and surrogate character.
+    """``text`` with a visible sign in place of every control, format and surrogate character.
 
-    With ``lines``, line breaks stay and a tab becomes four spaces: running text instead of a label.
+    With ``lines``, for running text, line breaks stay and a tab becomes four spaces.
     """
     if lines:
         return "\n".join(visible(line) for line in text.replace("\t", " " * 4).split("\n"))
@@ -35,13 +36,18 @@ class Labels:
         """``control``: the names of tokens that add no bytes to the text, such as the end of the text."""
         self.token_bytes, self.control = token_bytes, control
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Labels:
+        """Labels of a tokenizer's tokens."""
+        return cls(tokenizer.token_bytes, {token: name for name, token in tokenizer.vocabulary.special.items()})
+
     def __call__(self, token: int) -> str:
-        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; a control token's name."""
+        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name of a control token."""
         data = self.token_bytes(token)
         if not data.strip(b" "):
             return "␣" * len(data) or self.name(token)
         return visible(data.decode("utf-8", errors="backslashreplace"))
 
     def name(self, token: int) -> str:
-        """Name, or else number, of a token that adds no bytes."""
+        """The name, or else the number, of a token that adds no bytes."""
         return visible(self.control.get(token, f"#{token}"))

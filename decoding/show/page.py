@@ -1,8 +1,8 @@
-"""The run as a page: one self-contained file in which a reader replays it round by round.
+"""Page of a run: one self-contained HTML file that replays it round by round.
 
-What the model wrote is data, never markup: it is embedded as JSON in which no character can end the script
-element, and the page shows it through ``textContent`` only. The page's own policy allows nothing but its own
-script and style, and no network.
+Text of the model is data, never markup: it is embedded as JSON in which no character can end the script element, and
+the page shows it through ``textContent`` only. The page's content security policy allows its scripts and styles, and
+no network.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,24 @@ from torch import Tensor
 from decoding.drafters import Draft
 from decoding.policies import Policy
 from decoding.rounds import Round
+from decoding.run.chooser import Drafting
 from decoding.sampling import SamplingParams
 from decoding.show.details import Detail, examine
-from model import InputError, LayerPlan
+from decoding.show.report import sampling_in_words
+from decoding.verify import Coupling
+from model import LayerPlan
 from model.clock import now
-from weights.cli.files import atomic_path
+from weights.cli.files import atomic_path, explaining
 
 TEMPLATE = Path(__file__).with_name("page.html")
-DIGITS = 6  # of a probability: more than a reader compares, and a file half as large
 
 
 class Recording:
     """Rounds of one text as the page shows them, with their probabilities, exit thresholds and token labels.
 
     ``observe`` is the loop's observer (``decoding.speculate.Observer``); ``add`` takes each round after it. ``show``
-    gets every new part at once, for a page that is open while the text is written. ``seconds`` are those of decoding:
-    the time that examining took is left out.
+    gets each part at once, for a page that is open while the text is written. ``seconds`` are those of decoding,
+    without the time that ``observe`` took.
     """
 
     def __init__(
@@ -68,15 +70,15 @@ class Recording:
         self.examining += now(logits.device) - began
 
     def add(self, round: Round, seconds: float) -> None:
-        """Add a round; ``seconds`` is the time that decoding has taken so far, examining included."""
+        """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included."""
         data = round_data(round, self.details, self.threshold)
         self.rounds.append(data)
-        self.threshold = self.policy.threshold  # the policy has learnt from this round already
+        self.threshold = self.policy.threshold  # for the next round: the policy has observed this one
         self.finish, self.seconds = round.finish or self.finish, seconds - self.examining
         self._show("round", named_tokens(data["tokens"]), round=data, finish=round.finish, seconds=self.seconds)
 
     def _show(self, kind: str, named: Iterable[int], **facts: Any) -> None:
-        """Show a part of the given kind, with the labels of the tokens named there that had none."""
+        """Show a part of the given kind, with labels of those ``named`` tokens that have none yet."""
         new = {token: self.label(token) for token in named if token not in self.labels}
         self.labels |= new
         self.show({"kind": kind, "labels": new, **facts})
@@ -84,13 +86,25 @@ class Recording:
 
 @dataclass(frozen=True)
 class Heading:
-    """What the page says about the whole run: ``facts`` are pairs of a name and a value."""
+    """Facts about the whole run.
+
+    ``facts`` are pairs of a name and a value; ``plan`` is that under which the target drafts for itself, if any;
+    ``race`` names the rule of verification, the race or the ratio rule.
+    """
 
     prompt: str
     facts: Sequence[tuple[str, str]]
-    plan: LayerPlan | None  # which sublayers draft, and in how many bits; None where no plan of the target drafts
+    plan: LayerPlan | None
     greedy: bool
-    race: bool = False  # which of the two rules of verification decided
+    race: bool = False
+
+    @classmethod
+    def of(cls, prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> Heading:
+        """The heading of texts that a model writes after a prompt."""
+        greedy, race = params.temperature == 0, coupling.name == "race"
+        sampling = sampling_in_words(params, "" if greedy else str(coupling))
+        facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
+        return cls(prompt, facts, drafting.plan, greedy, race)
 
 
 def render_page(heading: Heading, recordings: Iterable[Recording]) -> str:
@@ -99,42 +113,30 @@ def render_page(heading: Heading, recordings: Iterable[Recording]) -> str:
     for recording in recordings:
         samples.append({"rounds": recording.rounds, "finish": recording.finish, "seconds": recording.seconds})
         labels |= recording.labels
-    return fill({**heading_data(heading), "samples": samples, "labels": labels})
+    return fill({**asdict(heading), "samples": samples, "labels": labels})
 
 
 def fill(data: dict[str, Any], live: str = "") -> str:
-    """The template with its data; the elements of a ``live`` page may ask the server that it came from for more."""
+    """The template with its data and, for a live page, its further elements, which may ask the page's server."""
     template = TEMPLATE.read_text(encoding="utf-8").replace("{{live}}", live)
     policy = _content_security_policy(template) + ("; connect-src 'self'" if live else "")
     return template.replace("{{policy}}", policy).replace("{{data}}", embed(data))
 
 
-def heading_data(heading: Heading) -> dict[str, Any]:
-    """JSON of a heading."""
-    plan = heading.plan
-    bits = plan and {"attention": plan.attention, "mlp": plan.mlp}
-    facts = {"prompt": heading.prompt, "facts": heading.facts, "plan": bits}
-    return {**facts, "greedy": heading.greedy, "race": heading.race}
-
-
 def write_page(path: Path, heading: Heading, recordings: Iterable[Recording]) -> None:
     """Write the page, atomically. Raises InputError when the file cannot be written."""
-    page = render_page(heading, recordings)
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
+        temporary.write_text(render_page(heading, recordings), encoding="utf-8")
 
 
 def embed(data: Any) -> str:
-    """JSON that may stand inside a script element: ASCII without <, > and &, so nothing in it can end the element."""
+    """JSON for a script element: ASCII without <, > and &, so that nothing in it can end the element."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _content_security_policy(page: str) -> str:
-    """Allows the page's own scripts and styles by their hashes, and nothing else."""
+    """The policy that allows the page's scripts and styles, by their hashes, and nothing else."""
     allowed = ["default-src 'none'"]
     for kind, tag in (("script-src", "script"), ("style-src", "style")):
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -144,10 +146,13 @@ def _content_security_policy(page: str) -> str:
 
 
 def round_data(round: Round, details: Sequence[Detail], threshold: float | None) -> dict[str, Any]:
-    """JSON of a round, with the exit threshold it was drafted under."""
+    """JSON of a round, with the exit threshold under which it was drafted."""
     return {
         "position": round.position,
-        "tokens": [_token(*pair, detail) for pair, detail in zip(round.verdicts(), details, strict=False)],
+        "tokens": [
+            {**asdict(detail), "verdict": verdict}
+            for (_, verdict), detail in zip(round.verdicts(), details, strict=False)
+        ],
         "drafted": len(round.drafted),
         "accepted": min(round.accepted, len(round.emitted)),
         "emitted": len(round.emitted),
@@ -156,23 +161,8 @@ def round_data(round: Round, details: Sequence[Detail], threshold: float | None)
     }
 
 
-def _token(token: int, verdict: str, detail: Detail) -> dict[str, Any]:
-    return {
-        "id": token,
-        "verdict": verdict,
-        "q": None if detail.draft_prob is None else _short(detail.draft_prob),
-        "p": _short(detail.target_prob),
-        "draftTop": [(other, _short(prob)) for other, prob in detail.draft_top],
-        "targetTop": [(other, _short(prob)) for other, prob in detail.target_top],
-    }
-
-
-def _short(probability: float) -> float:
-    return float(f"{probability:.{DIGITS}g}")
-
-
 def named_tokens(tokens: Iterable[dict[str, Any]]) -> Iterator[int]:
-    """Ids of every token that the page names in showing these: their own, and the likeliest beside them."""
+    """Ids of these tokens and of the likeliest beside each: all that the page names."""
     for token in tokens:
         yield token["id"]
-        yield from (other for other, _ in [*token["draftTop"], *token["targetTop"]])
+        yield from (other for other, _ in [*token["draft_top"], *token["target_top"]])

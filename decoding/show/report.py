@@ -1,4 +1,4 @@
-"""Statistics of a written text: as a line, and as the JSON object that other programs read."""
+"""Statistics of a written text: as a line, and as the JSON object of --json."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from decoding.run.writer import Sample
 from decoding.sampling import SamplingParams
 
 
-def describe(sample: Sample, how: str, repeat_with: str) -> str:
-    """The line of statistics; ``how`` names the draft, ``repeat_with`` the options that repeat a sampled text."""
+def describe(sample: Sample, draft: str, repeat_with: str) -> str:
+    """The line of statistics; ``draft`` names the draft, ``repeat_with`` the options that repeat a sampled text."""
     s = sample.statistics
-    line = f"[{s.tokens} tokens in {sample.seconds:.2f} s: {sample.tokens_per_second:.1f} tokens/s; {how}"
+    line = f"[{s.tokens} tokens in {sample.seconds:.2f} s: {sample.tokens_per_second:.1f} tokens/s; {draft}"
     if s.acceptance_rate is not None:
         line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
     line += f", {s.tokens_per_round:.2f} tokens a round"

@@ -1,4 +1,4 @@
-"""Streamed text: the part of a growing text that will stay as it is."""
+"""Streamed text: the characters of a growing text that are certain to stay."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from decoding.text import Text
 class TextStream:
     """Stream of a growing text's new characters.
 
-    Held back until it is certain: an unfinished UTF-8 character, an end of the text that may grow into a stop string,
-    and tokens that a banned word may still take back.
+    It holds back unfinished UTF-8 characters, possible beginnings of a stop string, and tokens that a banned word may
+    still take back.
     """
 
     def __init__(self, text: Text) -> None:
@@ -20,11 +20,11 @@ class TextStream:
         self.shown = text.prompt_bytes
 
     def pull(self) -> str:
-        """Characters that have become certain since the last call, perhaps none."""
+        """The characters that have become certain since the last call."""
         return self._up_to(self.text.certain, final=self.text.finish is not None)
 
     def flush(self) -> str:
-        """Characters that are still held back, when no more tokens will come, as after Ctrl-C."""
+        """The characters that are still held back, when no more tokens will come, as after Ctrl-C."""
         return self._up_to(len(self.text.data) if self.text.cut is None else self.text.cut, final=True)
 
     def _up_to(self, end: int, final: bool) -> str:

@@ -1,7 +1,7 @@
-"""Coloured trace of the rounds: drafted tokens appear dim, are accepted, rejected or discarded; the target adds one.
+"""Coloured trace of the rounds: drafted tokens with their verdicts, and the target's residual or bonus token.
 
-On a terminal the last line is redrawn as each round comes in, with a footer below it until the text ends. Where the
-output goes into a file or a pipe, or has no colours, signs stand for the colours.
+On a terminal the last line is redrawn in each round, and a footer stands below it until the text ends. Where there are
+no colours, as in a file or a pipe, signs around the tokens replace them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERDICTS = {  # verdict -> its name in the legend, its style, and the signs arou
 
 
 class TraceConsole(Console):
-    """Console that raises BrokenPipeError when the reader of its output has gone; rich's would end the process."""
+    """Console that raises BrokenPipeError when its output is closed; rich's would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -40,19 +40,19 @@ class TraceConsole(Console):
 class LiveTrace:
     """Trace of one text on a console; a context manager, so that the terminal is restored in any case.
 
-    Full lines are printed for good; only the line being written and the footer are redrawn.
+    Full lines are printed once; only the last line and the footer are redrawn.
     """
 
     def __init__(self, console: Console, labels: Labels, policy: Policy, *, pause: float = PAUSE) -> None:
         self.console, self.labels, self.policy, self.pause = console, labels, policy, pause
         self.signs = console.no_color or console.color_system is None
-        # FORCE_COLOR makes rich take a pipe for a terminal: colours may go there, cursor movements may not.
+        # With FORCE_COLOR rich takes a pipe for a terminal. Colours may go there, cursor movements may not.
         self.redraws = console.file.isatty() and not console.is_dumb_terminal
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self.kept = bytearray()  # the bytes of the tokens kept so far
+        self.kept = bytearray()  # bytes of the text so far
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.statistics, self.drafted, self.seconds = Statistics(), 0, 0.0
-        self.line = Text()  # the last line of the text, which is still redrawn
+        self.line = Text()  # the last line of the text
 
     def __enter__(self) -> LiveTrace:
         legend = Text(" ").join(self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items() if name)
@@ -64,13 +64,13 @@ class LiveTrace:
     def __exit__(self, *_: object) -> None:
         self._settle(self._styled(self.decoder.decode(b"", final=True), "own"))
         if self.redraws:
-            self.live.update(self.line)  # without the footer: the line of statistics comes next
+            self.live.update(self.line)  # without the footer, since the line of statistics comes next
             self.live.stop()
         else:
             self.console.print()
 
     def add(self, round: Round, seconds: float) -> None:
-        """Show a round; ``seconds`` is the time that decoding has taken so far."""
+        """Show a round; ``seconds`` is the time of decoding so far."""
         self.statistics.add(round)
         self.drafted, self.seconds = len(round.drafted), seconds
         try:
@@ -81,7 +81,7 @@ class LiveTrace:
             self._settle(self.text_of(round))
 
     def footer(self) -> Text:
-        """Speed and acceptance so far, length of the last draft, and the policy's threshold for the next."""
+        """Speed and acceptance so far, the length of the last draft, and the exit threshold of the next, if any."""
         s = self.statistics
         parts = [f"{s.tokens / self.seconds:.1f} tokens/s" if self.seconds else "0 tokens/s"]
         if s.acceptance_rate is not None:
@@ -94,9 +94,9 @@ class LiveTrace:
         return Text(" · ".join(parts), style="dim")
 
     def text_of(self, round: Round) -> Text:
-        """The round's tokens in order, with the styles or signs of their verdicts, and the tokens taken back.
+        """The round's tokens in order, styled by their verdicts, then the tokens that a banned word took back.
 
-        A character whose bytes are spread over tokens appears with the token that completes it.
+        A character whose bytes are spread over tokens appears with the last of them.
         """
         text, failed = Text(), []
         for verdict, run in groupby(round.verdicts(), key=itemgetter(1)):
@@ -119,12 +119,12 @@ class LiveTrace:
         return Text(text, style=style)
 
     def _undecided(self, tokens: list[int], after: Sequence[int] = ()) -> str:
-        """The text that these drafted tokens would add ``after`` others, of which none is kept either."""
+        """The text that these drafted tokens would add ``after`` other tokens that are not kept either."""
         fork = codecs.getincrementaldecoder("utf-8")(errors="replace")
         fork.setstate(self.decoder.getstate())
         fork.decode(self._bytes(after))
         text = self._decode(tokens, fork) + fork.decode(b"", final=True)
-        return text.replace("\n", "↵")  # a line break that is not kept breaks no line
+        return text.replace("\n", "↵")  # a line break that is not kept must not break the line
 
     def _decode(self, tokens: list[int], decoder: codecs.IncrementalDecoder) -> str:
         pieces = [(token, self.labels.token_bytes(token)) for token in tokens]
@@ -133,18 +133,18 @@ class LiveTrace:
         )
 
     def _take_back(self, tokens: list[int]) -> str:
-        """Take back these tokens, the last that were kept; returns their text."""
+        """Remove these tokens from the end of the text; returns their text."""
         taken = self._bytes(tokens)
         del self.kept[len(self.kept) - len(taken) :]
         self.decoder.reset()
-        self.decoder.decode(bytes(self.kept[-4:]))  # leaves the bytes of an unfinished character
+        self.decoder.decode(bytes(self.kept[-4:]))  # the state after these holds the bytes of an unfinished character
         return visible(taken.decode("utf-8", errors="replace"))
 
     def _bytes(self, tokens: Iterable[int]) -> bytes:
         return b"".join(map(self.labels.token_bytes, tokens))
 
     def _settle(self, text: Text) -> None:
-        """Add text that will not change any more; full lines are printed for good."""
+        """Add text that is final, and print lines that are full."""
         if not self.redraws:
             self.console.print(text, end="", soft_wrap=True)
             return

@@ -13,7 +13,7 @@ from decoding.run import chooser, importance
 from decoding.run.bits import BitsTable, measure_bits
 from decoding.run.chooser import DraftOptions, Setting, choose
 from decoding.run.costs import CostTable
-from decoding.run.importance import PROMPTS, TOKENS, input_squares, linear_layers, weigh_inputs, write_texts
+from decoding.run.importance import PROMPTS, TOKENS, calibration_texts, input_squares, linear_layers, weigh_inputs
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
@@ -54,16 +54,9 @@ def put_on_grid(model: Decoder) -> None:
         layer.weight.copy_(quantise(layer.weight, 4).dequantised(layer.weight.dtype))
 
 
-def test_texts_written_side_by_side_are_those_written_alone(model: Decoder, tokenizer: Tokenizer) -> None:
-    together = write_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:3])
-    alone = [text for prompt in PROMPTS[:3] for text in write_texts(model, tokenizer, GREEDY, prompts=[prompt])]
-    for long, short in zip(alone, together, strict=True):  # texts end together with the longest
-        assert short.prompt == long.prompt and long.written[: len(short.written)] == short.written
-        assert len(short.written) + short.unused == TOKENS
-
-
 def test_importance_is_the_mean_square_of_a_layers_inputs(model: Decoder, tokenizer: Tokenizer) -> None:
-    texts = write_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2])
+    texts = calibration_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2])
+    assert all(len(text.written) + text.unused == TOKENS for text in texts)
     found = input_squares(model, texts)
     assert set(found) == set(linear_layers(model))
     inputs = []
@@ -78,7 +71,7 @@ def test_importance_is_measured_once_and_then_read(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weigh_inputs(model, tmp_path, tokenizer)
-    monkeypatch.setattr(importance, "write_texts", None)  # would fail
+    monkeypatch.setattr(importance, "calibration_texts", None)  # would fail
     again = accelerate(load_model(FOLDER))
     weigh_inputs(again, tmp_path, tokenizer)
     for name, layer in linear_layers(model).items():
@@ -102,8 +95,8 @@ def test_a_model_on_whose_weights_four_bits_are_free_gets_four(
 ) -> None:
     with_costs(monkeypatch, {4: 0.3, 6: 0.4, 8: 0.5})
     put_on_grid(model)
-    table = measure_bits(model, write_texts(model, tokenizer, GREEDY), GREEDY)
-    assert table.bits == (4, 6, 8) and table.best == 0
+    table = measure_bits(model, calibration_texts(model, tokenizer, GREEDY), GREEDY)
+    assert table.bits == (4, 6, 8) and set(table.best_plan(4).plan.mlp) == {4}
     assert min(table.acceptance) > 0.9, "what is lost is lost by rounding inputs"
 
 
@@ -111,7 +104,8 @@ def test_the_bits_of_the_largest_predicted_speed_up_draft(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
-    monkeypatch.setattr(chooser, "write_texts", lambda *_: write_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2]))
+    few = calibration_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2])
+    monkeypatch.setattr(chooser, "calibration_texts", lambda *_: few)
     with_costs(monkeypatch, {4: 0.9, 6: 0.2, 8: 0.9})
     drafting = choose(DraftOptions("lowbit"), setting)
     table = chooser.bits_table(setting)
@@ -128,7 +122,8 @@ def test_where_no_bits_gain_lowbit_decodes_plainly_and_says_so(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
-    monkeypatch.setattr(chooser, "write_texts", lambda *_: write_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2]))
+    few = calibration_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2])
+    monkeypatch.setattr(chooser, "calibration_texts", lambda *_: few)
     with_costs(monkeypatch, {4: 1.0, 6: 1.0, 8: 1.0})
     drafting = choose(DraftOptions("lowbit"), setting)
     assert drafting.new_policy().gamma == 0 and drafting.plan is None
@@ -143,11 +138,11 @@ def test_bits_whose_copies_do_not_fit_are_left_out_and_the_rest_is_not_kept(
 ) -> None:
     with_costs(monkeypatch, {4: 0.3, 6: 0.4, 8: 0.5})
     monkeypatch.setattr(bits_module, "has_memory_for", lambda model, plan: plan.mlp[0] == 4)
-    table = measure_bits(model, write_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2]), GREEDY)
+    table = measure_bits(model, calibration_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2]), GREEDY)
     assert table.bits == (4,) and not table.steady
     monkeypatch.setattr(bits_module, "has_memory_for", lambda model, plan: False)
     table = measure_bits(model, [], GREEDY)
-    assert table == BitsTable((), (), (), (), (), (), False) and table.best is None
+    assert table == BitsTable() and not table.steady and table.best_plan(4) is None
 
 
 def test_copies_are_freed_one_number_of_bits_at_a_time(
@@ -161,7 +156,7 @@ def test_copies_are_freed_one_number_of_bits_at_a_time(
         return CostTable(0.5, VERIFY)
 
     monkeypatch.setattr(bits_module, "measure_costs", measured)
-    measure_bits(model, write_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2]), GREEDY)
+    measure_bits(model, calibration_texts(model, tokenizer, GREEDY, prompts=PROMPTS[:2]), GREEDY)
     assert held == [{4, 8}, {6, 8}, {8}] and not model.low_bits  # the head is in eight bits
 
 

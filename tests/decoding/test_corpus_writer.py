@@ -20,12 +20,12 @@ from decoding.corpus import __main__ as corpus
 from decoding.corpus import author as authors
 from decoding.corpus import templates
 from decoding.corpus.author import user_turn
-from decoding.corpus.batch import sample_texts
 from decoding.corpus.text_file import DISTINCT_CHARACTERS, TextFile, WrittenText, read_texts
 from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.randomness import Place
+from decoding.run.batch import sample_texts
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
 from tests.folders import VOCAB_SIZE, write_folder
@@ -293,7 +293,7 @@ def test_a_model_that_repeats_itself_is_given_up(write: Command, tmp_path: Path)
         (["--device", "toaster"], "device 'toaster' is not there"),
         (["--model", "/no/model"], "no folder '/no/model'"),
         (["--out", "/dev/full"], "/dev/full"),
-        (["--out", "/"], "error: /"),
+        (["--out", "/"], "give the name of a file"),
         (["--judge-again", "/no/file.jsonl"], "/no/file.jsonl"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else None,

@@ -56,16 +56,16 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
                 with torch.inference_mode():
                     logits = model(prefix[None], plan=plan)[0, -1:]
                 probs = distribution(logits, prefix, params)[0]
-                shown[side] = probs[detail.token].item(), (logits.softmax(-1)[0] if greedy else probs)
-            assert detail.token == (round.drafted[at] if at < len(round.drafted) else round.emitted[round.accepted])
-            assert detail.target_prob == pytest.approx(shown["target"][0], abs=1e-6)
-            assert_lists(detail.target_top, shown["target"][1], detail.token)
+                shown[side] = probs[detail.id].item(), (logits.softmax(-1)[0] if greedy else probs)
+            assert detail.id == (round.drafted[at] if at < len(round.drafted) else round.emitted[round.accepted])
+            assert detail.p == pytest.approx(shown["target"][0], abs=1e-6)
+            assert_lists(detail.target_top, shown["target"][1], detail.id)
             if row < len(round.drafted):
-                assert detail.draft_prob == pytest.approx(shown["draft"][0], abs=1e-6)
-                assert_lists(detail.draft_top, shown["draft"][1], detail.token)
+                assert detail.q == pytest.approx(shown["draft"][0], abs=1e-6)
+                assert_lists(detail.draft_top, shown["draft"][1], detail.id)
                 checked.add("own beside a rejected token" if at == len(round.drafted) else "drafted")
             else:
-                assert detail.draft_prob is None and detail.draft_top == []
+                assert detail.q is None and detail.draft_top == []
                 checked.add("bonus")
         text += round.emitted
     assert checked >= {"drafted", "own beside a rejected token"}

@@ -72,7 +72,7 @@ def long_run(rounds: int) -> Recording:
     recording, position = Recording(FixedLength(4), SamplingParams(1.0), LABELS), 3
     for number in range(rounds):
         accepted, length = number % 5, 4
-        recording.details = [Detail(6, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)])] * (length + 1)
+        recording.details = [Detail(token, 0.5, 0.25, [(6, 0.5)], [(6, 0.25)]) for token in [6] * length + [8]]
         recording.add(Round(position, [6] * length, accepted, [6] * accepted + [8]), number / 4)
         position += accepted + 1
     return recording
@@ -110,7 +110,7 @@ def test_the_page_holds_what_the_rounds_hold(monkeypatch: pytest.MonkeyPatch) ->
         Recording, "add", lambda self, round, seconds: seen.append((round, self.details)) or add(self, round, seconds)
     )
     data = data_of(page_of(recorded(1)))
-    assert data["plan"] == {"attention": [16, 16, 0], "mlp": [16, 16, 0]}
+    assert data["plan"] == {"attention": [16, 16, 0], "mlp": [16, 16, 0], "head": 16}
     ((sample),) = data["samples"]
     assert sample["finish"] == "length" and 0 < sample["seconds"] < len(sample["rounds"]) / 4, "without examining"
     assert sample["rounds"][0]["threshold"] == 0.2, "the threshold a round was drafted under, not the one it led to"
@@ -119,9 +119,9 @@ def test_the_page_holds_what_the_rounds_hold(monkeypatch: pytest.MonkeyPatch) ->
         assert [(token["id"], token["verdict"]) for token in shown["tokens"]] == round.verdicts()
         assert details
         for token, detail in zip(shown["tokens"], details, strict=False):
-            assert token["p"] == pytest.approx(detail.target_prob, rel=1e-5)
-            assert token["q"] == (detail.draft_prob and pytest.approx(detail.draft_prob, rel=1e-5))
-            assert [other for other, _ in token["targetTop"]] == [other for other, _ in detail.target_top]
+            assert token["p"] == pytest.approx(detail.p, rel=1e-5)
+            assert token["q"] == (detail.q and pytest.approx(detail.q, rel=1e-5))
+            assert [other for other, _ in token["target_top"]] == [other for other, _ in detail.target_top]
 
 
 def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
@@ -253,7 +253,7 @@ def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: lis
             assert token["verdict"] in said.lower()
             assert shown_number(min(1, token["p"] / token["q"])) in said
         rows = opened.find_elements("css selector", "#inspector .row")
-        assert len(rows) == len(token["draftTop"]) + len(token["targetTop"])
+        assert len(rows) == len(token["draft_top"]) + len(token["target_top"])
 
     ActionChains(opened).move_to_element(chips[1]).perform()
     told(1)
@@ -319,23 +319,6 @@ def test_the_targets_token_is_told_by_its_kind(opened: WebDriver, tmp_path: Path
     assert find(opened, "#story").text == "4 drafted: 4 accepted. Then the bonus token, “javascript:window.ran='link'”."
 
 
-@pytest.mark.parametrize("width", [1200, 360])
-def test_the_buttons_keep_their_place_while_the_text_grows(opened: WebDriver, tmp_path: Path, width: int) -> None:
-    open_long_run(opened, 30, tmp_path, width)
-    opened.execute_script("at('text').scrollIntoView({block: 'end'})")
-    script = """const boxes = () => ["start", "back", "play", "step"].map((id) => {
-      const { x, y, width, height } = at(id).getBoundingClientRect();
-      return [x, y, width, height].join();
-    }).join(" ");
-    const seen = new Set();
-    at("start").click();
-    for (let round = 0; round < 30; round++) at("step").click(), seen.add(boxes());
-    for (let round = 0; round < 5; round++) at("back").click(), seen.add(boxes());
-    at("play").click(), seen.add(boxes()), at("play").click();
-    return [...seen];"""
-    assert len(opened.execute_script(script)) == 1
-
-
 @pytest.mark.parametrize("button", ["#slider", "#back", "#step"])
 def test_a_round_that_is_asked_for_is_scrolled_to(opened: WebDriver, tmp_path: Path, button: str) -> None:
     open_long_run(opened, 100, tmp_path)
@@ -372,18 +355,6 @@ def test_a_hundred_rounds_are_legible_in_the_picture_of_the_cache(
     opened.execute_script("go(1)")
     first = opened.execute_script(boxes, "#cache .kept")[0]
     assert frame["left"] - 1 <= first["left"] and first["right"] <= frame["right"] + 1
-
-
-def test_a_leading_space_stands_before_a_chip_and_not_in_it(opened: WebDriver, tmp_path: Path) -> None:
-    open_long_run(opened, 2, tmp_path)
-    script = """const chip = chips[1], range = document.createRange();
-      range.setStart(chip.firstChild, chip.textContent.search(/\\S/));
-      range.setEnd(chip.firstChild, chip.textContent.length);
-      const text = range.getBoundingClientRect(), box = chip.getBoundingClientRect();
-      return [text.left - box.left, box.right - text.right, box.left - chips[0].getBoundingClientRect().right];"""
-    left, right, gap = opened.execute_script(script)
-    assert left == pytest.approx(right, abs=0.5) and gap > 4
-    assert "␣fox" in find(opened, "#details .row").text, "the list tells it from the token without a space"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

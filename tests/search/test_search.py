@@ -368,7 +368,7 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert sorted(path.name for path in plots.iterdir()) == ["front.svg", "plan.svg"]
     assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
     assert "give --resume" in capfd.readouterr().err
-    for name in ("write_texts", "kept_sublayer_costs", "importances"):  # all in the journal
+    for name in ("write_texts", "kept", "importances"):  # all in the journal
         monkeypatch.delattr(command, name)
     assert command.main(arguments(folder, "--out", out, "--trials", 12, "--resume")) == 0
     storage = JournalStorage(JournalFileBackend(str(out.with_suffix(".journal"))))

@@ -21,10 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.run import plan_file
-from decoding.run.cost_file import kept_costs
+from decoding.run.cost_file import kept
 from decoding.run.costs import CostTable
 from decoding.run.plan_file import DraftPlan, read_plan
-from decoding.sampling import SamplingParams
 from model import InputError, LayerPlan
 from tests.folders import GEMMA2, LLAMA, random_state
 from tests.laws import plans
@@ -385,7 +384,7 @@ MEASURED = CostTable(0.5, (1.0, 1.25, 1.5))
 def costs_of(folder: Path, model: torch.nn.Module) -> tuple[CostTable, bool]:
     """The table that comes back, and whether it had to be measured."""
     calls = []
-    costs = kept_costs(folder, model, None, SamplingParams(), lambda: calls.append(1) or MEASURED)
+    costs = kept(folder, model, "lookup", CostTable, lambda: calls.append(1) or MEASURED)
     return costs, bool(calls)
 
 
@@ -398,7 +397,7 @@ def test_costs_are_measured_once_and_then_read(tmp_path: Path) -> None:
 def test_costs_measured_on_a_busy_machine_are_not_kept(tmp_path: Path) -> None:
     model = load_model(write_weights(tmp_path, SMALL, random_state(SMALL)))
     busy = CostTable(0.5, (1.0, 1.25, 1.5), steady=False)
-    assert kept_costs(tmp_path, model, None, SamplingParams(), lambda: busy) is busy
+    assert kept(tmp_path, model, "lookup", CostTable, lambda: busy) is busy
     assert not (tmp_path / "costs.json").exists()
 
 

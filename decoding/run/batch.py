@@ -1,4 +1,4 @@
-"""Batched sampling: continuations of many prompts at a time, for the corpus writer and the plan search."""
+"""Batched sampling: continuations of many prompts, all written in the same steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from decoding.randomness import inverse_cdf
+from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams, distribution
+from decoding.text import Rules
 from model import Decoder, InputError
 from model.diagnose import explain_nonfinite
 
@@ -26,11 +28,11 @@ def sample_texts(
 ) -> list[list[int]]:
     """The model's continuation of each prompt, of one token or more; greedy at temperature 0.
 
-    All rows advance together, one position per step: a row whose prompt reaches beyond the position takes its prompt's
-    token, the others a drawn one. There is no padding. A text ends with the first of ``eos_ids``, which it keeps, after
-    ``max_new_tokens`` or at the end of the context. Row i draws by uniform random numbers of its own, one per output
-    token, from ``seed`` and i: its text does not depend on the rows beside it, up to rounding. Raises InputError for a
-    prompt that does not fit the context, and for non-finite logits.
+    All rows advance together, one position per step. Within its prompt a row takes the prompt's next token, after it a
+    drawn one. There is no padding. A text ends with the first of ``eos_ids``, which it keeps, after ``max_new_tokens``
+    or at the end of the context. Row i draws by uniform random numbers from ``seed`` and i, one per output token: its
+    text does not depend on the other rows, up to rounding. Raises InputError for a prompt that does not fit the
+    context, and for non-finite logits.
     """
     if (longest := max(map(len, prompts), default=0)) >= model.max_positions:
         raise InputError(f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}")
@@ -64,8 +66,18 @@ def sample_texts(
     return [text[start:end] for text, start, end in spans]
 
 
+def write_texts(
+    model: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams, rules: Rules, seed: int = 0
+) -> list[Continuation]:
+    """The continuation of each prompt by ``sample_texts``, from which acceptance is measured."""
+    limits = {"max_new_tokens": rules.max_new_tokens, "eos_ids": rules.eos_ids}
+    written = sample_texts(model, prompts, params=params, seed=seed, **limits)
+    pairs = zip(prompts, written, strict=True)
+    return [Continuation(tuple(prompt), tuple(text), rules.max_new_tokens - len(text)) for prompt, text in pairs]
+
+
 def _distributions(logits: Tensor, texts: Tensor, params: SamplingParams) -> Tensor:
-    """``[rows, vocab]`` probabilities after each row's own text in ``texts`` ``[rows, n]``.
+    """Probabilities ``[rows, vocab]`` after each of the ``texts`` ``[rows, n]``.
 
     ``distribution`` takes its rows for successive positions of one text. Only the repetition penalty reads that text.
     """
