@@ -8,7 +8,8 @@ MODEL := weights/smollm2-135m-instruct/model.safetensors
 
 .PHONY: trace setup generate serve test readme prove lint clean
 
-# The model's own weights in four bits draft for it; the last line compares with plain decoding.
+# The model's weights in few bits draft for it, in as many as measurement finds best; the last line compares with plain
+# decoding. The first run compiles the step and measures, in a minute.
 trace: PROMPT = What is photosynthesis?
 trace: .venv/ready $(MODEL)
 	@$(BIN)/python generate.py "$${PROMPT}" --draft lowbit --trace --compare

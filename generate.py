@@ -27,7 +27,7 @@ from weights.cli.command_line import OneLineParser, run_command
 from weights.load import DTYPES, load_model
 from weights.memory import check_fits, estimate
 
-COUPLING = "race (default with --seed or several samples): a seed means a text; ratio: accepts more"
+COUPLING = "race (default with --seed or several samples): the seed determines the text; ratio: accepts more"
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -149,7 +149,8 @@ def test_stories_are_judged_at_every_temperature_and_are_plain_decodings_whateve
     options = ["--model", str(folder), "--only", "stories", "--repeats", "1", "--max-new-tokens", "12"]
     assert command.main([*options, "--json", str(report), "--device", "cpu"]) == 0
     rows = json.loads(report.read_text())["stories"]
-    assert {row["temperature"] for row in rows} == {0, 0.7, 1} and len({row["decoder"] for row in rows}) == 6
+    assert {row["temperature"] for row in rows} == {0, 0.7, 1}
+    assert len({row["decoder"] for row in rows}) >= 5  # and low bits, if they gain on this machine
     for row in rows:
         assert row["equal"] == "3/3" and row["about it"] == 0
         plain = next(other for other in rows if other["temperature"] == row["temperature"])
