@@ -29,6 +29,7 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "python -m tests.mutants": "make test runs every mutant",
     "torchrun": "make test starts such processes itself",
     "pip install llama-cpp-python": "it compiles for minutes",
+    "python -m benchmark --off-grid": "making the copy takes minutes",
     "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python and a GGUF file",
 }
 SAMPLE = "weights/training/sample/stories.jsonl"
