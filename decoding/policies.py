@@ -7,7 +7,7 @@ the proof holds for any policy under these rules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decoding.rounds import Round
@@ -45,6 +45,12 @@ class Policy:
 
     def observe(self, round: Round) -> None:
         """Update the policy with a finished round."""
+
+    def share(self, texts: Callable[[], int]) -> None:
+        """Tell the policy how to count the texts that share the model's steps now.
+
+        Not under the ratio rule, where lengths that follow from other texts could bias the text.
+        """
 
 
 class FixedLength(Policy):
@@ -137,6 +143,9 @@ class ConfidenceGate(Policy):
 
     def keep_drafting(self, confidence: float) -> bool:
         return self.inner.keep_drafting(confidence)
+
+    def share(self, texts: Callable[[], int]) -> None:
+        self.inner.share(texts)
 
     def observe(self, round: Round) -> None:
         self.inner.observe(round)

@@ -19,7 +19,7 @@ from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.run.break_even import BreakEven
-from decoding.run.chooser import make_steps
+from decoding.run.drafting import make_steps
 from decoding.run.costs import CostTable
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
@@ -164,7 +164,7 @@ REAL_DRAFTERS = {
     "none": no_draft,
 }
 
-COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1))
+COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1), 0.0, (16.0, 32.0, 64.0), (0.8, 3.2))  # shared steps pay for one text only
 REAL_POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: FixedLength(3),
     "adaptive": lambda: AdaptiveExit(0.3, 4),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from decoding.policies import Offer, Policy
 from decoding.rounds import Round
@@ -20,6 +20,9 @@ class BreakEven(Policy):
     plain step by more than the credit. It begins at ``START`` and is at most ``LARGEST_CREDIT``. Each round adds
     1 + ``SHARE`` per token of the text and subtracts its cost. So a text never costs more than ``START`` plus
     1 + ``SHARE`` times plain decoding, by these costs, however few tokens the target accepts.
+
+    Where several texts share the model's steps (``share``), the costs are theirs: the more rows a step has, the more
+    another row costs, and the shorter the drafts that pay.
 
     Five rounds with one model, where a draft step costs 0.5, the verification of two tokens 1.1, and ``pause`` is 2:
 
@@ -52,8 +55,13 @@ class BreakEven(Policy):
         self.costs, self.memory, self.pause, self.priors = costs, memory, pause, priors or {}
         self.seen: dict[str, tuple[float, float]] = {}  # per kind: tokens accepted, and tokens judged
         self.credit, self.waiting = self.START, 0
+        self.share(lambda: 1)
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
+        self.taken_costs: CostTable | None = None
+
+    def share(self, texts: Callable[[], int]) -> None:
+        self.texts = texts
 
     def acceptance(self, kind: str) -> float:
         """Estimate of α: accepted over judged tokens of this kind, where those after a rejected token do not count."""
@@ -65,8 +73,9 @@ class BreakEven(Policy):
         """The offer to take and the number of its tokens; None and 0 for a round without a draft."""
         best, taken, length = 1.0, None, 0
         probe, best_probe = None, 0.0
+        texts = self.texts()
         for offer in offers:
-            costs, rate = self.costs[offer.name], self.acceptance(offer.kind)
+            costs, rate = self.costs[offer.name].shared_by(texts), self.acceptance(offer.kind)
             longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
             for count in range(1, longest + 1):
                 if count * costs.draft + costs.verify[count] - 1 > self.credit:
@@ -79,14 +88,14 @@ class BreakEven(Policy):
         if taken is None and probe is not None and not self.waiting:
             taken, length = probe, 1
         self.offers, self.taken = offers, taken
+        self.taken_costs = self.costs[taken.name].shared_by(texts) if taken else None
         return taken, length
 
     def observe(self, round: Round) -> None:
         drafted, rejected = len(round.drafted), round.accepted < len(round.drafted)
         cost = 1.0
-        if drafted and self.taken is not None:
-            costs = self.costs[self.taken.name]
-            cost = drafted * costs.draft + costs.verify[drafted]
+        if drafted and self.taken_costs is not None:
+            cost = drafted * self.taken_costs.draft + self.taken_costs.verify[drafted]
         self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.SHARE) * len(round.emitted) - cost)
         self.waiting = self.pause if drafted else max(0, self.waiting - 1)
         for offer in self.offers:

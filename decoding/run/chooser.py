@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
+from decoding.drafters import BestOf, Drafter, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
 from decoding.run.cost_file import kept
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
+from decoding.run.drafting import GAMMA, Drafting, model_drafter, plain
 from decoding.run.importance import calibration_texts, weigh_inputs
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
@@ -31,7 +32,6 @@ from weights.load import read_config
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-GAMMA = 4  # tokens drafted per round by default
 GAMMA_LOW_BITS = 5  # the same for drafts in the number of bits of --bits
 LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any is observed
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
@@ -125,27 +125,6 @@ class Setting:
         return min(CONTEXTS, key=lambda tokens: abs(tokens - min(self.prompt, self.model.max_positions // 2)))
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """A drafter and its policy.
-
-    ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share; ``new_policy`` makes
-    a fresh policy for a text. ``model`` is the model that drafts: the target, under the ``chosen`` plan, or a draft
-    model. Both are None where no model drafts.
-    """
-
-    name: str
-    new_drafter: Callable[[KVCache], Drafter]
-    new_policy: Callable[[], Policy] = lambda: FixedLength(GAMMA)
-    model: Decoder | None = None
-    chosen: DraftPlan | None = None
-
-    @property
-    def plan(self) -> LayerPlan | None:
-        """The layer plan under which the target drafts for itself; None where it does not."""
-        return self.chosen and self.chosen.plan
-
-
 def choose(options: DraftOptions, setting: Setting) -> Drafting:
     """The drafting that the options ask for. Raises InputError where it is not possible."""
     return with_policy(make_drafting(options, setting), options, setting.params)
@@ -180,23 +159,6 @@ def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParam
         return policy if gate is None else ConfidenceGate(policy, gate)
 
     return replace(drafting, new_policy=new_policy)
-
-
-def plain(model: Decoder) -> Drafting:
-    """Plain decoding: an empty draft."""
-    return Drafting("plain", lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0))
-
-
-def make_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
-    """Make the static steps of a model that has them, before any text is timed."""
-    if step := getattr(model, "step_of", None):
-        step(cache, plan or LayerPlan.full(model.num_layers))
-
-
-def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> ModelDrafter:
-    """A drafter with its steps made."""
-    make_steps(model, cache, plan)
-    return ModelDrafter(model, cache, plan)
 
 
 def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
@@ -250,7 +212,7 @@ def low_bits(options: DraftOptions, setting: Setting) -> Drafting:
     best = table.best_plan(model.num_layers)
     if best is None:
         say(f"{table.in_words()}: decoding plainly; --bits N drafts nevertheless")
-        return replace(plain(model), name="plain: no low bits gain here")
+        return plain(model, "plain: no low bits gain here")
     say(table.in_words())
     return planned(setting, best)
 
@@ -273,7 +235,7 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
     if chosen is None:
         raise InputError(f"--draft skip needs --plan FILE: {setting.folder} has no plan.json")
     if chosen.gamma == 0 and options.gamma is None:
-        return replace(plain(setting.model), name="plain: by the plan, no draft pays")
+        return plain(setting.model, "plain: by the plan, no draft pays")
     return planned(setting, chosen)
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from decoding.run.chooser import Drafting
+from decoding.run.drafting import Drafting
 from decoding.run.writer import Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling

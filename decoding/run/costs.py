@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from decoding.drafters import ModelDrafter, NoDraft
@@ -27,6 +29,7 @@ UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above w
 PATIENCE = 4.0  # seconds after which no further repeat begins
 GREEDY = SamplingParams()
 LARGEST_COST = 1e6
+SHARED_ROWS, SHARED_DRAFTS = (16, 32, 64), (4, 16)  # rows of a step of several texts, at which its cost is measured
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
 
 
@@ -35,11 +38,15 @@ class CostTable:
     """Costs of a draft.
 
     ``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, without its draft steps; verify[0], a
-    round without a draft, is 1 by definition.
+    round without a draft, is 1 by definition. Where several texts can share a step: ``beside``, the part of a round
+    beside its step; ``steps`` and ``drafts``, steps of ``SHARED_ROWS`` and draft steps of ``SHARED_DRAFTS`` rows.
     """
 
     draft: float
     verify: tuple[float, ...]
+    beside: float = 0.0
+    steps: tuple[float, ...] = ()
+    drafts: tuple[float, ...] = ()
     steady: bool = field(default=True, compare=False)  # whether the repeats agreed
 
     def __post_init__(self) -> None:
@@ -51,6 +58,19 @@ class CostTable:
     def longest_draft(self) -> int:
         """The longest draft whose verification, of one token more, was measured."""
         return len(self.verify) - 1
+
+    @lru_cache  # noqa: B019 - of few tables, which live as long as the process
+    def shared_by(self, texts: int) -> CostTable:
+        """The table where this number of texts share each step: costs of all of them, in units of their plain round."""
+        if texts == 1 or not self.steps:
+            return self
+        step = [cost - self.beside for cost in self.verify]
+        rounds = [
+            at_rows(texts * count, (*range(1, len(step) + 1), *SHARED_ROWS), (*step, *self.steps)) + texts * self.beside
+            for count in range(1, len(step) + 1)
+        ]
+        draft = at_rows(texts, (1, *SHARED_DRAFTS), (self.draft, *self.drafts)) if self.drafts else 0.0
+        return CostTable(draft / rounds[0], tuple(cost / rounds[0] for cost in rounds))
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,11 @@ class SublayerCosts:
         """A draft step under ``plan``."""
         sublayers = [(self.attention, bits) for bits in plan.attention] + [(self.mlp, bits) for bits in plan.mlp]
         return self.base[BITS.index(plan.head)] + sum(cost[BITS.index(bits)] for cost, bits in sublayers if bits)
+
+
+def at_rows(rows: int, measured: Sequence[int], costs: Sequence[float]) -> float:
+    """Cost of a step of ``rows`` rows, between and beyond the numbers of rows at which it was measured."""
+    return float(np.interp(rows, measured, costs)) * max(1, rows / measured[-1])
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -107,24 +132,32 @@ def measure_costs(
     are timed after ``context`` tokens. ``verify``: costs of verification that are known already; ``patience``: the
     seconds after which no further repeat begins.
     """
-    cache = filled_cache(target, max(longest, IN_A_ROW), context)
-    counts = range(1, longest + 2) if verify is None else ()
-    steps = [plain_rounds(target, cache, params)]
-    steps += [verification(target, count, cache, params, context) for count in counts]
+    shared = hasattr(target, "together") and verify is None
+    cache = filled_cache(target, SHARED_ROWS[-1] if shared else max(longest, IN_A_ROW), context)
+    rows_of_steps = SHARED_ROWS if shared else ()
+    rows_of_drafts = SHARED_DRAFTS if shared and draft_model is not None else ()
+    counts = (*range(1, longest + 2), *rows_of_steps) if verify is None else ()
+    steps = {"plain": plain_rounds(target, cache, params)}
+    steps |= {count: verification(target, count, cache, params, context) for count in counts}
     if draft_model is not None:
-        draft_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
-        steps.append(draft_steps(draft_model, draft_cache, plan, params, context=context))
-    timings = take_turns(steps, REPEATS, target.device, patience)
+        draft_cache = cache if draft_model is target else filled_cache(draft_model, SHARED_DRAFTS[-1], context)
+        steps["draft"] = draft_steps(draft_model, draft_cache, plan, params, context=context)
+        for rows in rows_of_drafts:
+            steps["drafts", rows] = shared_draft(draft_model, rows, draft_cache, plan, params, context)
+    timings = dict(zip(steps, take_turns([*steps.values()], REPEATS, target.device, patience), strict=True))
     # The fastest repeats: other work only ever makes a step slower.
-    plain = timings[0].fastest / IN_A_ROW
+    fastest = {name: timing.fastest for name, timing in timings.items()}
+    plain, beside = fastest["plain"] / IN_A_ROW, 0.0
     if verify is None:
-        one, *more = (took.fastest for took in timings[1 : longest + 2])
-        plain = max(plain, one)  # a round contains a step
-        verify = (1.0, *((seconds + plain - one) / plain for seconds in more))
-    drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
+        beside = max(0.0, plain - fastest[1])  # a round contains a step
+        plain = fastest[1] + beside
+        verify = (1.0, *((fastest[count] + beside) / plain for count in range(2, longest + 2)))
+    drifts = [took.median / took.fastest / (timings["plain"].median / fastest["plain"]) for took in timings.values()]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
-    draft = timings[-1].fastest / IN_A_ROW / plain if draft_model is not None else 0.0
-    return CostTable(draft, verify, steady)
+    draft = fastest.get("draft", 0.0) / IN_A_ROW / plain
+    steps_of_texts = tuple(fastest[rows] / plain for rows in rows_of_steps)
+    drafts_of_texts = tuple(fastest["drafts", rows] / plain for rows in rows_of_drafts)
+    return CostTable(draft, verify, beside / plain, steps_of_texts, drafts_of_texts, steady)
 
 
 def plain_rounds(target: Model, cache: Any, params: SamplingParams) -> Callable[[], None]:
@@ -166,6 +199,21 @@ def draft_steps(
         drafter.propose(text, IN_A_ROW, params, policy, randomness).tokens.tolist()
 
     return steps
+
+
+def shared_draft(
+    model: Model, rows: int, cache: Any, plan: LayerPlan | None, params: SamplingParams, context: int
+) -> Callable[[], None]:
+    """A draft step that this number of texts share, with a draw for each."""
+    randomness = SeededRandomness(0, model.device)
+    tokens = torch.zeros(context + rows, dtype=torch.int64, device=model.device)
+
+    def step() -> None:
+        logits = model(tokens[None, context:], cache, context, plan)[0]
+        for row, text in zip(logits, range(context + 1, context + rows + 1), strict=True):
+            randomness.draw(distribution(row[None], tokens[:text], params)[0], Place(text)).item()
+
+    return step
 
 
 def filled_cache(model: Model, longest: int, context: int = CONTEXT) -> Any:

@@ -4,7 +4,7 @@ Several loops run side by side, each in a thread, and a conductor stands between
 loop has called the model, computes the calls that can share a step, and returns each loop its logits. A model without
 ``together`` computes the calls in turn. Only one thread runs at a time: a text's, until it calls again, or the
 conductor's. No text depends on the others: the rows of a step do not depend on each other, prompts are read in the same
-chunks as alone, and draft lengths follow from the past of the same text.
+chunks as alone, and under the ratio rule draft lengths follow from the past of the same text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.drafters import Drafter
 from decoding.policies import Policy
 from decoding.rounds import Round
-from decoding.run.chooser import Drafting
+from decoding.run.drafting import Drafting
 from decoding.run.writer import Interrupted, Reader, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer
@@ -159,9 +159,12 @@ class Conductor:
         # One thread samples: the idle threads of many texts would take the cores from the steps.
         torch.set_num_threads(1)
         text, notes = task.text, [lambda *round: task.unread.append(round)]
-        shown = {"policy": task.policy, "readers": notes, "observer": task.observer}
         try:
+            policy = task.policy or task.drafting.new_policy()
+            if task.coupling.name == "race" or not task.params.temperature:  # there no text depends on draft lengths
+                policy.share(lambda: len(self.active))
             task.row.begin(text.tokens[: text.prompt_length])
+            shown = {"policy": policy, "readers": notes, "observer": task.observer}
             task.sample = task.row.write(text, task.drafting, task.params, task.coupling, **shown)
         except KeyboardInterrupt as stopped:
             task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)

@@ -15,7 +15,7 @@ import torch
 from decoding.drafters import Drafter
 from decoding.policies import Policy
 from decoding.rounds import Round, Statistics
-from decoding.run.chooser import Drafting, make_steps, plain
+from decoding.run.drafting import Drafting, make_steps, plain
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes

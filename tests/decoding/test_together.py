@@ -177,6 +177,23 @@ def test_texts_written_together_are_those_written_alone(name: str, wanted: list[
     assert together(model, wanted, places) == [alone(model, wish) for wish in wanted]
 
 
+@pytest.mark.parametrize("coupling", ["ratio", "race"])
+def test_draft_lengths_know_the_load_except_under_the_ratio_rule(coupling: str) -> None:
+    """There they follow from the text's past alone, and a seed repeats the very rounds in any company."""
+    model, conductor = MODELS["bfloat16"], Conductor(MODELS["bfloat16"], CAPACITY, 3)
+    wishes = [Wish([1, 2, 3], Rules(30), "best of", "break-even", coupling=coupling, seed=seed) for seed in range(3)]
+    tasks = [Task(wish.text(model), wish.drafting(model), wish.params, wish.drawn) for wish in wishes]
+    for task in tasks:
+        conductor.submit(task)
+    conductor.run()
+    for task, wish in zip(tasks, wishes, strict=True):
+        writer = Writer(model, CAPACITY, LETTERS.__getitem__)
+        writer.begin(wish.prompt)
+        alone = writer.write(writer.new_text(wish.rules), wish.drafting(model), wish.params, wish.drawn)
+        assert task.sample.text.tokens == alone.text.tokens
+        assert (task.sample.rounds == alone.rounds) == (coupling == "ratio")
+
+
 class SharedTable(TableModel):
     """A table whose calls share steps."""
 
@@ -200,7 +217,7 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: typ
 
     def write(randomness: Randomness) -> tuple[object, ...]:
         conductor = Conductor(model, 16, 2)
-        coupling = SimpleNamespace(randomness=lambda device: randomness, verify=verify_by_ratio)
+        coupling = SimpleNamespace(name="ratio", randomness=lambda device: randomness, verify=verify_by_ratio)
         texts = [Text(each.prompt, each.rules, model, TEXTS.__getitem__) for each in requests]
         for text, request in zip(texts, requests, strict=True):
             conductor.submit(Task(text, drafting, request.params, coupling))
