@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decoding.drafters import BestOf, Drafter, PromptLookup
+from decoding.drafters import BestOf, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
@@ -23,7 +22,7 @@ from decoding.run.drafting import GAMMA, Drafting, model_drafter, plain
 from decoding.run.importance import calibration_texts, weigh_inputs
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig
+from model import Decoder, InputError, LayerPlan, ModelConfig
 from model.plan import FULL, LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
@@ -37,11 +36,15 @@ LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptanc
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY, START_SAMPLED = 0.8, 0.5  # its first thresholds
 CONTEXTS = (CONTEXT, 1024, 4096)  # tokens of context at which costs are measured: the nearest to the prompt's length
-USEFUL_WITH = {  # kinds of draft on which an option has an effect; options not named here have one on all but "none"
+DRAWN = ("lowbit", "exit", "skip", "model", "lookup", "class")  # kinds whose draft lengths the options choose
+USEFUL_WITH = {  # kinds of draft on which an option has an effect; "class" is one of the user
     "plan": ("skip", "auto"),
     "exit_layer": ("exit",),
     "bits": ("lowbit", "exit", "skip"),
     "draft_model": ("model",),
+    "gamma": DRAWN,
+    "adaptive": DRAWN,
+    "min_target_confidence": (*DRAWN, "auto"),
 }
 
 
@@ -69,6 +72,11 @@ class DraftOptions:
         file, _, name = self.kind.rpartition(":")
         if self.kind not in DRAFTERS and not (file and name):
             raise InputError(f"no draft is called {self.kind!r:.80}: give {', '.join(DRAFTERS)} or FILE.py:Class")
+        kind = self.kind if self.kind in DRAFTERS else "class"
+        for option, kinds in USEFUL_WITH.items():
+            if getattr(self, option) is not None and kind not in kinds:
+                option = option.replace("_", "-")
+                raise InputError(f"--{option} has no effect with --draft {self.kind}: give --draft {kinds[0]}")
         if self.gamma is not None and self.gamma < 0:
             raise InputError(f"gamma must be at least 0, found {self.gamma}")
         gate = self.min_target_confidence
@@ -76,15 +84,6 @@ class DraftOptions:
             raise InputError(f"min-target-confidence must be from 0 to 1, found {gate}")
         if self.bits not in (None, *LOW_BITS):
             raise InputError(f"--bits must be {', '.join(map(str, LOW_BITS))}, found {self.bits}")
-        for name in ("plan", "exit_layer", "bits", "draft_model", "gamma", "adaptive", "min_target_confidence"):
-            kinds, option = USEFUL_WITH.get(name), "--" + name.replace("_", "-")
-            if getattr(self, name) is None:
-                continue
-            if self.kind == "auto" and name in ("gamma", "adaptive"):
-                raise InputError(f"{option} has no effect with --draft auto, which chooses lengths: name another draft")
-            if self.kind not in kinds if kinds else self.kind == "none":
-                better = kinds[0] if kinds else "lowbit"
-                raise InputError(f"{option} has no effect with --draft {self.kind}: give --draft {better}")
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
@@ -265,7 +264,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             priors[name] = chosen.acceptance
     ways["lookup"] = lookup(options, setting)
     measured = next(iter(costs.values()), None)
-    costs["lookup"] = replace(measured, draft=0.0) if measured else costs_of(ways["lookup"], setting)
+    costs["lookup"] = replace(measured, draft=0.0, drafts=()) if measured else costs_of(ways["lookup"], setting)
     return Drafting(
         " or ".join(way.name for way in ways.values()),
         lambda cache: BestOf({name: way.new_drafter(cache) for name, way in ways.items()}),
@@ -290,20 +289,17 @@ def costs_of(way: Drafting, setting: Setting) -> CostTable:
 def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
     """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
     file, _, name = options.kind.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"user_drafter_{Path(file).stem}", file)
-    if spec is None or spec.loader is None or not Path(file).is_file():
-        raise InputError(f"--draft {options.kind}: {file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
 
-    def make(cache: KVCache) -> Drafter:
+    def explained(make: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            spec.loader.exec_module(module)
-            return getattr(module, name)(setting.model, cache)
+            return make(*arguments)
         except Exception as error:  # the user's code may raise anything
             raise InputError(f"--draft {options.kind}: {type(error).__name__}: {one_line(error)}") from None
 
-    return Drafting(f"{name} of {Path(file).name}", make)
+    found = explained(runpy.run_path, file).get(name)
+    if found is None:
+        raise InputError(f"--draft {options.kind}: {file} has no class {name}")
+    return Drafting(f"{name} of {Path(file).name}", lambda cache: explained(found, setting.model, cache))
 
 
 DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from statistics import median
 
-import torch
-
 from decoding.run.drafting import Drafting
 from decoding.run.writer import Sample, Writer
 from decoding.sampling import SamplingParams
@@ -37,7 +35,7 @@ def comparison(
     if params.temperature and coupling.name == "ratio":
         texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")
     else:
-        texts = agreement(writer, sample, plain, params)
+        texts = agreement(writer, sample, plain)
     tokens = min(each.statistics.tokens for turn in turns for each in turn)
     seconds = min(each.seconds for turn in turns for each in turn)
     if tokens < FEW_TOKENS or seconds < SHORT:
@@ -48,28 +46,12 @@ def comparison(
     return f"[{median(ratios):.2f} times plain decoding ({spread}; {speed:.1f} tokens/s), {texts}]"
 
 
-def agreement(writer: Writer, sample: Sample, plain: Sample, params: SamplingParams) -> str:
-    """Equality of the two texts, or their first difference and its cause; in greedy decoding also the logits' gap."""
+def agreement(writer: Writer, sample: Sample, plain: Sample) -> str:
+    """Equality of the two texts, or their first difference and its cause."""
     drafted, plainly = sample.text.generated, plain.text.generated
     if drafted == plainly:
         return "same text"
     why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on their length"
     shorter = min(len(drafted), len(plainly))
     at = next((i for i, (a, b) in enumerate(zip(drafted, plainly, strict=False)) if a != b), shorter)
-    said = f"the texts differ from token {at} on ({why})"
-    raw_logits_decided = params.temperature == 0 and params.repetition_penalty == 1 and not sample.text.rules.banned
-    if raw_logits_decided and at < shorter:
-        gap = logit_gap(writer, plainly[:at], drafted[at : at + 1] + plainly[at : at + 1])
-        said += f", where the two logits are {gap:.3g} apart"
-    return said
-
-
-def logit_gap(writer: Writer, common: list[int], two: list[int]) -> float:
-    """Difference of plain decoding's logits of two candidate tokens after the prompt and the common text."""
-    model, tokens = writer.model, [*writer.prompt, *common]
-    with torch.inference_mode():
-        cache = model.new_cache(len(tokens))
-        ids = torch.tensor([tokens], device=model.device)
-        model.prefill(ids[:, :-1], cache)
-        logits = model(ids[:, -1:], cache, len(tokens) - 1)[0, -1, two].float()
-    return (logits.max() - logits.min()).item()
+    return f"the texts differ from token {at} on ({why})"

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from decoding.run.costs import LARGEST_COST
 from model import Decoder, InputError
 from weights.cli.device import processor
 from weights.cli.files import read_optional_json, write_json
@@ -42,14 +41,12 @@ def kept(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Cal
 
 def _parse(entry: Any, kind: type[Kept]) -> Kept | None:
     """The measurement of an entry; None for an entry that is not of this kind."""
-    if not isinstance(entry, dict) or set(entry) != {field.name for field in fields(kind)}:
+    if not isinstance(entry, dict) or entry.keys() != {field.name for field in fields(kind)}:
         return None
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    numbers = [number for value in values.values() for number in (value if isinstance(value, tuple) else [value])]
-    if all(isinstance(number, (int, float)) and 0 <= number < LARGEST_COST for number in numbers):
-        with suppress(ValueError):  # from a kind's __post_init__
-            return kind(**values)
-    return None
+    try:
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+    except (TypeError, ValueError):  # from the kind's __post_init__
+        return None
 
 
 def machine(device: torch.device) -> str:

@@ -8,6 +8,7 @@ Optional: ``bits`` of the other sublayers, one number for all or one per layer, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,41 +71,52 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     made_for = raw.get("model")
     if folder is not None and made_for is not None and made_for != model_fingerprint(folder):
         raise InputError(f"{path} was made for another model than {folder}: run python -m search for this one")
-    lists = {}
-    for key in ("attn", "mlp"):
-        layers = raw.get(key, [])
-        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-            raise InputError(f"{path}: {key} must be a list of layer numbers, found {layers!r:.80}")
-        lists[key] = layers
-    gamma, threshold = raw.get("gamma"), raw.get("threshold")
-    if gamma is not None and (type(gamma) is not int or gamma < 0):
-        raise InputError(f"{path}: gamma must be a whole number of at least 0, found {gamma!r:.80}")
-    for key in ("threshold", "acceptance_rate"):
-        share = raw.get(key)
-        if share is not None and (type(share) not in (int, float) or not 0 <= share <= 1):
-            raise InputError(f"{path}: {key} must be a number from 0 to 1, found {share!r:.80}")
+    raw = {"attn": [], "mlp": [], "bits": FULL, "head_bits": FULL} | raw
+    every = f"4, 6, 8 or {FULL}"
+    runs = f"{every}, or {num_layers} of them (0: skipped) for attn and mlp"
+    for key, valid, wanted in (
+        ("attn", _is_set_of_layers, "a list of layer numbers, each once"),
+        ("mlp", _is_set_of_layers, "a list of layer numbers, each once"),
+        ("bits", partial(_are_bits, layers=num_layers), runs),
+        ("head_bits", _is_width, every),
+        ("gamma", lambda gamma: gamma is None or (type(gamma) is int and gamma >= 0), "a whole number of at least 0"),
+        ("threshold", _is_share, "a number from 0 to 1"),
+        ("acceptance_rate", _is_share, "a number from 0 to 1"),
+    ):
+        if not valid(raw.get(key)):
+            raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
     try:
-        plan = LayerPlan.skipping(num_layers, lists["attn"], lists["mlp"])
-        plan = _with_bits(plan, raw.get("bits", FULL), raw.get("head_bits", FULL))
-        return DraftPlan(plan, gamma, threshold, raw.get("acceptance_rate"))
+        plan = LayerPlan.skipping(num_layers, raw["attn"], raw["mlp"])
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-
-
-def _with_bits(plan: LayerPlan, bits: Any, head: Any) -> LayerPlan:
-    """The plan with its sublayers in the bits of a plan file. Raises InputError for other values."""
-    layers, known = plan.num_layers, (*LOW_BITS, FULL)
-    given = bits if isinstance(bits, dict) else {"attn": [bits] * layers, "mlp": [bits] * layers}
-    for name, runs in given.items():
-        numbers = runs if isinstance(runs, list) else []
-        if name not in ("attn", "mlp") or len(numbers) != layers or not all(each in (0, *known) for each in numbers):
-            raise InputError(
-                f"bits must be 4, 6, 8 or {FULL}, or {layers} of them (0: skipped) for attn and mlp, found {bits!r:.80}"
-            )
-    if head not in known:
-        raise InputError(f"head_bits must be 4, 6, 8 or {FULL}, found {head!r:.80}")
+    bits = raw["bits"] if isinstance(raw["bits"], dict) else dict.fromkeys(("attn", "mlp"), [raw["bits"]] * num_layers)
     attention, mlp = (
-        tuple(int(each) if runs else 0 for each, runs in zip(given.get(name, kept), kept, strict=True))
+        tuple(each if runs else 0 for each, runs in zip(bits.get(name, kept), kept, strict=True))
         for name, kept in (("attn", plan.attention), ("mlp", plan.mlp))
     )
-    return LayerPlan(attention, mlp, int(head))
+    plan = LayerPlan(attention, mlp, raw["head_bits"])
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("acceptance_rate"))
+
+
+def _is_set_of_layers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value) and len(set(value)) == len(value)
+
+
+def _is_width(value: Any) -> bool:
+    return type(value) is int and value in (*LOW_BITS, FULL)
+
+
+def _are_bits(value: Any, layers: int) -> bool:
+    """Whether these are bits of all sublayers, or of each."""
+    if not isinstance(value, dict):
+        return _is_width(value)
+    lists = all(isinstance(each, list) and len(each) == layers for each in value.values())
+    return (
+        lists
+        and set(value) <= {"attn", "mlp"}
+        and all(_is_width(bits) or (bits == 0 and type(bits) is int) for each in value.values() for bits in each)
+    )
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value <= 1)

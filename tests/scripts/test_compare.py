@@ -10,12 +10,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import generate
 from decoding.rounds import Round
 from decoding.run import writer
-from decoding.run.compare import TURNS, comparison, logit_gap
+from decoding.run.compare import TURNS, comparison
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -51,16 +50,6 @@ def test_a_text_shorter_than_the_warm_up_can_be_compared(tokens: int, draft: str
     """The warm-up writes no further than the cache reaches."""
     options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", draft, "--max-new-tokens", str(tokens)]
     assert generate.main([*options, "--compare"]) == 0
-
-
-def test_the_gap_is_that_of_the_two_logits_after_the_common_text(tmp_path: Path) -> None:
-    """Of a pass over prompt and common text, without a cache."""
-    model = load_model(write_folder(tmp_path))
-    texts, prompt, common = writer.Writer(model, 40), [5, 9, 2], [7, 1, 8]
-    texts.begin(prompt)
-    with torch.inference_mode():
-        row = model(torch.tensor([prompt + common]))[0, -1]
-    assert logit_gap(texts, common, [3, 11]) == pytest.approx((row[3] - row[11]).abs().item(), rel=1e-4)
 
 
 def test_texts_that_differ_are_reported_with_their_first_difference(tmp_path: Path) -> None:

@@ -70,10 +70,10 @@ def test_generate_drafts_with_the_readers_own_class(
 @pytest.mark.parametrize(
     ("content", "name", "said"),
     [
-        (None, "A", "is no Python file"),
+        (None, "A", "FileNotFoundError"),
         ("class A:\n  broken", "A", "NameError: name 'broken' is not defined"),
         ("A = (", "A", "SyntaxError"),
-        ("class A: pass", "B", "AttributeError"),
+        ("class A: pass", "B", "has no class B"),
         ("class A:\n  def __init__(self): pass", "A", "TypeError"),
     ],
     ids=["no file", "broken", "no Python", "no such class", "takes nothing"],
