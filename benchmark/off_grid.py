@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.run.acceptance import Continuation
-from decoding.run.importance import calibration_texts
+from decoding.run.calibration import calibration_texts
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate

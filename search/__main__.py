@@ -23,10 +23,10 @@ from typing import Any
 from rich.console import Console
 
 from decoding.run.acceptance import Calibration
+from decoding.run.calibration import weigh_inputs
 from decoding.run.chooser import Setting, plan_in_words
 from decoding.run.cost_file import kept, machine
 from decoding.run.costs import SublayerCosts
-from decoding.run.importance import weigh_inputs
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules

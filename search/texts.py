@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decoding.run import batch
+from decoding.run import calibration
 from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -57,7 +57,7 @@ def write_texts(
             f"a prompt of {longest} tokens and {budget} written ones exceed the model's context of "
             f"{model.max_positions}: shorten the prompt or lower --max-new-tokens"
         )
-    texts = batch.write_texts(model, prompts, params, rules, seed)
+    texts = calibration.write_texts(model, prompts, params, rules, seed)
     if (count := sum(len(text.written) for text in texts)) < LEAST_TOKENS:
         raise InputError(
             f"the model wrote {count} tokens after {len(prompts)} prompts, too few to measure a plan with: give more "

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from decoding.corpus.quality import worth_learning
 from decoding.corpus.templates import story_request
 from decoding.corpus.text_file import WrittenText
-from decoding.run.batch import sample_texts
+from decoding.run.calibration import write_texts
 from decoding.sampling import SamplingParams
+from decoding.text import Rules
 from model import Decoder, InputError
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
@@ -82,8 +83,9 @@ class Author:
         self, prompts: list[list[int]], max_new_tokens: int, eos_ids: frozenset[int], rng: random.Random
     ) -> list[list[int]]:
         """The continuation of each prompt."""
-        limits = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids}
-        return sample_texts(self.model, prompts, params=self.params, seed=rng.getrandbits(64), **limits)
+        rules = Rules(max_new_tokens, eos_ids)
+        texts = write_texts(self.model, prompts, self.params, rules, rng.getrandbits(64))
+        return [list(text.written) for text in texts]
 
     def text(self, tokens: list[int]) -> str:
         """The text of these tokens; empty where it is blank or holds a control token."""

@@ -16,10 +16,10 @@ from decoding.drafters import BestOf, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
+from decoding.run.calibration import calibration_texts, weigh_inputs
 from decoding.run.cost_file import kept
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
 from decoding.run.drafting import GAMMA, Drafting, model_drafter, plain
-from decoding.run.importance import calibration_texts, weigh_inputs
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, ModelConfig

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from decoding.run.chooser import DraftOptions, Setting
+from decoding.run.together import MOST_TOGETHER
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -19,8 +20,6 @@ from weights.load import DTYPES, read_config, stored_dtype
 from weights.memory import estimate, free_bytes
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
-
-MOST_TOGETHER = 16  # samples written at once
 
 
 class TextOptions(NamedTuple):

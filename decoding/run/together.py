@@ -30,6 +30,8 @@ from model import Decoder, KVCache, LayerPlan
 from model.clock import now
 from model.decoder import chunk_at
 
+MOST_TOGETHER = 16  # texts that share steps
+
 
 class Call(NamedTuple):
     """A call of a model and its arguments; with ``is_prompt`` a prefill, without logits."""

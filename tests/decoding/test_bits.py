@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from decoding.run import bits as bits_module
-from decoding.run import chooser, importance
+from decoding.run import calibration, chooser
 from decoding.run.bits import BitsTable, measure_bits
+from decoding.run.calibration import PROMPTS, TOKENS, calibration_texts, input_squares, linear_layers, weigh_inputs
 from decoding.run.chooser import DraftOptions, Setting, choose
 from decoding.run.costs import CostTable
-from decoding.run.importance import PROMPTS, TOKENS, calibration_texts, input_squares, linear_layers, weigh_inputs
 from decoding.run.plan_file import read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
@@ -73,7 +73,7 @@ def test_importance_is_measured_once_and_then_read(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weigh_inputs(model, tmp_path, tokenizer)
-    monkeypatch.setattr(importance, "calibration_texts", None)  # would fail
+    monkeypatch.setattr(calibration, "calibration_texts", None)  # would fail
     again = accelerate(load_model(FOLDER))
     weigh_inputs(again, tmp_path, tokenizer)
     for name, layer in linear_layers(model).items():
@@ -87,7 +87,7 @@ def test_a_damaged_or_foreign_importance_file_is_measured_again(
     if content is None:
         weigh_inputs(accelerate(load_model(model_folder("tiny-gemma2"))), tmp_path, Tokenizer(FOLDER))
     else:
-        (tmp_path / importance.FILE).write_bytes(content)
+        (tmp_path / calibration.FILE).write_bytes(content)
     weigh_inputs(model, tmp_path, tokenizer)
     assert all(len(layer.importance) == layer.weight.shape[1] for layer in linear_layers(model).values())
 

@@ -25,7 +25,7 @@ from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.randomness import Place
-from decoding.run.batch import sample_texts
+from decoding.run.calibration import sample_texts
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
 from tests.folders import VOCAB_SIZE, write_folder

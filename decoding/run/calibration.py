@@ -1,4 +1,4 @@
-"""Importance of the inputs of a model's linear layers, measured once on text that the model writes."""
+"""Calibration: texts that a model writes itself, and the mean squares of its linear layers' inputs on them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from decoding.run.acceptance import Continuation
-from decoding.run.batch import write_texts
+from decoding.run.drafting import plain
+from decoding.run.together import MOST_TOGETHER, Conductor, Task
 from decoding.sampling import SamplingParams
-from decoding.text import Rules
-from model import Decoder
+from decoding.text import Rules, Text
+from decoding.verify import Coupling
+from model import Decoder, InputError
 from weights.cli.files import atomic_path
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
@@ -33,6 +35,32 @@ PROMPTS = (
     "What is a computer made of?",
 )
 TOKENS = 48  # written after each prompt
+
+
+def write_texts(
+    model: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams, rules: Rules, seed: int = 0
+) -> list[Continuation]:
+    """The continuation of each prompt, of one token or more; sample i of ``seed`` under the race is that of prompt i.
+
+    Raises InputError for a prompt that does not fit the context, and for non-finite logits.
+    """
+    longest = max(map(len, prompts), default=0)
+    if longest >= model.max_positions:
+        raise InputError(f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}")
+    together = min(len(prompts), MOST_TOGETHER) if hasattr(model, "together") else 1
+    conductor = Conductor(model, min(longest + rules.max_new_tokens, model.max_positions), together)
+    tasks = [
+        Task(Text(prompt, rules, model), plain(model), params, Coupling("race", seed, number))
+        for number, prompt in enumerate(prompts)
+    ]
+    for task in tasks:
+        conductor.submit(task)
+    conductor.run()
+    for task in tasks:
+        if task.error is not None:
+            raise task.error
+    texts = [(task.text.tokens[: task.text.prompt_length], task.text.generated) for task in tasks]
+    return [Continuation(tuple(prompt), tuple(text), rules.max_new_tokens - len(text)) for prompt, text in texts]
 
 
 def calibration_texts(
