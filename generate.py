@@ -17,11 +17,11 @@ from decoding.run.chooser import DRAFTERS, choose
 from decoding.run.compare import comparison
 from decoding.run.options import Request
 from decoding.run.together import Conductor
-from decoding.run.writer import Writer
+from decoding.run.writer import Sample, Writer
 from decoding.serve import serve
 from decoding.show.output import Output
 from decoding.verify import COUPLINGS
-from model import Decoder
+from model import Decoder, InputError
 from model.fast import accelerate
 from weights.cli.command_line import OneLineParser, run_command
 from weights.load import DTYPES, load_model
@@ -55,17 +55,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off")
     sampling.add_argument("--seed", type=int, metavar="S", help="(default: random)")
     sampling.add_argument("--coupling", choices=list(COUPLINGS), help=COUPLING)
-    sampling.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="texts to write, together where possible"
-    )
+    sampling.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts, together where possible")
     sampling.add_argument("--stop", action="append", default=[], metavar="STR", help="end the text before STR")
     sampling.add_argument("--ban", action="append", default=[], metavar="WORD", help="never write WORD")
     machine = parser.add_argument_group("machine and output")
     machine.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     machine.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="auto: the checkpoint's")
-    machine.add_argument(
-        "--no-compile", action="store_true", help="decode with the readable blocks, several times slower"
-    )
+    machine.add_argument("--no-compile", action="store_true", help="use the readable blocks, several times slower")
     machine.add_argument("--dry-run", action="store_true", help="print the memory it would take, and load nothing")
     machine.add_argument("--compare", action="store_true", help="write both ways in turns; print speed-up and equality")
     machine.add_argument("--trace", action="store_true", help="show drafted tokens and their verdicts, in colour")
@@ -84,8 +80,13 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(fits)
         return 0
+    return write(request, load(request))
+
+
+def load(request: Request) -> Decoder:
+    """The request's model, with the fast steps of its device."""
     model = load_model(request.folder, request.dtype, request.device)
-    return write(request, accelerate(model, not options.no_compile))
+    return accelerate(model, not request.options.no_compile)
 
 
 def write(request: Request, model: Decoder) -> int:
@@ -112,6 +113,18 @@ def write(request: Request, model: Decoder) -> int:
     finally:  # complete samples are printed, also after Ctrl-C or an error
         output.close()
     return 0
+
+
+def generate(model: str, prompt: str, draft: str = "auto", **options: object) -> Sample:
+    """A text with its statistics, from Python; ``options`` are the command line's: ``top_k=40``. Raises InputError."""
+    known = vars(parse_arguments([]))
+    if unknown := options.keys() - known.keys():
+        raise InputError(f"generate has no option {min(unknown)}")
+    request = Request(argparse.Namespace(**known | {"model": model, "prompt": prompt, "draft": draft} | options))
+    writer = Writer(load(request), request.capacity, request.tokenizer.token_bytes)
+    writer.begin(request.ids)
+    drafting = choose(request.draft, request.setting(writer.model))
+    return writer.write(writer.new_text(request.rules), drafting, request.params, request.coupling)
 
 
 def main(arguments: list[str] | None = None) -> int:

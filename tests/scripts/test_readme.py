@@ -21,6 +21,7 @@ import decoding.corpus.__main__
 import generate
 import search.__main__
 import train
+from model import InputError
 from tests import readme
 from tests.mutants import table_rows
 from weights import fetch
@@ -88,10 +89,13 @@ def test_the_readme_is_short() -> None:
     assert len(TEXTS[README].splitlines()) <= 200
 
 
-def test_the_readmes_example_writes_its_text_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (content for kind, content in readme.steps(TEXTS[README]) if kind == "python")
+def test_the_readmes_examples_write_a_text_by_one_call_and_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
+    call, loop = (content for kind, content in readme.steps(TEXTS[README]) if kind == "python")
     defined: dict[str, Any] = {}
-    exec(example, defined)
+    exec(call, defined)
+    assert defined["sample"].text.written in capsys.readouterr().out
+    assert defined["sample"].statistics.drafted > 0
+    exec(loop, defined)
     text, rounds = defined["text"], re.findall(r"^(\d) of (\d) accepted: ", capsys.readouterr().out, re.MULTILINE)
     assert sum(int(accepted) + 1 for accepted, _ in rounds) >= len(text.generated) == 100 > len(rounds)
 
@@ -138,3 +142,8 @@ def test_no_command_is_skipped_that_no_document_has() -> None:
 def test_a_command_is_a_line_or_a_loop_without_its_remark() -> None:
     block = "# a remark\nfirst \\\n    more  # why\n\nfor d in x y; do\n    each $d\ndone\nlast\n"
     assert list(readme.commands(block)) == ["first \\\n    more", "for d in x y; do\n    each $d\ndone", "last"]
+
+
+def test_a_call_from_python_refuses_an_unknown_option() -> None:
+    with pytest.raises(InputError, match="temprature"):
+        generate.generate("tiny-llama", "the", temprature=0.7)
