@@ -15,7 +15,7 @@ from model.fast import accelerate
 from tests.laws import tiny_model
 
 RULES = Rules(20, frozenset([1]))
-PROMPTS = [
+PROMPTS = [[4] * 57, [0, 2, 5], [3], [4, 4, 1, 0, 2, 3, 5], [0] * 55, [5, 5, 3] * 18, [0], [1], [2], [3], [4], [5]]
     [4] * 57,
     [0, 2, 5],
     [3],
