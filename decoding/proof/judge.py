@@ -1,8 +1,8 @@
 """Proof of one drafter: the distance between the production loop's law with it and plain sampling's law.
 
-    bias(table, request, Setup(MyDrafter)) < 1e-9
+    bias(table, request, Setup(PopularTokens)) < 1e-9
 
-``MyDrafter`` is called with the model and its cache, as by ``generate.py --draft FILE.py:MyDrafter``. ``bias`` uses the
+``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``. ``bias`` uses the
 ratio rule, ``race_bias`` the race, with a table of two tokens.
 """
 

@@ -16,14 +16,6 @@ from tests.laws import tiny_model
 
 RULES = Rules(20, frozenset([1]))
 PROMPTS = [[4] * 57, [0, 2, 5], [3], [4, 4, 1, 0, 2, 3, 5], [0] * 55, [5, 5, 3] * 18, [0], [1], [2], [3], [4], [5]]
-    [4] * 57,
-    [0, 2, 5],
-    [3],
-    [4, 4, 1, 0, 2, 3, 5],
-    [0] * 55,
-    [5, 5, 3] * 18,
-    *([number] for number in range(6)),
-]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7, top_p=0.9, repetition_penalty=1.4)], ids=str)
