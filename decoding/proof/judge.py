@@ -2,8 +2,8 @@
 
     bias(table, request, Setup(PopularTokens)) < 1e-9
 
-``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``. ``bias`` uses the
-ratio rule, ``race_bias`` the race, with a table of two tokens.
+``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``. ``bias``
+uses the ratio rule, ``race_bias`` the race, with a table of two tokens.
 """
 
 from __future__ import annotations
