@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 import decoding.sampling
 import decoding.speculate
@@ -96,8 +99,9 @@ def of(test: Callable[..., None], *values: Any) -> Callable[[], None]:
 
 
 def kills(mutant: Mutant) -> bool:
-    """Whether the mutant's killer passes without it and fails with it."""
-    mutant.killer()
+    """Whether the mutant's killer passes without it and fails with it. Tests of the suite pass there."""
+    if not mutant.killer.__name__.startswith("test_"):
+        mutant.killer()
     with applied(mutant):
         try:
             mutant.killer()
@@ -434,4 +438,16 @@ def table_rows(killed: Callable[[Mutant], bool]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(table_rows(kills)))
+    print("This takes about two minutes.", file=sys.stderr)
+    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("breaking the code", total=len(MUTANTS))
+        said = io.StringIO()  # broken decoders write nonsense
+
+        def killed(mutant: Mutant) -> bool:
+            with redirect_stdout(said), redirect_stderr(said):
+                dead = kills(mutant)
+            bar.advance(task)
+            return dead
+
+        rows = table_rows(killed)
+    print("\n".join(rows))

@@ -8,11 +8,14 @@ uses the ratio rule, ``race_bias`` the race, with a table of two tokens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from decoding import speculate as loop  # as modules, so that the tests can replace a function by a mutant
 from decoding import verify as rules
@@ -65,8 +68,17 @@ def run_loop(
 
 
 def bias(model: TableModel, request: Request, setup: Setup) -> float:
-    """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the loop is exact."""
-    law = output_law(lambda randomness: run_loop(model, request, setup, randomness))
+    """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the loop is exact.
+
+    It takes seconds for a request of two tokens, and up to two minutes with a banned word: a bar shows the probability
+    of the draws so far.
+    """
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("every outcome of every draw", total=1.0)
+        law = output_law(
+            lambda randomness: run_loop(model, request, setup, randomness),
+            progress=lambda weight: bar.advance(task, weight),
+        )
     return total_variation(law, plain_law(model, request))
 
 
