@@ -68,6 +68,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     machine.add_argument("--html", type=Path, metavar="FILE", help="write a page that replays the run round by round")
     machine.add_argument("--json", action="store_true", help="one JSON object per sample on standard output")
     machine.add_argument("--serve", metavar="[HOST:]PORT", help="a page and OpenAI's endpoints, until Ctrl-C")
+    machine.add_argument("--together", type=int, default=4, metavar="N", help="texts that --serve writes at once")
     return parser.parse_args(arguments)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import generate
-from decoding.serve.app import Server, bind
+from decoding.serve.app import Server
 from decoding.serve.worker import Worker
 from tests.folders import LLAMA, write_folder
 
@@ -80,9 +80,8 @@ class Served:
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
     request = generate.Request(generate.parse_arguments(["--serve", "0", *arguments]))
-    listener, host = bind("0")
-    with listener:
-        server = Server(request, listener, host)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Server(request, listener)
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()
         until(lambda: server.started)

@@ -35,7 +35,8 @@ class TextOptions(NamedTuple):
         """Those of options under the command line's names. Raises InputError for a value out of range."""
         draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
-        race = "race" if options.num_samples > 1 else None  # texts that may share steps
+        shared = options.num_samples > 1 or (options.serve and options.together > 1)  # texts that may share steps
+        race = "race" if shared else None
         return TextOptions(
             DraftOptions(options.draft, **draft),
             SamplingParams(**params),
@@ -56,6 +57,8 @@ class Request:
         self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
         if options.num_samples < 1:
             raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
+        if options.together < 1:
+            raise InputError(f"--together must be at least 1, found {options.together}")
         if options.html is not None:
             check_place(options.html)
         self.repeat_with = str(self.coupling) if options.temperature else ""

@@ -48,8 +48,9 @@ class Call(NamedTuple):
 class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
-    The conductor's thread calls ``readers`` and at the end ``on_end``, the text's thread ``observer``. Once
-    ``ended``, there is a ``sample`` or an ``error``. Any thread may set ``cancelled``: the sample is then interrupted.
+    The conductor's thread calls ``readers``, and ``on_draft`` with each draft before its verification; the text's
+    thread calls ``observer``. Once ``ended``, there is a ``sample`` or an ``error``, and readers of the last round find
+    it. Any thread may set ``cancelled``: the sample is then interrupted.
     """
 
     text: Text
@@ -59,7 +60,7 @@ class Task:
     policy: Policy | None = None
     readers: Sequence[Reader] = ()
     observer: Observer | None = None
-    on_end: Callable[[Task], None] = lambda task: None
+    on_draft: Callable[[list[int]], None] | None = None
     sample: Sample | None = None
     error: BaseException | None = None
     ended: bool = False
@@ -99,10 +100,10 @@ class Row(Writer):
         return super().clock() - self.conductor.reading
 
     def drafter(self, drafting: Drafting) -> Drafter:
-        """A fresh drafter, with ports in place of its model and of those of its ``drafters``, if any."""
-        drafter = drafting.new_drafter(self.cache)
+        """The drafter of a drafting, with ports in place of its model and of those of its ``drafters``, if any."""
+        drafter = super().drafter(drafting)
         for each in (drafter, *getattr(drafter, "drafters", {}).values()):
-            if getattr(each, "model", None) is not None:
+            if getattr(each, "model", None) is not None and not isinstance(each.model, Port):
                 each.model = Port(each.model, self.conductor)
         return drafter
 
@@ -131,7 +132,7 @@ class Conductor:
         Ctrl-C and errors of readers end all; texts that had begun have their samples then.
         """
         try:
-            while self._admit():
+            while self.admit():
                 self._read()
                 self._take_step()
         finally:
@@ -193,10 +194,11 @@ class Conductor:
                 read(round, seconds)
         if task.ended:
             self.active.remove(task)
-            task.on_end(task)
+        elif task.on_draft and self._verifies(task) and task.call.tokens.shape[1] > 1:
+            task.on_draft(task.call.tokens[0, 1:].tolist())
         self.reading += now(self.model.device) - began
 
-    def _admit(self) -> bool:
+    def admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
         for task in [task for task in self.active if task.cancelled]:
             self._go_on(task)
@@ -234,11 +236,15 @@ class Conductor:
         same = (row.cache for row in self.rows if row is not task.row and row.prompt == task.row.prompt)
         return next((cache for cache in same if cache.length >= task.call.tokens.shape[1]), None)
 
+    def _verifies(self, task: Task) -> bool:
+        """Whether a text has called the target to verify its draft: its last token and the draft."""
+        return task.call.model is self.model and task.call.plan is None and not task.call.is_prompt
+
     def _take_step(self) -> None:
         """Compute the calls of one model and plan: drafts first, so that all verifications can share a step."""
         waiting = [task for task in self.active if not task.call.is_prompt]
         if waiting:
-            first = min(waiting, key=lambda task: task.call.model is self.model and task.call.plan is None).call
+            first = min(waiting, key=self._verifies).call
             group = [task for task in waiting if task.call.model is first.model and task.call.plan == first.plan]
             for task, answer in zip(group, answers([task.call for task in group]), strict=True):
                 self._go_on(task, answer)

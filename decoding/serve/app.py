@@ -1,15 +1,16 @@
-"""Server: address, routes with the guard before them, start and end."""
+"""Server: routes with the guard before them, memory for the texts, start and end."""
 
 from __future__ import annotations
 
-import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable
-from ipaddress import ip_address
-from urllib.parse import urlsplit
+from contextlib import suppress
+from dataclasses import replace
 
 import uvicorn
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,30 +23,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decoding.run.chooser import Setting
 from decoding.run.options import Request, TextOptions
-from decoding.serve.completions import write_completion
-from decoding.serve.live import live_page, write_live
+from decoding.serve.messages import CompletionWriter, live_page, write_live
 from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, Refusal, RequestReader
 from decoding.serve.worker import Job, Worker
 from model import InputError, LayerPlan
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from weights.cli.command_line import say
-from weights.cli.files import one_line
-from weights.load import load_model, read_config
-from weights.memory import Memory, check_fits, estimate, free_bytes
-from weights.names import model_folder
+from weights.load import load_model
+from weights.memory import check_fits, estimate, free_bytes
 from weights.tokenizer import Tokenizer
 
 MAX_BODY = 1 << 20  # bytes
 MAX_REQUESTS = 128  # open at once, those that wait in the queue included
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
-HEADERS = [
-    ("x-content-type-options", "nosniff"),
-    ("cross-origin-resource-policy", "same-origin"),
-    ("referrer-policy", "no-referrer"),
-    ("cache-control", "no-store"),
-    ("content-security-policy", "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
-]
+HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
 
 
 class Guard:
@@ -57,80 +49,58 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, host_name: str) -> None:
-        self.app, self.names = app, ("localhost", host_name.lower())
+        names = rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+|\[[\da-f:.]+\])(:\d+)?"
+        self.app, self.names, self.open = app, re.compile(names, re.IGNORECASE), 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond (ASGI)."""
         refusal = self.refusal(Headers(scope=scope), scope["path"])
-        await (error_response(refusal) if refusal else self.app)(scope, receive, send)
+        self.open += 1
+        try:
+            await (error_response(None, refusal) if refusal else self.app)(scope, receive, send)
+        finally:
+            self.open -= 1
 
     def refusal(self, headers: Headers, path: str) -> Refusal | None:
         """The refusal of a request; None where it is admitted."""
-        hosts, origin = headers.getlist("host"), headers.get("origin")
-        if len(hosts) != 1 or not self.is_name(hosts[0]):
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self.names.fullmatch(host):
             return Refusal("the Host is none of this server's names: use its address", status=403, code="host")
-        is_foreign = origin is not None and origin.partition("://")[2].lower() != hosts[0].lower()
+        is_foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
         if is_foreign or (path != "/" and headers.get("sec-fetch-site", "none") not in ("none", "same-origin")):
             return Refusal("pages of other sites may not use this server", status=403, code="origin")
+        if self.open >= MAX_REQUESTS:
+            return Refusal(f"{MAX_REQUESTS} requests are open already: try again", status=503, code="busy")
         return None
 
-    def is_name(self, host: str) -> bool:
-        """Whether a Host names this server: localhost, an address in numbers, or the name on the command line."""
-        try:
-            name = urlsplit(f"//{host}").hostname
-            return name in self.names or bool(ip_address(name))
-        except ValueError:
-            return False
 
-
-def error_response(error: InputError) -> JSONResponse:
-    """An error in OpenAI's JSON."""
+def error_response(request: HTTPRequest | None, error: Exception) -> JSONResponse:
+    """Response to an error that is raised before any other response begins."""
     refusal = Refusal.of(error)
-    retry = {"retry-after": "1"} if refusal.status in (429, 503) else None
-    return JSONResponse(refusal.data(), refusal.status, retry)
-
-
-async def respond_to_error(request: HTTPRequest, error: Exception) -> Response:
-    """Response to an error that is raised before the response begins."""
-    if isinstance(error, HTTPException):  # no such path or method
-        error = Refusal(error.detail, status=error.status_code)
-    if not isinstance(error, InputError):
-        say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
-        error = Refusal("the request could not be answered", status=500)
-    return error_response(error)
-
-
-async def read_body(request: HTTPRequest) -> bytes:
-    """The body of a request. Raises Refusal where it is not JSON, too large or broken off."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refusal("send JSON, with the header Content-Type: application/json", status=415)
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY:
-                raise Refusal(f"the body has more than {MAX_BODY} bytes", status=413)
-    except ClientDisconnect:
-        raise Refusal("the body is not complete") from None
-    return bytes(body)
+    return JSONResponse(refusal.data(), refusal.status, {"retry-after": "1"} if refusal.status in (429, 503) else None)
 
 
 def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette:
     """The routes, behind the guard."""
     page, model = live_page(reader), {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
 
-    def texts(path: str, kind: type[Completion | Chat], write: Callable[..., None]) -> Route:
+    def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
         """The route of one kind of request for texts."""
 
-        async def respond(request: HTTPRequest) -> Job:
-            # In another thread, because a long prompt takes long to encode.
-            job = Job(await asyncio.to_thread(reader.read, kind, await read_body(request)), write)
-            worker.submit(job)
-            return job
+        async def respond(request: HTTPRequest) -> Response:
+            body = b""
+            with suppress(ClientDisconnect):  # the rest is missing: no valid JSON
+                async for part in request.stream():
+                    body += part
+                    if len(body) > MAX_BODY:
+                        raise Refusal(f"the body has more than {MAX_BODY} bytes", status=413)
+            job = Job(*reader.read(kind, body), begin)
+            worker.enqueue(job)
+            return await job.respond(request)
 
         return Route(path, respond, methods=["POST"])
 
-    async def show_model(request: HTTPRequest) -> Response:
+    def show_model(request: HTTPRequest) -> Response:
         reader.check_model(request.path_params["name"])
         return JSONResponse(model)
 
@@ -140,38 +110,55 @@ def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette
             Route("/favicon.ico", lambda request: Response(status_code=204)),
             Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
             Route("/v1/models/{name:path}", show_model),
-            texts("/v1/chat/completions", Chat, write_completion),
-            texts("/v1/completions", Completion, write_completion),
+            texts("/v1/chat/completions", Chat, CompletionWriter),
+            texts("/v1/completions", Completion, CompletionWriter),
             texts("/live", LiveText, write_live),
         ],
         middleware=[Middleware(Guard, host_name=host_name)],
-        exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), respond_to_error),
+        exception_handlers=dict.fromkeys((InputError, ValidationError, HTTPException, Exception), error_response),
     )
 
 
-class Server(uvicorn.Server):
-    """Server of one model on a socket. When it stops, texts end first, then connections."""
+def context_length(command_line: Request, places: int) -> int:
+    """Positions of each text's cache: the model's context, halved until ``places`` caches fit into the free memory.
 
-    def __init__(self, command_line: Request, listener: socket.socket, host_name: str) -> None:
+    The estimate includes low-bit copies of all weights in the widest width: requests get one width only.
+    """
+    config, device = command_line.config, command_line.device
+    low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
+    needs = command_line.needs() | {"longest_draft": MAX_GAMMA, "plan": low_bits, "fast_on": device}
+    positions = min(config.max_positions, (needs["draft"] or config).max_positions)
+    while True:
+        one = estimate(config, **needs | {"positions": positions, "prompt": positions // 2})
+        memory = replace(one, cache=places * one.cache, workspace=places * one.workspace)
+        if positions <= SHORTEST_CONTEXT or memory.total <= free_bytes(device):
+            break
+        positions //= 2
+    check_fits(memory, device)
+    if positions < config.max_positions:
+        say(f"context: {positions} of the model's {config.max_positions} tokens, for each of {places} texts at once")
+    return positions
+
+
+class Server(uvicorn.Server):
+    """Server of one model on a socket."""
+
+    def __init__(self, command_line: Request, listener: socket.socket) -> None:
         """Load the model. Raises InputError where it cannot be loaded, or does not fit."""
-        folder, capacity = command_line.folder, context_length(command_line)
-        tokenizer, options = Tokenizer(folder), TextOptions.of(command_line.options)
-        model = accelerate(load_model(folder, command_line.dtype, command_line.device))
+        folder, asked, options = command_line.folder, command_line.options, TextOptions.of(command_line.options)
+        places = asked.together if command_line.device.type == "cpu" else 1
+        capacity, tokenizer = context_length(command_line, places), Tokenizer(folder)
+        model = accelerate(load_model(folder, command_line.dtype, command_line.device), not asked.no_compile)
+        if not hasattr(model, "together"):
+            say("texts are written one after another: here a step takes one text")
+            places = 1
         setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
-        self.worker, self.listener = Worker(setting, options.draft), listener
-        config = uvicorn.Config(
-            make_app(self.worker, RequestReader(command_line, tokenizer, capacity, self.worker.bits), host_name),
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            server_header=False,
-            headers=HEADERS,
-            limit_concurrency=MAX_REQUESTS,
-            timeout_graceful_shutdown=3,
-        )
-        super().__init__(config)
+        self.worker, self.listener = Worker(setting, options, places), listener
+        reader = RequestReader(command_line, tokenizer, capacity, self.worker.bits)
+        app = make_app(self.worker, reader, asked.serve.rpartition(":")[0])
+        quiet = {"log_level": "critical", "access_log": False, "server_header": False, "headers": [*HEADERS.items()]}
+        off = {"lifespan": "off", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 3}
+        super().__init__(uvicorn.Config(app, **quiet, **off))
 
     def serve_until_stopped(self) -> None:
         """Serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.
@@ -179,71 +166,29 @@ class Server(uvicorn.Server):
         Texts are written in the calling thread, connections are served in another. On a machine of two cores OpenMP
         keeps its threads awake between products for the main thread only: in another a step takes 1.6 times as long.
         """
-        network = threading.Thread(target=self._serve_connections, name="network")
+        network = threading.Thread(target=self.run, args=([self.listener],), name="network")
         with self.capture_signals():
             network.start()
             try:
-                self.worker.work()
+                self.worker.work(lambda: self.should_exit or not network.is_alive())
             finally:
                 self.should_exit = True
                 network.join()
 
-    def _serve_connections(self) -> None:
-        try:
-            self.run(sockets=[self.listener])
-        finally:
-            self.worker.stop()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.worker.stop()
-        await super().shutdown(sockets)
-
-
-def context_length(command_line: Request) -> int:
-    """Positions of the cache: the model's context, halved until it fits into the free memory.
-
-    The estimate includes low-bit copies of all weights in the widest width: requests get one width only.
-    """
-    config, device, draft_model = command_line.config, command_line.device, command_line.options.draft_model
-    draft = read_config(model_folder(draft_model)) if draft_model else None
-    positions = min(each.max_positions for each in (config, draft) if each)
-    if positions < 2:
-        raise InputError(f"the model's context of {positions} tokens is too short for a text")
-
-    def needed() -> Memory:
-        low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
-        more = {"draft": draft, "fast_on": device, "longest_draft": MAX_GAMMA, "plan": low_bits}
-        return estimate(config, command_line.dtype, positions, prompt=positions - 1, **more)
-
-    while positions > SHORTEST_CONTEXT and needed().total > free_bytes(device):
-        positions //= 2
-    check_fits(needed(), device)
-    if positions < config.max_positions:
-        say(f"context: {positions} of the model's {config.max_positions} tokens")
-    return positions
-
-
-def bind(address: str) -> tuple[socket.socket, str]:
-    """A listening socket at ``[HOST:]PORT`` and the host, by default 127.0.0.1. Port 0 is any free port.
-
-    Raises InputError where the address is wrong or in use.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]") or "127.0.0.1"
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, int(port)), family=family), host
-    except (OSError, ValueError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else "there is no such port"
-        raise InputError(f"--serve {address:.80}: {why}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
-
 
 def run(address: str, command_line: Request) -> None:
-    """Load the model, print the address and serve until Ctrl-C (KeyboardInterrupt)."""
-    listener, host = bind(address)  # before the model is loaded
+    """Load the model, print the address and serve until Ctrl-C (KeyboardInterrupt).
+
+    ``address`` is ``[HOST:]PORT``, by default of host 127.0.0.1; port 0 is any free port. Raises InputError where it is
+    wrong or in use.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        listener = socket.create_server((host or "127.0.0.1", int(port)))  # before the model is loaded
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(f"--serve {address:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
     with listener:
-        server = Server(command_line, listener, host)
-        shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{listener.getsockname()[1]}/", flush=True)
+        server = Server(command_line, listener)
+        print("http://{}:{}/".format(host or "127.0.0.1", listener.getsockname()[1]), flush=True)
         say("Ctrl-C ends it")
         server.serve_until_stopped()

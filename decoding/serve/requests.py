@@ -1,4 +1,4 @@
-"""Requests: pydantic models of their JSON, and the checked ``TextRequest`` made of each.
+"""Requests: pydantic models of their JSON, and their reader.
 
 Fields have OpenAI's names, others those of the command line.
 """
@@ -6,29 +6,26 @@ Fields have OpenAI's names, others those of the command line.
 from __future__ import annotations
 
 import re
-import threading
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 
 from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.run.options import Request, TextOptions
 from model import InputError
-from model.plan import LOW_BITS
+from weights.cli.command_line import say
+from weights.cli.files import one_line
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 MAX_SAMPLES, MAX_GAMMA = 16, 32
 MAX_STRINGS, MAX_CHARACTERS = 16, 128  # stop strings or banned words, which are searched after every token
-UNUSED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
+UNUSED = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"}
 NEUTRAL = {"best_of": 1, "modalities": ["text"], "response_format": {"type": "text"}, "tool_choice": "none"}
-FILES = {
-    "skip": "plan",
-    "auto": "plan",
-    "model": "draft_model",
-}  # options that only the command line gives
+FILES = {"skip": "plan", "auto": "plan", "model": "draft_model"}  # kind of draft -> option of the command line alone
 
 
 class Refusal(InputError):
@@ -39,27 +36,24 @@ class Refusal(InputError):
         self.status, self.param, self.code = status, param, code
 
     @staticmethod
-    def of(error: InputError) -> Refusal:
-        """The refusal for an error. In its words, option ``--exit-layer`` becomes field ``exit_layer``."""
+    def of(error: BaseException) -> Refusal:
+        """The refusal for an error, with option ``--exit-layer`` as field ``exit_layer``.
+
+        A failure such as exhausted memory is printed; the client is told no details.
+        """
         if isinstance(error, Refusal):
             return error
+        if isinstance(error, HTTPException):  # no such path or method, or a client that has disconnected
+            return Refusal(error.detail, status=error.status_code)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:81]
+            return Refusal(f"{name or 'the body'}: {first['msg']}", param=name or None, code=first["type"])
+        if not isinstance(error, InputError):
+            say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
+            return Refusal("the request could not be answered", status=500)
         words = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
         return Refusal(words, param=re.split(r"\W", words)[0] if str(error).startswith("--") else None)
-
-    @staticmethod
-    def of_field(error: ValidationError) -> Refusal:
-        """The refusal for the first wrong field."""
-        first = error.errors(include_url=False)[0]
-        name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:81]
-        must = re.sub(r"^[A-Z][a-z]+ should", f"{name or 'the body'} must", first["msg"])
-        words = {
-            "extra_forbidden": f"{name} is not served here: leave it out",
-            "json_invalid": f"the body is not valid JSON: {must.removeprefix('Invalid JSON: ')}",
-            "missing": f"{name} is missing",
-            "string_pattern_mismatch": f"{name} is empty: give it at least one character",
-        }
-        message = words.get(first["type"], f"{must}, found {first['input']!r:.80}")
-        return Refusal(message, param=name or None, code=first["type"])
 
     def data(self) -> dict[str, Any]:
         """The error in OpenAI's JSON."""
@@ -68,39 +62,18 @@ class Refusal(InputError):
         return {"error": {**facts, "param": self.param, "code": self.code}}
 
 
-class Strict(BaseModel):
-    """A JSON object. Further fields are allowed where they have no effect: null, false, 0, empty or a default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_neutral(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        neutral = {name for name, field in value.items() if not field or NEUTRAL.get(name) == field} | UNUSED
-        neutral -= cls.model_fields.keys()
-        return {name: field for name, field in value.items() if field is not None and name not in neutral}
-
-
-class TextPart(Strict):
+class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         list[TextPart],
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
         Field(min_length=1),
     ]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message for chat templates, which call the developer "system"."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
 Strings = Annotated[
@@ -110,9 +83,10 @@ Strings = Annotated[
 ]
 
 
-class Options(Strict):
+class Options(BaseModel):
     """Fields of every request. None: as on the command line."""
 
+    model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
     max_tokens: int | None = Field(None, ge=1)
@@ -126,24 +100,20 @@ class Options(Strict):
     coupling: Literal["ratio", "race"] | None = None
     stop: Strings | None = None
     ban: Strings | None = None
-    draft: str | None = None
+    draft: Literal[tuple(DRAFTERS)] | None = None
     exit_layer: int | None = Field(None, ge=1)
     bits: int | None = None
     gamma: int | None = Field(None, ge=0, le=MAX_GAMMA)
     adaptive: bool | None = None
     min_target_confidence: float | None = Field(None, ge=0, le=1)
-    stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream: bool | None = None
+    stream_options: dict[str, bool] | None = None
 
 
 class Completion(Options):
     """JSON of ``/v1/completions``."""
 
-    prompt: Annotated[
-        str,
-        BeforeValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
-        Field(pattern=r"\S"),
-    ]
+    prompt: str = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
         """Token ids of the prompt as plain text."""
@@ -153,7 +123,6 @@ class Completion(Options):
 class LiveText(Completion):
     """JSON of the live page. ``beside``: write the text plainly as well."""
 
-    n: Literal[1] = 1
     stream: Literal[True] = True
     beside: bool = False
 
@@ -171,24 +140,16 @@ class Chat(Options):
         """Token ids of the messages. Where they begin with no system message, the command line's stands before them."""
         if tokenizer.chat_template is None:
             raise Refusal("this model has no chat template: use /v1/completions", param="model")
-        messages = [message.for_template() for message in self.messages]
-        if options.system is not None and messages[0]["role"] != "system":
+        roles = ["system" if message.role == "developer" else message.role for message in self.messages]
+        texts = ["".join(part.text for part in message.content) for message in self.messages]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        if options.system is not None and roles[0] != "system":
             messages.insert(0, {"role": "system", "content": options.system})
         return tokenizer.encode_chat(messages)
 
 
-@dataclass(frozen=True)
-class TextRequest:
-    """A checked request: its JSON, the prompt's token ids, and the number and options of its texts."""
-
-    asked: Completion | Chat
-    ids: list[int]
-    samples: int
-    options: TextOptions
-
-
 class RequestReader:
-    """Reader of requests for texts of up to ``capacity`` positions, prompt included. Any thread may call it.
+    """Reader of requests for texts of up to ``capacity`` positions, prompt included.
 
     Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
@@ -197,55 +158,42 @@ class RequestReader:
         self.config, self.options = command_line.config, command_line.options
         self.tokenizer, self.capacity, self.bits = tokenizer, capacity, bits
         self.name = command_line.folder.resolve().name  # of the model, in requests
-        has_plan = self.options.plan is not None or (command_line.folder / "plan.json").exists()
-        missing = {"skip": not has_plan, "model": self.options.draft_model is None}
-        self.drafts = [kind for kind in DRAFTERS if not missing.get(kind)]  # no file, folder or class
-        self.encoding = threading.Lock()  # encoding changes the tokenizer's state
 
-    def read(self, kind: type[Completion | Chat], body: bytes) -> TextRequest:
-        """The request in the JSON of a body. Raises InputError where it cannot be served."""
-        try:
-            asked = kind.model_validate_json(body)
-        except ValidationError as error:
-            raise Refusal.of_field(error) from None
+    def read(self, kind: type[Completion | Chat], body: bytes) -> tuple[Completion | Chat, list[int], TextOptions]:
+        """The JSON of a body, the prompt's token ids, and the options. Raises InputError and ValidationError.
+
+        Further fields are allowed where they have no effect: null, false, 0, empty or a default. The command line's
+        options hold where the request gives none. Those of drafting hold for its kind of draft; another kind gets only
+        its plan or model.
+        """
+        asked, layers = kind.model_validate_json(body), self.config.num_layers
         self.check_model(asked.model or self.name)
-        options = self._merged(asked)
-        with self.encoding:
-            ids = asked.encode(self.tokenizer, options)
-        param = "messages" if kind is Chat else "prompt"
+        for name, value in asked.model_extra.items():
+            if value and NEUTRAL.get(name) != value and name not in UNUSED:
+                raise Refusal(f"{name} is not served here: leave it out", param=name)
+        if (asked.exit_layer or 1) > layers:
+            raise Refusal(f"exit_layer: the model has {layers} layers", param="exit_layer")
+        if asked.bits not in (None, self.bits):
+            raise Refusal(f"bits must be {self.bits}: other bits need another server", param="bits")
+        given = vars(self.options)
+        if asked.draft not in (None, self.options.draft):
+            others = {field.name for field in fields(DraftOptions)} - {FILES.get(asked.draft)}
+            given = {**given, **dict.fromkeys(others), "bits": self.bits if asked.draft == "lowbit" else None}
+        asked_for = {name: value for name in Options.model_fields if (value := getattr(asked, name)) is not None}
+        options = Namespace(**{**given, **asked_for})
+        ids = asked.encode(self.tokenizer, options)
+        param, left = "messages" if kind is Chat else "prompt", self.capacity - len(ids)
         if not ids or max(ids) >= self.config.vocab_size:
             raise Refusal("the model has no tokens for this prompt", param=param)
-        if len(ids) >= self.capacity:
+        if left <= 0:
             message = f"the prompt has {len(ids)} tokens, the context {self.capacity}: shorten the prompt"
             raise Refusal(message, param=param, code="context_length_exceeded")
-        options.max_new_tokens = min(options.max_new_tokens, self.capacity - len(ids))
-        return TextRequest(asked, ids, options.num_samples, TextOptions.of(options, self.tokenizer.eos_ids))
+        wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
+        options.max_new_tokens = min(wanted, left)
+        return asked, ids, TextOptions.of(options, self.tokenizer.eos_ids)
 
     def check_model(self, name: str) -> None:
         """Raises Refusal for a model that is not served."""
         if name != self.name:
             message = f"the model {name!r:.80} does not exist here: there is {self.name}"
             raise Refusal(message, status=404, param="model", code="model_not_found")
-
-    def _merged(self, asked: Options) -> Namespace:
-        """The request's options, and the command line's where the request gives none.
-
-        The command line's options of drafting hold for its kind of draft. Another kind gets only its plan or model.
-        """
-        options, layers = vars(self.options), self.config.num_layers
-        if asked.draft not in (None, *self.drafts):
-            known = ", ".join(self.drafts)
-            raise Refusal(f"draft must be one of {known}, found {asked.draft!r:.80}", param="draft")
-        if (asked.exit_layer or 1) > layers:
-            raise Refusal(f"exit_layer must be from 1 to {layers}, found {asked.exit_layer}", param="exit_layer")
-        if asked.bits in LOW_BITS and asked.bits != self.bits:
-            message = f"bits must be {self.bits}: a second width needs another server, started with that width"
-            raise Refusal(message, param="bits")
-        if asked.draft not in (None, self.options.draft):
-            others = {field.name for field in fields(DraftOptions)} - {FILES.get(asked.draft)}
-            options = {**options, **dict.fromkeys(others), "bits": self.bits if asked.draft == "lowbit" else None}
-        given = {name: value for name, value in asked if value is not None}
-        merged = Namespace(**{**options, **given})
-        merged.max_new_tokens = asked.max_completion_tokens or asked.max_tokens or merged.max_new_tokens
-        merged.num_samples = asked.n or merged.num_samples
-        return merged

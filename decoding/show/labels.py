@@ -8,7 +8,7 @@ from decoding.text import TokenBytes
 from weights.tokenizer import Tokenizer
 
 JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
-SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {9: "⇥", 10: "↵", 127: "␡"}  # of control characters
 
 
 def visible(text: str, *, lines: bool = False) -> str:
@@ -16,17 +16,11 @@ def visible(text: str, *, lines: bool = False) -> str:
 
     With ``lines``, for running text, line breaks stay and a tab becomes four spaces.
     """
-    if lines:
-        return "\n".join(visible(line) for line in text.replace("\t", " " * 4).split("\n"))
-    return "".join(each if each.isprintable() or each in JOINERS else _sign(each) for each in text)
-
-
-def _sign(character: str) -> str:
-    if character in SIGNS:
-        return SIGNS[character]
-    if character < " ":
-        return chr(0x2400 + ord(character))  # Unicode's signs for control characters
-    return " " if character.isspace() else "\ufffd"
+    signs = {**SIGNS, 9: " " * 4, 10: "\n"} if lines else SIGNS
+    text = text.translate(signs)
+    return "".join(
+        each if each.isprintable() or each in JOINERS + "\n" else " " if each.isspace() else "\ufffd" for each in text
+    )
 
 
 class Labels:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from decoding.policies import Policy
+from rich.console import Console
+
 from decoding.run.chooser import Drafting
 from decoding.run.options import Request
 from decoding.run.together import Conductor, Task
 from decoding.run.writer import Interrupted, Reader, Sample, Writer
 from decoding.show.labels import Labels
-from decoding.show.page import Heading, Recording, write_page
+from decoding.show.page import Recording, heading, render_page
 from decoding.show.report import as_json, describe
 from decoding.show.streaming import TextStream
-from decoding.show.trace import PAUSE, LiveTrace, TraceConsole
+from decoding.show.trace import PAUSE, LiveTrace
 from decoding.text import Text
 from decoding.verify import Coupling
 from model.clock import now
 from weights.cli.command_line import say
+from weights.cli.files import atomic_path, explaining
 
 
 class Output:
@@ -38,7 +40,7 @@ class Output:
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written, and its line of statistics."""
         text, recorded = writer.new_text(self.request.rules), self.record()
-        with self.shown(text, recorded["policy"]) as read:
+        with self.shown(text) as read:
             recorded["readers"].append(read)
             try:
                 sample = writer.write(text, self.drafting, self.request.params, coupling, **recorded)
@@ -48,40 +50,30 @@ class Output:
         return sample
 
     def write_together(self, conductor: Conductor, couplings: list[Coupling]) -> bool:
-        """Write a sample of each coupling at once, shown in order; returns whether Ctrl-C ended them.
+        """Write a sample of each coupling at once; returns whether Ctrl-C ended them.
 
-        The first is shown while it is written, another when it and those before it have ended. Raises the first error,
-        when all have ended.
+        The first is shown while it is written, the others after it. Raises the first error, when all have ended.
         """
         request, began, interrupted = self.request, now(self.request.device), False
         text = partial(Text, request.ids, request.rules, conductor.model, request.tokenizer.token_bytes)
         tasks = [Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings]
-        with ExitStack() as live:
-            tasks[0].readers.append(live.enter_context(self.shown(tasks[0].text, tasks[0].policy)))
-
-            def show_ended(_: Task | None = None) -> None:
-                for task in tasks[len(self.samples) :]:
-                    if task.sample is None:
-                        return
-                    if task is tasks[0]:
-                        live.close()
-                    else:
-                        with self.shown(task.text, task.policy, pause=0) as read:
-                            for round in task.sample.rounds:
-                                read(round, task.sample.seconds)
-                    self.end(task.sample)
-
+        with self.shown(tasks[0].text) as read:
+            tasks[0].readers.append(read)
             for task in tasks:
-                task.on_end = show_ended
                 conductor.submit(task)
             try:
                 conductor.run()
             except KeyboardInterrupt:
                 interrupted = True
-                show_ended()
+        seconds = now(request.device) - began - conductor.reading
+        for task in [task for task in tasks if task.sample]:
+            if task is not tasks[0]:
+                with self.shown(task.text, pause=0) as read:
+                    for round in task.sample.rounds:
+                        read(round, task.sample.seconds)
+            self.end(task.sample)
         for error in [task.error for task in tasks if task.error]:
             raise error
-        seconds = now(request.device) - began - conductor.reading
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         print(f"[{len(self.samples)} texts together: {speed:.1f} tokens/s in all]", file=sys.stderr)
         return interrupted
@@ -94,12 +86,12 @@ class Output:
         return {"policy": recording.policy, "readers": [recording.add], "observer": observer}
 
     @contextmanager
-    def shown(self, text: Text, policy: Policy, pause: float = PAUSE) -> Iterator[Reader]:
+    def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:
         """A reader of rounds that shows the text, or its trace; a line separates it from the sample before."""
         if self.samples:
             print("-" * 20, file=self.file)
         if self.request.options.trace:
-            with LiveTrace(TraceConsole(file=self.file), self.labels, policy, pause=pause) as live:
+            with LiveTrace(Console(file=self.file), self.labels, pause=pause) as live:
                 yield live.add
             return
         stream, show = TextStream(text), partial(print, end="", file=self.file, flush=True)
@@ -114,12 +106,13 @@ class Output:
         self.samples.append(sample)
 
     def close(self) -> None:
-        """Print the JSON and write the page of the samples so far."""
-        request, options = self.request, self.request.options
-        if options.json:
+        """Print the JSON and write the page of the samples so far. Raises InputError when it cannot be written."""
+        request, page = self.request, self.request.options.html
+        if request.options.json:
             for sample in self.samples:
                 print(json.dumps(as_json(sample, request.repeat_with), ensure_ascii=False))
-        if options.html and (recordings := [each for each in self.recordings if each.rounds]):
-            about = request.folder.name, self.drafting, request.params, request.coupling
-            write_page(options.html, Heading.of(request.prompt, *about), recordings)
-            say(f"the run round by round: {options.html}")
+        if page and (recordings := [each for each in self.recordings if each.sample["rounds"]]):
+            facts = heading(request.prompt, request.folder.name, self.drafting, request.params, request.coupling)
+            with explaining(f"{page} cannot be written"), atomic_path(page) as temporary:
+                temporary.write_text(render_page(facts, recordings), encoding="utf-8")
+            say(f"the run round by round: {page}")

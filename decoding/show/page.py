@@ -11,11 +11,12 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decoding.drafters import Draft
@@ -23,14 +24,13 @@ from decoding.policies import Policy
 from decoding.rounds import Round
 from decoding.run.chooser import Drafting
 from decoding.sampling import SamplingParams
-from decoding.show.details import Detail, examine
 from decoding.show.report import sampling_in_words
 from decoding.verify import Coupling
-from model import LayerPlan
 from model.clock import now
-from weights.cli.files import atomic_path, explaining
 
 TEMPLATE = Path(__file__).with_name("page.html")
+TOP = 5  # likeliest tokens that are kept
+DIGITS = 6  # of a probability on the page: more than a reader compares, in half the bytes
 
 
 class Recording:
@@ -49,19 +49,15 @@ class Recording:
         show: Callable[[dict[str, Any]], None] = lambda part: None,
     ) -> None:
         self.policy, self.params, self.label, self.show = policy, params, label, show
-        self.rounds: list[dict[str, Any]] = []
+        self.sample: dict[str, Any] = {"rounds": [], "finish": "interrupted", "seconds": 0.0}
         self.labels: dict[int, str] = {}
-        self.finish, self.seconds = "interrupted", 0.0
         self.threshold = policy.threshold
-        self.details: list[Detail] = []
+        self.details: list[dict[str, Any]] = []
         self.examining = 0.0  # seconds
 
-    def draft(self, draft: Draft) -> None:
+    def draft(self, tokens: list[int]) -> None:
         """Show a draft that is not verified yet."""
-        began = now(draft.tokens.device)
-        if tokens := draft.tokens.tolist():
-            self._show("draft", tokens, tokens=tokens)
-        self.examining += now(draft.tokens.device) - began
+        self._show("draft", tokens, tokens=tokens)
 
     def observe(self, draft: Draft, logits: Tensor, probs: Tensor, accepted: int, token: Tensor) -> None:
         """Keep the probabilities of the round that ``add`` takes next."""
@@ -71,11 +67,22 @@ class Recording:
 
     def add(self, round: Round, seconds: float) -> None:
         """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included."""
-        data = round_data(round, self.details, self.threshold)
-        self.rounds.append(data)
+        verdicts = zip(self.details, round.verdicts(), strict=False)
+        data = {
+            "position": round.position,
+            "tokens": [{**detail, "verdict": verdict} for detail, (_, verdict) in verdicts],
+            "drafted": len(round.drafted),
+            "accepted": min(round.accepted, len(round.emitted)),
+            "emitted": len(round.emitted),
+            "retracted": len(round.retracted),
+            "threshold": self.threshold,
+        }
         self.threshold = self.policy.threshold  # for the next round: the policy has observed this one
-        self.finish, self.seconds = round.finish or self.finish, seconds - self.examining
-        self._show("round", named_tokens(data["tokens"]), round=data, finish=round.finish, seconds=self.seconds)
+        self.sample["rounds"].append(data)
+        self.sample |= {"finish": round.finish or "interrupted", "seconds": seconds - self.examining}
+        lists = [each["draft_top"] + each["target_top"] for each in self.details]  # they include the tokens themselves
+        named = [token for top in lists for token, _ in top]
+        self._show("round", named, round=data, finish=round.finish, seconds=self.sample["seconds"])
 
     def _show(self, kind: str, named: Iterable[int], **facts: Any) -> None:
         """Show a part of the given kind, with labels of those ``named`` tokens that have none yet."""
@@ -84,49 +91,65 @@ class Recording:
         self.show({"kind": kind, "labels": new, **facts})
 
 
-@dataclass(frozen=True)
-class Heading:
-    """Facts about the whole run.
+def examine(
+    draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor, params: SamplingParams
+) -> list[dict[str, Any]]:
+    """JSON of each drafted token, then of the target's ``token`` (``[]`` int64).
 
-    ``facts`` are pairs of a name and a value; ``plan`` is that under which the target drafts for itself, if any;
-    ``race`` names the rule of verification, the race or the ratio rule.
+    ``id``  the token
+    ``q``  the draft's probability of it; None where nothing was drafted
+    ``p``  the target's
+    ``draft_top``, ``target_top``  ``(token, probability)`` of the likeliest tokens, best first, and of this token.
+    They are those of q and p. In greedy decoding, where q and p are one-hot, they are raw softmax probabilities, but
+    q's where the drafter keeps no logits. ``draft_top`` is empty where nothing was drafted.
+
+    ``logits`` and ``target_probs`` p are ``[k + 1, vocab]``. The target's token belongs to row ``accepted``; where a
+    drafted token was rejected, the draft has probabilities of that row too. Reads the host.
     """
+    drafted, shown = draft.probs, target_probs
+    if params.temperature == 0:
+        drafted = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1) if draft.logits else drafted
+        shown = torch.softmax(logits.float(), dim=-1)
 
-    prompt: str
-    facts: Sequence[tuple[str, str]]
-    plan: LayerPlan | None
-    greedy: bool
-    race: bool = False
+    def detail(row: int, token: int) -> dict[str, Any]:
+        facts = {"id": token, "p": probability(target_probs[row], token), "target_top": likeliest(shown[row], token)}
+        if row == len(draft.tokens):
+            return {**facts, "q": None, "draft_top": []}
+        return {**facts, "q": probability(draft.probs[row], token), "draft_top": likeliest(drafted[row], token)}
 
-    @classmethod
-    def of(cls, prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> Heading:
-        """The heading of texts that a model writes after a prompt."""
-        greedy, race = params.temperature == 0, coupling.name == "race"
-        sampling = sampling_in_words(params, "" if greedy else str(coupling))
-        facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
-        return cls(prompt, facts, drafting.plan, greedy, race)
+    return [*map(detail, range(len(draft.tokens)), draft.tokens.tolist()), detail(accepted, token.item())]
 
 
-def render_page(heading: Heading, recordings: Iterable[Recording]) -> str:
-    """The whole page as HTML."""
-    samples, labels = [], {}
+def likeliest(probs: Tensor, token: int) -> list[tuple[int, float]]:
+    """The ``TOP`` likeliest tokens of ``[vocab]`` probabilities above 0, best first, then ``token`` if not there."""
+    ids = probs.nan_to_num(0.0).topk(min(TOP, len(probs))).indices.tolist()
+    top = [(each, value) for each in ids if (value := probability(probs, each))]
+    return top if token in dict(top) else [*top, (token, probability(probs, token))]
+
+
+def probability(probs: Tensor, token: int) -> float:
+    """A token's entry of ``[vocab]`` probabilities to ``DIGITS`` significant digits; 0 for NaN."""
+    return float(f"{probs[token].nan_to_num(0.0).item():.{DIGITS}g}")
+
+
+def heading(prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> dict[str, Any]:
+    """JSON of the facts about a whole run, with the plan under which the target drafts for itself, if any."""
+    greedy, race = params.temperature == 0, coupling.name == "race"
+    sampling = sampling_in_words(params, "" if greedy else str(coupling))
+    facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
+    plan = drafting.plan and asdict(drafting.plan)
+    return {"prompt": prompt, "facts": facts, "plan": plan, "greedy": greedy, "race": race}
+
+
+def render_page(heading: dict[str, Any], recordings: Iterable[Recording], live: str = "") -> str:
+    """The whole page as HTML; a live page has further elements, which may ask the page's server."""
+    data = {**heading, "samples": [], "labels": {}}
     for recording in recordings:
-        samples.append({"rounds": recording.rounds, "finish": recording.finish, "seconds": recording.seconds})
-        labels |= recording.labels
-    return fill({**asdict(heading), "samples": samples, "labels": labels})
-
-
-def fill(data: dict[str, Any], live: str = "") -> str:
-    """The template with its data and, for a live page, its further elements, which may ask the page's server."""
+        data["samples"].append(recording.sample)
+        data["labels"] |= recording.labels
     template = TEMPLATE.read_text(encoding="utf-8").replace("{{live}}", live)
     policy = _content_security_policy(template) + ("; connect-src 'self'" if live else "")
     return template.replace("{{policy}}", policy).replace("{{data}}", embed(data))
-
-
-def write_page(path: Path, heading: Heading, recordings: Iterable[Recording]) -> None:
-    """Write the page, atomically. Raises InputError when the file cannot be written."""
-    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
-        temporary.write_text(render_page(heading, recordings), encoding="utf-8")
 
 
 def embed(data: Any) -> str:
@@ -137,32 +160,10 @@ def embed(data: Any) -> str:
 
 def _content_security_policy(page: str) -> str:
     """The policy that allows the page's scripts and styles, by their hashes, and nothing else."""
-    allowed = ["default-src 'none'"]
-    for kind, tag in (("script-src", "script"), ("style-src", "style")):
+
+    def hashes(tag: str) -> str:
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
-        allowed.append(" ".join([kind, *(f"'sha256-{digest}'" for digest in digests)]))
-    return "; ".join(allowed)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
 
-
-def round_data(round: Round, details: Sequence[Detail], threshold: float | None) -> dict[str, Any]:
-    """JSON of a round, with the exit threshold under which it was drafted."""
-    return {
-        "position": round.position,
-        "tokens": [
-            {**asdict(detail), "verdict": verdict}
-            for (_, verdict), detail in zip(round.verdicts(), details, strict=False)
-        ],
-        "drafted": len(round.drafted),
-        "accepted": min(round.accepted, len(round.emitted)),
-        "emitted": len(round.emitted),
-        "retracted": len(round.retracted),
-        "threshold": threshold,
-    }
-
-
-def named_tokens(tokens: Iterable[dict[str, Any]]) -> Iterator[int]:
-    """Ids of these tokens and of the likeliest beside each: all that the page names."""
-    for token in tokens:
-        yield token["id"]
-        yield from (other for other, _ in [*token["draft_top"], *token["target_top"]])
+    return f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}"

@@ -22,7 +22,7 @@ def describe(sample: Sample, draft: str, repeat_with: str) -> str:
 
 def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
     """The object that --json prints."""
-    s = sample.statistics
+    names = ("rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round")
     return {
         "text": sample.text.written,
         "tokens": sample.text.generated,
@@ -30,12 +30,8 @@ def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
         "finish_reason": sample.finish,
         "seconds": sample.seconds,
         "tokens_per_second": sample.tokens_per_second,
-        "rounds": s.rounds,
-        "drafted": s.drafted,
-        "accepted": s.accepted,
-        "acceptance_rate": s.acceptance_rate,
-        "tokens_per_round": s.tokens_per_round,
-        "accepted_histogram": s.histogram,
+        **{name: getattr(sample.statistics, name) for name in names},
+        "accepted_histogram": sample.statistics.histogram,
         "repeat_with": repeat_with,
     }
 

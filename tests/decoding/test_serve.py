@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import io
 import json
 import random
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -22,18 +19,16 @@ import torch
 from starlette.datastructures import Headers
 
 import generate
+from decoding.run.chooser import Drafting
 from decoding.serve import app, worker
-from decoding.serve.app import MAX_BODY, Guard
-from decoding.serve.completions import write_completion
-from decoding.serve.requests import Completion, Refusal, TextRequest
-from decoding.serve.worker import MAX_WAITING, ClientGone, Job
+from decoding.serve.app import MAX_BODY, MAX_REQUESTS, Guard
+from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
-from model import InputError
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
-from weights.names import model_folder
 
 PROMPT = "the hen and the"
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
+ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}  # q would end the text
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +48,7 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def generated(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
-    """What generate.py writes."""
+    """Samples that generate.py writes."""
     capsys.readouterr()
     assert generate.main([PROMPT, "--model", str(folder), "--json", *options]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -70,20 +65,14 @@ REQUESTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"stop": ["e", "a"], "ban": "t", **SEEDED}, ["--draft", "exit", "--stop", "e", "--stop", "a", "--ban", "t"]),
     ({"repetition_penalty": 1.3, "min_p": 0.01, **SEEDED}, ["--repetition-penalty", "1.3", "--min-p", "0.01"]),
 ]
+KINDS = [(chat, stream) for chat in (True, False) for stream in (True, False)]
 
 
-@pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize(("asked", "options"), REQUESTS, ids=lambda value: " ".join(value)[:40])
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
 def test_a_seeded_text_is_the_one_that_generate_writes(
-    asked: dict[str, Any],
-    options: list[str],
-    stream: bool,
-    chat: bool,
-    client: openai.OpenAI,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    number: int, client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (asked, options), (chat, stream) = REQUESTS[number], KINDS[number % 4]
     seeded = ["--temperature", "0.9", "--seed", "3", "--max-new-tokens", "24"] if "seed" in asked else []
     draft = [] if "--draft" in options else ["--draft", "exit"]
     (wanted,) = generated(folder, capsys, *options, *draft, *seeded, "--chat" if chat else "--no-chat")
@@ -95,19 +84,17 @@ def test_a_seeded_text_is_the_one_that_generate_writes(
 
 def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, Any]) -> tuple[str, str, Any]:
     """Text, finish reason and usage, by the real client."""
-    standard = {
-        name: value for name, value in asked.items() if name in ("temperature", "seed", "max_tokens", "stop", "top_p")
-    }
-    ours = {name: value for name, value in asked.items() if name not in standard}
+    names = ("temperature", "seed", "max_tokens", "stop", "top_p")
+    standard = {name: value for name, value in asked.items() if name in names}
+    ours = {name: value for name, value in asked.items() if name not in names}
     said = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
     create = client.chat.completions.create if chat else client.completions.create
     if not stream:
         answer = create(model="tiny", extra_body=ours, **said, **standard)
         (choice,) = answer.choices
         return (choice.message.content if chat else choice.text), choice.finish_reason, answer.usage
-    *chunks, last = create(
-        model="tiny", extra_body=ours, stream=True, stream_options={"include_usage": True}, **said, **standard
-    )
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = create(model="tiny", extra_body=ours, **usage, **said, **standard)
     assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
     choices = [chunk.choices[0] for chunk in chunks]
     if chat:
@@ -121,71 +108,19 @@ def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, A
 def test_several_samples_are_generates_several_samples(
     client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """More than are written at once."""
     options = ["--temperature", "0.9", "--seed", "3", "--max-new-tokens", "24"]
-    wanted = generated(folder, capsys, "--no-chat", "--draft", "exit", "--num-samples", "3", *options)
-    answer = client.completions.create(model="tiny", prompt=PROMPT, n=3, **SEEDED)
+    wanted = generated(folder, capsys, "--no-chat", "--draft", "exit", "--num-samples", "6", *options)
+    answer = client.completions.create(model="tiny", prompt=PROMPT, n=6, **SEEDED)
     assert [choice.text for choice in answer.choices] == [sample["text"] for sample in wanted]
-    assert len({choice.text for choice in answer.choices}) == 3
-    chunks = client.completions.create(model="tiny", prompt=PROMPT, n=3, stream=True, **SEEDED)
-    texts = Counter[int]()
-    streamed = ["", "", ""]
-    for chunk in chunks:
-        streamed[chunk.choices[0].index] += chunk.choices[0].text
-        texts[chunk.choices[0].index] += 1
-    assert streamed == [sample["text"] for sample in wanted] and min(texts.values()) > 1
-
-
-class Terminal(io.StringIO):
-    """Remembers how much had been written after each write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lengths = {0}
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        self.lengths.add(len(self.getvalue()))
-        return written
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_stream_shows_only_what_a_terminal_had_shown_after_some_round(
-    seed: int, served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half characters, beginnings of stop strings and of banned words are held back: the model writes random bytes."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    rules = ["--max-new-tokens", "60", "--stop", "zz", "--stop", "\ufffd\ufffd\ufffd", "--ban", "th", "--ban", "he e"]
-    options = ["--temperature", "1.2", "--seed", str(seed), "--draft", "lookup", "--no-chat", *rules]
-    assert generate.main([PROMPT, "--model", str(folder), *options]) == 0
-    monkeypatch.undo()
-    asked = {"prompt": PROMPT, "seed": seed, "temperature": 1.2, "max_tokens": 60, "draft": "lookup", "stream": True}
-    status, stream = served.ask(
-        "/v1/completions", {**asked, "stop": ["zz", "\ufffd\ufffd\ufffd"], "ban": ["th", "he e"]}
-    )
-    *chunks, done = events_of(stream)
-    assert (status, done) == (200, "[DONE]")
-    shown = ""
-    for chunk in chunks:
-        shown += chunk["choices"][0]["text"]
-        assert len(shown) in terminal.lengths, "the terminal never had just this much"
-    assert shown + "\n" == terminal.getvalue() and len(chunks) > 3
-
-
-def test_what_speculation_did_stands_beside_the_text(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny", prompt=PROMPT, **SEEDED)
+    assert len({choice.text for choice in answer.choices}) == 6
     told = answer.choices[0].model_extra["speculation"]
-    assert told["repeat_with"] == "--seed 3 --coupling race"
-    assert told["accepted"] <= told["drafted"] and told["drafted"] > 0 and told["tokens_per_round"] >= 1
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_text_of_no_characters_has_a_choice_too(stream: bool, client: openai.OpenAI) -> None:
-    """The first token completes the stop string; it is to be a whole character."""
-    firsts = [asked_of(client, True, False, {**SEEDED, "seed": seed, "max_tokens": 1})[0] for seed in range(9)]
-    seed = next(seed for seed, first in enumerate(firsts) if first.isascii())
-    text, finish, usage = asked_of(client, True, stream, {**SEEDED, "seed": seed, "stop": [firsts[seed]]})
-    assert (text, finish, usage.completion_tokens) == ("", "stop", 1)
+    assert told["repeat_with"] == "--seed 3 --coupling race" and told["drafted"] > 0 and told["tokens_per_round"] >= 1
+    streamed, pieces = [""] * 6, Counter[int]()
+    for chunk in client.completions.create(model="tiny", prompt=PROMPT, n=6, stream=True, **SEEDED):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+        pieces[chunk.choices[0].index] += 1
+    assert streamed == [sample["text"] for sample in wanted] and min(pieces.values()) > 1
 
 
 def test_the_model_is_listed_by_its_folders_name(client: openai.OpenAI) -> None:
@@ -209,7 +144,7 @@ def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served
     assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 def texts(**fields: Any) -> tuple[str, Any]:
@@ -224,47 +159,22 @@ def said(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-# What is asked for, and the status, the field and a part of the message of the error.
+# The request, and the status, the field and a part of the message of the error.
 WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
-    "no messages": (("chat/completions", {}), 400, "messages", "messages is missing"),
-    "a message that is text": (chats("hello"), 400, "messages[0]", "messages[0] must be an object"),
-    "a tool": (chats({"role": "tool", "content": "a"}), 400, "messages[0].role", "found 'tool'"),
-    "no content": (chats(said("a"), {"role": "assistant"}), 400, "messages[1].content", "is missing"),
-    "content that is null": (chats(said(None)), 400, "messages[0].content", "is missing"),
-    "content of no parts": (chats(said([])), 400, "messages[0].content", "at least 1 item"),
-    "an image": (chats(said([{"type": "image_url"}])), 400, "messages[0].content[0].type", "must be 'text'"),
-    "no prompt": (("completions", {}), 400, "prompt", "prompt is missing"),
-    "an empty prompt": (("completions", {"prompt": " "}), 400, "prompt", "prompt is empty"),
-    "two prompts": (("completions", {"prompt": ["a", "b"]}), 400, "prompt", "prompt must be a valid string"),
-    "half a surrogate": (("completions", b'{"prompt": "\\ud800"}'), 400, None, "not valid JSON"),
+    "no messages": (("chat/completions", {}), 400, "messages", "messages: Field required"),
+    "a tool": (chats({"role": "tool", "content": "a"}), 400, "messages[0].role", "should be 'system'"),
+    "an image": (chats(said([{"type": "image_url"}])), 400, "messages[0].content[0].type", "should be 'text'"),
+    "an empty prompt": (("completions", {"prompt": ""}), 400, "prompt", "at least 1 character"),
     "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
-    "temperature in words": (texts(temperature="hot"), 400, "temperature", "temperature must be a valid number"),
-    "temperature below 0": (texts(temperature=-1), 400, "temperature", "must be greater than or equal to 0, found -1"),
     "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "temperature", "finite"),
-    "top_p 0": (texts(top_p=0), 400, "top_p", "top_p must be greater than 0"),
-    "no tokens": (texts(max_tokens=0), 400, "max_tokens", "max_tokens must be greater than or equal to 1"),
-    "a seed of 65 bits": (texts(seed=2**64), 400, "seed", "seed must be less than"),
-    "no samples": (texts(n=0), 400, "n", "n must be greater than or equal to 1"),
-    "too many stops": (texts(stop=["a"] * 17), 400, "stop", "stop must have at most 16 items"),
-    "an empty stop": (texts(stop=""), 400, "stop[0]", "must have at least 1 character"),
-    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "draft must be one of"),
-    "a draft model": (texts(draft="model"), 400, "draft", "draft must be one of"),
-    "a draft by plan": (texts(draft="skip"), 400, "draft", "draft must be one of"),
-    "a plan's path": (texts(plan="/etc/passwd"), 400, "plan", "plan is not served here"),
-    "a long draft": (texts(gamma=33), 400, "gamma", "gamma must be less than or equal to 32"),
-    "no such exit": (texts(exit_layer=5), 400, "exit_layer", "exit_layer must be from 1 to 4, found 5"),
-    "an exit of no use": (texts(draft="none", exit_layer=2), 400, "exit_layer", "no effect with draft none"),
+    "too many stops": (texts(stop=["a"] * 17), 400, "stop", "at most 16 items"),
+    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
+    "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),
+    "no such exit": (texts(exit_layer=5), 400, "exit_layer", "the model has 4 layers"),
     "bits of no use": (texts(draft="lookup", bits=4), 400, "bits", "bits has no effect with draft lookup"),
-    "no such bits": (texts(bits=5), 400, "bits", "bits must be 4"),
-    "a second width": (texts(draft="lowbit", bits=8), 400, "bits", "a second width needs another server"),
-    "no such coupling": (texts(coupling="love"), 400, "coupling", "coupling must be 'ratio' or 'race'"),
-    "probabilities": (texts(logprobs=3), 400, "logprobs", "logprobs is not served here"),
-    "two best of": (texts(best_of=2), 400, "best_of", "best_of is not served here"),
-    "JSON": (texts(response_format={"type": "json_object"}), 400, "response_format", "not served here"),
-    "tools": (texts(tools=[{}]), 400, "tools", "tools is not served here"),
-    "a list": (("completions", []), 400, None, "the body must be an object"),
-    "no JSON": (("completions", b"{'a': 1}"), 400, None, "not valid JSON"),
-    "a deep nest": (("completions", b"[" * 100_000), 400, None, "not valid JSON"),
+    "a second width": (texts(draft="lowbit", bits=8), 400, "bits", "other bits need another server"),
+    "probabilities": (texts(logprobs=3), 400, "logprobs", "logprobs is not served here: leave it out"),
+    "a list": (("completions", []), 400, None, "the body: Input should be an object"),
     "too much": (texts(suffix="a" * MAX_BODY), 413, None, "more than 1048576 bytes"),
     "another page": (("nowhere", {}), 404, None, "Not Found"),
 }
@@ -283,59 +193,27 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
     assert "\n" not in error["message"] and "--" not in error["message"]
 
 
-def test_bits_without_kernels_are_refused_in_the_words_of_requests(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Known only where the draft is made, which is when the request's turn has come."""
-    monkeypatch.setattr(type(served.worker.setting.model), "fast_bits", (8,))
-    status, answer = served.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "bits": 4, "stream": True})
-    error = json.loads(answer)["error"]
-    assert (status, error["param"]) == (400, "bits") and "kernels for 8 bits only" in error["message"]
-
-
-def test_low_bits_of_requests_are_those_of_the_command_line(folder: Path) -> None:
-    with serving("--model", str(folder), "--draft", "exit", "--bits", "8") as running:
-        assert running.worker.bits == 8
-        assert running.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "max_tokens": 2})[0] == 200
-        status, answer = running.ask("/v1/completions", {"prompt": "a", "draft": "lowbit", "bits": 4})
-        assert status == 400 and b"bits must be 8: a second width needs another server" in answer
-
-
 def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
     idle = {"frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "echo": False, "user": "me", "best_of": 1}
     idle |= {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True}
     assert served.text(prompt=PROMPT, **idle) == served.text(prompt=PROMPT)
 
 
-def test_the_methods_and_kinds_of_content_that_are_served(served: Served) -> None:
-    assert served.ask("/v1/completions", method="GET")[0] == 405
-    assert served.ask("/v1/models", {})[0] == 405
-    form = {"Content-Type": "text/plain"}  # what a form of another site can send
-    status, answer = served.ask("/v1/completions", {"prompt": "a"}, headers=form)
-    assert status == 415 and "application/json" in json.loads(answer)["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
         ({"host": "localhost:8000"}, None),
-        ({"host": "127.0.0.1:1234"}, None),
         ({"host": "[::1]:8000"}, None),
         ({"host": "192.168.1.7:8000"}, None),
         ({"host": "My-Laptop:8000"}, None),
         ({"host": "evil.example:8000"}, "host"),
-        ({"host": "localhost.evil.example"}, "host"),
         ({"host": "127.0.0.1.evil.example"}, "host"),
         ({"host": "localhost:8000@evil.example"}, "host"),
-        ({"host": ""}, "host"),
         ({}, "host"),
         ({"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
         ({"host": "localhost:8000", "origin": "http://localhost:3000"}, "origin"),
-        ({"host": "localhost:8000", "origin": "https://evil.example"}, "origin"),
         ({"host": "localhost:8000", "origin": "null"}, "origin"),
         ({"host": "localhost:8000", "sec-fetch-site": "same-origin"}, None),
-        ({"host": "localhost:8000", "sec-fetch-site": "none"}, None),
-        ({"host": "localhost:8000", "sec-fetch-site": "cross-site"}, "origin"),
         ({"host": "localhost:8000", "sec-fetch-site": "same-site"}, "origin"),
     ],
 )
@@ -346,10 +224,7 @@ def test_no_page_of_another_site_may_use_the_server(headers: dict[str, str], cod
 
 def test_a_page_of_another_site_may_link_to_the_page_but_not_read_it(served: Served) -> None:
     other = {"Sec-Fetch-Site": "cross-site"}
-    assert served.ask("/", method="GET", headers=other)[0] == 200
-    assert served.ask("/", method="GET", headers={**other, "Origin": "https://evil.example"})[0] == 403
-    assert served.ask("/v1/models", method="GET", headers=other)[0] == 403
-    assert served.ask("/", method="GET", headers={"Host": "evil.example"})[0] == 403
+    assert [served.ask(path, method="GET", headers=other)[0] for path in ("/", "/v1/models")] == [200, 403]
     assert served.ask("/v1/completions", {"prompt": "a"}, headers={"Origin": "https://evil.example"})[0] == 403
 
 
@@ -365,14 +240,14 @@ def test_a_body_that_breaks_off_ends_its_request_alone(served: Served, capsys: p
 
 @pytest.fixture
 def gate(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until it is set, nothing is written."""
-    opened, outcome = threading.Event(), served.worker._outcome
+    """Until it is set, no text begins."""
+    opened, drafting = threading.Event(), served.worker.drafting
 
-    def wait(job: Job) -> InputError | None:
+    def wait(*options: Any) -> Drafting:
         opened.wait(60)
-        return outcome(job)
+        return drafting(*options)
 
-    monkeypatch.setattr(served.worker, "_outcome", wait)
+    monkeypatch.setattr(served.worker, "drafting", wait)
     yield opened
     opened.set()
     until(lambda: served.idle)
@@ -381,25 +256,25 @@ def gate(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
 def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, gate: threading.Event, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, order = served.worker.writer.begin, []
-    monkeypatch.setattr(served.worker.writer, "begin", lambda ids: (order.append(len(ids)), begin(ids)))
-    with ThreadPoolExecutor(MAX_WAITING + 1) as pool:
+    write, order, most = served.worker.write, [], MAX_WAITING + 4
+    monkeypatch.setattr(served.worker, "write", lambda job, *rest: (order.append(len(job.ids)), write(job, *rest))[1])
+    with ThreadPoolExecutor(most) as pool:
         asking = []
-        for number in range(MAX_WAITING + 1):
+        for number in range(most):
             asking.append(pool.submit(served.text, prompt="x" * (number + 1)))
             until(lambda: len(served.worker.jobs) == len(asking))
         with pytest.raises(openai.RateLimitError, match="16 requests wait already"):
             client.completions.create(model="tiny", prompt=PROMPT)
         gate.set()
         assert all(each.result() for each in asking)
-    assert order == [number + 1 for number in range(MAX_WAITING + 1)]
+    assert order == [number + 1 for number in range(most)]
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_the_queue_frees_its_place(
     stream: bool, served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "MAX_WAITING", 1)
+    monkeypatch.setattr(worker, "MAX_WAITING", -2)
     connections = []
     for number in (1, 2):
         connections.append(served.begin("/v1/completions", {"prompt": PROMPT, "stream": stream}))
@@ -408,7 +283,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
     jobs = [*served.worker.jobs]
     for connection, job in zip(connections, jobs, strict=True):
         connection.close()
-        until(job.gone.is_set)
+        until(lambda: job.gone)  # noqa: B023
     with ThreadPoolExecutor() as pool:
         text = pool.submit(served.text, prompt=PROMPT)
         until(lambda: len(served.worker.jobs) == 3)
@@ -416,151 +291,149 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
         assert text.result()
 
 
+def test_above_the_number_of_open_requests_the_answer_is_json(served: Served, gate: threading.Event) -> None:
+    connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(MAX_WAITING + 4)]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"  # the body never ends
+    for _ in range(MAX_REQUESTS - len(connections)):
+        connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
+        connections[-1].sendall(head)
+    outcomes = []
+    until(lambda: outcomes.append(served.ask("/v1/models", method="GET")) or outcomes[-1][0] == 503)
+    error = json.loads(outcomes[-1][1])["error"]
+    assert error["type"] == "server_error" and "128 requests are open" in error["message"]
+    for connection in connections:
+        connection.close()
+    until(lambda: served.ask("/v1/models", method="GET")[0] == 200)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/live"])
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_the_text_of_a_client_that_went_away_ends(path: str, stream: bool, served: Served) -> None:
-    asked = {"prompt": PROMPT, "messages": [{"role": "user", "content": "a"}], "max_tokens": CONTEXT, "stream": stream}
-    asked |= {"temperature": 1, "ban": "q"}  # q would end the text
-    del asked["prompt" if "chat" in path else "messages"]
-    if path == "/live":
-        del asked["stream"]
+def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Served) -> None:
+    """Within a step, while another is written."""
+    asked = {**ENDLESS, "stream": path != "/v1/completions"}
+    if "chat" in path:
+        asked["messages"] = [said(asked.pop("prompt"))]
+    other = served.begin("/v1/completions", {**ENDLESS, "stream": True})
+    assert other.recv(10)
     connection = served.begin(path, asked)
-    until(lambda: served.worker.jobs)
-    if stream or path == "/live":
-        assert connection.recv(10)
-    (job,) = served.worker.jobs
+    until(lambda: len(served.worker.jobs) == 2 and len(served.worker.active) == 2)
+    _, job = served.worker.jobs
     connection.close()
+    until(lambda: len(served.worker.jobs) == len(served.worker.active) == 1)
+    assert job.gone and job.tasks[0].ended and other.recv(10)
+    other.close()
     until(lambda: served.idle)
-    assert job.gone.is_set()
-    assert served.text(prompt=PROMPT)
 
 
-def test_a_text_ends_with_the_round_in_which_its_client_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds, over, check = [], threading.Event(), Job.check
-
-    def leave_after_five(job: Job) -> None:
-        rounds.append(job)
-        if len(rounds) == 5:
-            job.gone.set()
-        try:
-            check(job)
-        except ClientGone:
-            over.set()
-            raise
-
-    connection = served.begin(
-        "/v1/completions", {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}
-    )
-    monkeypatch.setattr(Job, "check", leave_after_five)
-    assert over.wait(60)
-    until(lambda: served.idle)
-    connection.close()
-    assert len(rounds) == 5
-
-
-def job_of(**fields: Any) -> Job:
-    return Job(TextRequest(Completion(prompt="a", **fields), [1], 1, None), write_completion)  # type: ignore[arg-type]
-
-
-def test_whatever_fails_in_writing_is_told_and_the_next_text_is_written(
+def test_what_fails_in_writing_is_told_and_the_next_text_is_written(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a /secret/path\nand more")
 
-    monkeypatch.setattr(served.worker.writer, "begin", fail)
+    monkeypatch.setattr(served.worker, "drafting", fail)
     status, answer = served.ask("/v1/completions", {"prompt": PROMPT, "stream": True})
     monkeypatch.undo()
     assert status == 500 and b"secret" not in answer
     assert json.loads(answer)["error"]["type"] == "server_error"
-    assert capsys.readouterr().err == "[a text could not be written: RuntimeError: a /secret/path and more]\n"
+    assert capsys.readouterr().err == "[a request could not be answered: RuntimeError: a /secret/path and more]\n"
     assert served.text(prompt=PROMPT)
-
-
-def test_what_fails_in_the_middle_of_a_stream_is_told_in_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = served.worker.writer.write
-
-    def fail(*positional: Any, **named: Any) -> Any:
-        write(*positional, **named)
-        raise InputError("the model went wrong")
-
-    monkeypatch.setattr(served.worker.writer, "write", fail)
-    with pytest.raises(openai.APIError, match="the model went wrong"):
-        list(openai_stream(served))
-
-
-def openai_stream(served: Served) -> Iterator[Any]:
-    client = openai.OpenAI(base_url=served.address + "/v1", api_key="none", max_retries=0)
-    yield from client.completions.create(model="tiny", prompt=PROMPT, stream=True, **SEEDED)
 
 
 # ---- many at once ----
 
+COMPANY = [
+    {"prompt": "the hen", "draft": "exit", "seed": 1, "temperature": 0.9, "max_tokens": 60},
+    {"prompt": "the hen", "draft": "lookup", "seed": 1, "temperature": 0.9, "coupling": "ratio", "max_tokens": 50},
+    {"prompt": "a fox and " * 20, "draft": "none", "seed": 2, "temperature": 1.1, "ban": ["e", "th"], "max_tokens": 40},
+    {"prompt": "in an inn", "draft": "exit", "exit_layer": 3, "adaptive": True, "coupling": "ratio", "max_tokens": 70}
+    | {"seed": 3, "temperature": 0.7, "repetition_penalty": 1.2},
+]
+
+
+def test_no_seeded_text_depends_on_the_texts_beside_it(
+    served: Served, folder: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four clients at once, and each alone at a server that writes one text after another."""
+    together, widths = served.worker.model.together, []
+    monkeypatch.setattr(
+        served.worker.model, "together", lambda calls, plan=None: (widths.append(len(calls)), together(calls, plan))[1]
+    )
+    with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
+        alone = [lonely.text(**asked) for asked in COMPANY]
+    with ThreadPoolExecutor(4) as pool:
+        for order in (COMPANY, COMPANY[::-1]):
+            wanted = alone if order is COMPANY else alone[::-1]
+            asking = [pool.submit(served.text, **asked) for asked in order]
+            until(lambda: len(served.worker.jobs) == 4 or gate.is_set())
+            gate.set()
+            assert [each.result() for each in asking] == wanted
+    assert max(widths) == 4 and len({*alone}) == 4
+
+
+def test_a_text_that_fails_ends_alone(folder: Path, tmp_path: Path) -> None:
+    """A drafter that breaks its contract in the middle of the text, told in its stream."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from decoding.drafters import PromptLookup\n\n\n"
+        "class Mine(PromptLookup):\n"
+        "    def __init__(self, target, cache):\n        super().__init__(target.vocab_size)\n\n"
+        "    def propose(self, text, *rest):\n"
+        "        fails = text.rules.stop_strings and len(text) > 20\n"
+        "        return None if fails else super().propose(text, *rest)\n"
+    )
+    with serving("--model", str(folder), "--draft", f"{own}:Mine", "--ban", "q", "--max-new-tokens", "50") as running:
+        wanted = running.text(prompt=PROMPT)
+        with ThreadPoolExecutor(4) as pool:
+            good = [pool.submit(running.text, prompt=PROMPT) for _ in range(3)]
+            bad = pool.submit(running.ask, "/v1/completions", {"prompt": PROMPT, "stop": "zzz", "stream": True})
+            *chunks, last = events_of(bad.result()[1])
+            assert [each.result() for each in good] == [wanted] * 3
+        assert chunks and "the drafter Mine breaks its contract" in last["error"]["message"]
+        assert running.text(prompt=PROMPT) == wanted
+
 
 def test_of_a_hundred_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing_is_kept(served: Served) -> None:
-    """Short, long, aborted, malformed and huge ones, at random; each text is what the same request got alone."""
+    """Short, long, aborted, malformed and huge ones, at random; each text is the same request's when it was alone."""
+    sizes = [(budget, draft) for budget in (3, 60) for draft in ("none", "lookup", "exit")]
     asked = [
-        {"prompt": f"the {word} and", "seed": seed, "temperature": 1.0, "max_tokens": budget, "draft": draft}
-        for seed, (word, budget, draft) in enumerate(
-            (word, budget, draft)
-            for word in ("hen", "fox")
-            for budget in (3, 60)
-            for draft in ("none", "lookup", "exit")
-        )
+        {"prompt": PROMPT, "seed": seed, "temperature": 1.0, "max_tokens": budget, "draft": draft}
+        for seed, (budget, draft) in enumerate(sizes)
     ]
     alone = [served.text(**each) for each in asked]
-    before = None
-    for half in range(2):
+
+    def client_of(number: int) -> None:
+        chance = random.Random(number)
+        for kind in ["whole", "stream", "aborted", "malformed", "huge"] * 3:
+            which = chance.randrange(len(asked))
+            if kind == "whole":
+                assert served.text(**asked[which]) == alone[which]
+            elif kind == "stream":
+                *chunks, done = events_of(served.ask("/v1/completions", {**asked[which], "stream": True})[1])
+                assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone[which] and done == "[DONE]"
+            elif kind == "aborted":
+                path, streams = chance.choice([("/v1/completions", True), ("/v1/completions", False), ("/live", True)])
+                connection = served.begin(path, {**ENDLESS, "stream": streams})
+                if streams and chance.random() < 0.7:
+                    connection.recv(1000)
+                connection.close()
+            elif kind == "malformed":
+                assert served.ask("/v1/completions", b'{"prompt": ' * chance.randrange(1, 99))[0] == 400
+            else:
+                assert served.ask("/v1/completions", {"prompt": "x" * chance.choice([MAX_BODY, 2 * CONTEXT])})[0] >= 400
+
+    kept = []
+    for _ in range(2):
         with ThreadPoolExecutor(4) as pool:
-            outcomes = [
-                each for done in pool.map(lambda number: client_of(number, served, asked), range(4)) for each in done
-            ]
-        for kind, number, text in outcomes:
-            if kind in ("whole", "stream"):
-                assert text == alone[number]
-        kinds = Counter(kind for kind, _, _ in outcomes)
-        assert kinds.total() == 52 and len(kinds) == 5
+            list(pool.map(client_of, range(4)))
         until(lambda: served.idle)
         assert served.text(**asked[0]) == alone[0]
-        kept = held()
-        if half:
-            assert kept == before
-        before = kept
-
-
-def client_of(number: int, served: Served, asked: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    """Thirteen requests of one client, one after another: (kind, which was asked, the text)."""
-    chance, outcomes = random.Random(number), []
-    kinds = ["whole", "stream", "aborted", "malformed", "huge"]
-    for kind in [*kinds, *chance.choices(kinds, k=8)]:
-        which, text = chance.randrange(len(asked)), ""
-        if kind == "whole":
-            text = served.text(**asked[which])
-        elif kind == "stream":
-            status, stream = served.ask("/v1/completions", {**asked[which], "stream": True})
-            assert status == 200
-            *chunks, done = events_of(stream)
-            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-            assert done == "[DONE]"
-        elif kind == "aborted":
-            path = chance.choice(["/v1/completions", "/live"])
-            extra = {} if path == "/live" else {"stream": chance.random() < 0.5}
-            connection = served.begin(path, {**asked[which], "max_tokens": CONTEXT, "ban": "q", **extra})
-            if extra.get("stream", True) and chance.random() < 0.7:
-                connection.recv(1000)
-            connection.close()
-        elif kind == "malformed":
-            assert served.ask("/v1/completions", b'{"prompt": ' * chance.randrange(1, 99))[0] == 400
-        else:
-            sizes = {2 * CONTEXT: 400, MAX_BODY: 413}
-            size = chance.choice(list(sizes))
-            assert served.ask("/v1/completions", {"prompt": "x" * size})[0] == sizes[size]
-        outcomes.append((kind, which, text))
-    return outcomes
+        until(lambda: served.idle)
+        kept.append(held())
+    assert kept[0] == kept[1]
 
 
 def held() -> dict[str, int]:
-    """How many objects there are of what could pile up."""
+    """Number of objects of each kind that could pile up."""
     gc.collect()
     kinds = map(type, gc.get_objects())
     return dict(Counter(kind.__name__ for kind in kinds if issubclass(kind, (Job, Text, torch.Tensor))))
@@ -570,52 +443,34 @@ def held() -> dict[str, int]:
 
 
 def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
-    asked = {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True}
-    status, stream = served.ask("/live", asked)
-    events = events_of(stream)
-    begin = events[0]
+    status, stream = served.ask("/live", {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True})
+    begin, *events = events_of(stream)
     assert status == 200 and begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
     assert begin["columns"] == ["exit at layer 2 of 4", "plain"]
     labels: dict[str, str] = {}
     texts: list[list[int]] = [[], []]
-    drafts: list[list[int]] = []
-    clocks = [0.0, 0.0]
-    finished = [None, None]
-    for event in events[1:]:
+    drafts, clocks, finished = [], [0.0, 0.0], [None, None]
+    for event in events:
         labels |= event["labels"]
         side = event["column"]
         if event["kind"] == "draft":
-            assert side == 0
             drafts.append(event["tokens"])
-        elif event["kind"] == "round":
-            tokens = event["round"]["tokens"]
-            drafted = [token["id"] for token in tokens if token["verdict"] != "own"]
-            assert drafted == (drafts.pop() if drafted else []), "a draft is shown before its verdict"
-            texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
-            assert all(str(token["id"]) in labels for token in tokens)
-            assert all(0 <= token["p"] <= 1 and len(token["target_top"]) >= 5 for token in tokens)
-            assert event["seconds"] >= clocks[side]
-            clocks[side] = event["seconds"]
-            finished[side] = event["finish"]
+            continue
+        tokens = event["round"]["tokens"]
+        drafted = [token["id"] for token in tokens if token["verdict"] != "own"]
+        assert drafted == (drafts.pop() if drafted else []) and not drafts, "a draft is shown before its verdict"
+        texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
+        assert all(str(token["id"]) in labels and 0 <= token["p"] <= 1 for token in tokens)
+        assert event["seconds"] >= clocks[side]
+        clocks[side], finished[side] = event["seconds"], event["finish"]
     assert finished[0] == finished[1] and finished[0] in ("length", "eos")
     assert texts[0] == texts[1] and len(texts[0]) >= 10
-    answer = json.loads(served.ask("/v1/chat/completions", chat_of(asked))[1])
-    written = b"".join(map(served.worker.writer.token_bytes, texts[0])).decode(errors="replace")
+    answer = json.loads(served.ask("/v1/chat/completions", {**chats(said(PROMPT))[1], **SEEDED})[1])
+    written = b"".join(map(served.worker.setting.tokenizer.token_bytes, texts[0])).decode(errors="replace")
     assert written == answer["choices"][0]["message"]["content"]
 
 
-def chat_of(asked: dict[str, Any]) -> dict[str, Any]:
-    messages = [{"role": "user", "content": asked["prompt"]}]
-    return {"messages": messages, **{name: asked[name] for name in asked if name not in ("prompt", "beside")}}
-
-
-def test_the_page_is_told_what_goes_wrong(served: Served) -> None:
-    for wrong in ({"exit_layer": 9}, {"n": 2}, {"stream": False}):
-        status, answer = served.ask("/live", {"prompt": PROMPT, **wrong})
-        assert status == 400 and json.loads(answer)["error"]["param"] == next(iter(wrong))
-
-
-# ---- what the command line says ----
+# ---- the command line's part ----
 
 
 def test_what_a_request_does_not_say_is_as_on_the_command_line(
@@ -631,62 +486,54 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
     with serving("--model", str(folder), *said) as running:
         assert running.text(prompt=PROMPT) == wanted["text"]
         assert running.text(prompt=PROMPT, draft="none") == wanted["text"], "under the race the draft does not matter"
-        status, answer = running.ask("/v1/completions", {"prompt": PROMPT, "draft": f"{own}:Mine"})
-        assert status == 400 and b"draft must be one of" in answer
 
 
-def test_a_draft_model_and_a_plan_of_the_command_line_serve_their_names(folder: Path, tmp_path: Path) -> None:
+def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(folder: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"attn": [1], "mlp": [2], "gamma": 2}')
-    with serving("--model", str(folder), "--draft", "skip", "--plan", str(plan)) as running:
+    with serving("--model", str(folder), "--draft", "skip", "--bits", "8", "--plan", str(plan)) as running:
         plain = running.text(prompt=PROMPT, draft="none", **SEEDED)
         assert running.text(prompt=PROMPT, draft="skip", **SEEDED) == plain
+        assert running.worker.bits == 8
+        assert running.text(prompt=PROMPT, draft="lowbit", **SEEDED) == plain
     with serving("--model", str(folder), "--draft", "model", "--draft-model", str(folder)) as running:
         made = [running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)]
         assert made == [plain] * 3 and len(running.worker.made) == 1, "the draft model was loaded once"
-        assert running.ask("/live", {"prompt": PROMPT})[0] == 200
 
 
-def test_a_shipped_model_writes_what_generate_writes_whatever_drafts(capsys: pytest.CaptureFixture[str]) -> None:
-    model, prompt = model_folder("tiny-llama"), "Write a short story about a fox."
-    options = ["--temperature", "0.8", "--seed", "1", "--max-new-tokens", "40", "--model", str(model)]
-    assert generate.main([prompt, "--draft", "none", *options]) == 0
-    wanted = capsys.readouterr().out
-    with serving("--draft", "exit", *options) as running:
-        for draft in ("none", "lookup", "exit", "skip"):
-            asked = {"messages": [{"role": "user", "content": prompt}], "draft": draft}
-            answer = json.loads(running.ask("/v1/chat/completions", asked)[1])
-            assert answer["choices"][0]["message"]["content"] + "\n" == wanted
+def test_a_model_without_common_steps_writes_one_text_after_another(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving("--model", str(folder), "--draft", "exit", "--dtype", "float32", "--no-compile") as running:
+        assert "[texts are written one after another: here a step takes one text]" in capsys.readouterr().err
+        assert len(running.worker.rows) == 1
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda seed: running.text(prompt=PROMPT, **SEEDED | {"seed": seed}), (3, 3))
+        assert first == second
 
 
 def test_the_context_is_what_there_is_memory_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = generate.Request(generate.parse_arguments(["--serve", "0", "--model", str(folder)]))
-    assert app.context_length(request) == CONTEXT and not capsys.readouterr().err
-    monkeypatch.setattr(app, "free_bytes", lambda device: 4_000_000)
+    assert app.context_length(request, 4) == CONTEXT and not capsys.readouterr().err
     monkeypatch.setattr(app, "check_fits", lambda memory, device: None)
-    positions = app.context_length(request)
-    assert 1024 <= positions < CONTEXT
-    assert capsys.readouterr().err == f"[context: {positions} of the model's {CONTEXT} tokens]\n"
+    monkeypatch.setattr(app, "free_bytes", lambda device: 16_000_000)
+    one, four = (app.context_length(request, places) for places in (1, 4))
+    assert 1024 <= four < one <= CONTEXT
+    assert f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once" in capsys.readouterr().err
 
 
 def test_after_the_server_has_stopped_nothing_is_taken_on(folder: Path) -> None:
     with serving("--model", str(folder), "--draft", "none") as running:
-        connection = running.begin(
-            "/v1/completions", {"prompt": PROMPT, "max_tokens": CONTEXT, "ban": "q", "stream": True}
-        )
-        assert connection.recv(10)
+        connections = [running.begin("/v1/completions", {**ENDLESS, "stream": True}) for _ in range(5)]
+        assert connections[0].recv(10)
+        until(lambda: len(running.worker.jobs) == 5)
         running.server.should_exit = True
-        rest = b""
-        while part := connection.recv(1 << 16):
-            rest += part
-        connection.close()
-        assert b"the server is stopping" in rest
-        until(lambda: not running.worker.open and running.idle)
-
-        async def late() -> None:
-            with pytest.raises(Refusal, match="stopping"):
-                running.worker.submit(job_of())
-
-        asyncio.run(late())
+        for connection in connections:
+            rest = b""
+            while part := connection.recv(1 << 16):
+                rest += part
+            connection.close()
+            assert b"the server is stopping" in rest
+        until(lambda: running.idle)
