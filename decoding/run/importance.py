@@ -36,12 +36,17 @@ TOKENS = 48  # written after each prompt
 
 
 def calibration_texts(
-    model: Decoder, tokenizer: Tokenizer, params: SamplingParams, seed: int = 0, prompts: Sequence[str] = PROMPTS
+    model: Decoder,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    seed: int = 0,
+    prompts: Sequence[str] = PROMPTS,
+    tokens: int = TOKENS,
 ) -> list[Continuation]:
-    """The model's continuations of those prompts that fit its context, up to ``TOKENS`` tokens each."""
+    """The model's continuations of those prompts that fit its context, up to ``tokens`` tokens each."""
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     fitting = [ids for ids in encoded if len(ids) < model.max_positions]
-    return write_texts(model, fitting, params, Rules(TOKENS, tokenizer.eos_ids), seed)
+    return write_texts(model, fitting, params, Rules(tokens, tokenizer.eos_ids), seed)
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
@@ -51,15 +56,22 @@ def linear_layers(model: Decoder) -> dict[str, nn.Module]:
 
 
 @torch.inference_mode()
-def input_squares(model: Decoder, texts: Sequence[Continuation]) -> dict[str, Tensor]:
-    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the layer's name."""
+def input_squares(
+    model: Decoder,
+    texts: Sequence[Continuation],
+    square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
+) -> dict[str, Tensor]:
+    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the layer's name.
+
+    ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
+    """
     layers = linear_layers(model)
     sums: dict[str, Tensor] = {}
 
     def add(name: str) -> Callable[..., None]:
         def hook(part: nn.Module, inputs: tuple[Tensor, ...], output: Any = None) -> None:
             x = inputs[0] if output is None else output
-            sums[name] = sums.get(name, 0) + x.float().square().flatten(0, -2).sum(0)
+            sums[name] = sums.get(name, 0) + square(x.float().flatten(0, -2))
 
         return hook
 
