@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
-import platform
 import random
 import sys
 from datetime import datetime, timezone
@@ -55,7 +54,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--exit-layer", type=int, nargs="+", metavar="N", help="exits to draft with (default: a middle and a late one)")
     libraries = f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf"
     add("--against", type=partial(str.split, sep=","), default=[], metavar="LIBRARY", help=libraries)
-    add("--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-1], help="sections (default: all but together)")
+    add(
+        "--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-1], help="sections (default: all but together)"
+    )
     kinds = "kinds of prompts (default: all but stories, which are requests as the corpus writer makes them)"
     add("--prompts", choices=[*PROMPTS, "stories"], nargs="+", default=tuple(PROMPTS), help=kinds)
     add("--quick", action="store_true", help="one prompt of each kind, and no long ones")
@@ -76,10 +77,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises InputError for wrong options, before anything is loaded."""
-    if options.max_new_tokens < 2 * GAMMA:
-        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA} to measure anything")
-    if options.repeats < 1:
-        raise InputError(f"--repeats must be at least 1, found {options.repeats}")
+    if options.max_new_tokens < 2 * GAMMA or options.repeats < 1:
+        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA}, --repeats at least 1")
     if unknown := options.against.keys() - LIBRARIES:
         raise InputError(f"--against {min(unknown)!r:.80} is unknown: give {', '.join(LIBRARIES)}")
     for path in filter(None, (options.json, options.plot)):
@@ -128,12 +127,11 @@ def benchmark(options: argparse.Namespace) -> None:
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(model.device),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": {name: metadata.version(name) for name in packages},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
     out, report = Console(width=None if sys.stdout.isatty() else 170, highlight=False), {}
-    out.print(f"{bench.setting.folder.name} in {about['dtype']}; {about['machine']}", markup=False)
+    out.print(f"{bench.setting.folder.name} in {model.dtype}; {about['machine']}", markup=False)
     for name, section in SECTIONS.items():
         if name in options.only:
             report[name] = section(bench)

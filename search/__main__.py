@@ -13,13 +13,17 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from optuna import Study
 from rich.console import Console
 
 from decoding.run.acceptance import Calibration, Continuation
@@ -42,6 +46,7 @@ from search.prompts import PROMPTS
 from search.study import (
     SAMPLERS,
     VERSION,
+    Candidate,
     Objective,
     begin,
     candidates,
@@ -56,13 +61,14 @@ from search.study import (
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, read_text
-from weights.cli.table import table
+from weights.cli.table import Row, table
 from weights.fingerprint import model_fingerprint
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
 CONFIRMED = 3  # plans that decode the held-out prompts
+MOST_PROMPTS = 24  # of a longer file, evenly spaced
 HELD_OUT = 4  # every fourth text is kept for the confirmation
 LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
 
@@ -100,7 +106,7 @@ def read_prompts(path: Path | None) -> list[str]:
     prompts = [line for line in read_text(path).split("\n") if line.strip()]
     if len(prompts) < 2:
         raise InputError(f"{path} holds {len(prompts)} prompts: a search needs at least 2, one of them to confirm with")
-    return prompts
+    return prompts[:: math.ceil(len(prompts) / MOST_PROMPTS)]
 
 
 def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:
@@ -116,6 +122,19 @@ def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Conti
     numbers = range(len(texts))
     held_out = numbers[HELD_OUT - 1 :: HELD_OUT] or numbers[-1:]
     return [texts[number] for number in numbers if number not in held_out], [texts[number] for number in held_out]
+
+
+def begin_study(study: Study, identity: dict[str, Any], setting: Setting, options: argparse.Namespace) -> None:
+    """Store calibration texts, costs and the first plans in a new study."""
+    model, params = setting.model, setting.params
+    say("writing calibration texts")
+    count, prompts = identity["prompts"]
+    texts = calibration_texts(model, setting.tokenizer, params, options.seed, prompts, count)
+    first = Calibration(model, split(texts)[0], params, setting.coupling, depths=1)
+    say("measuring the costs of sublayers, or reading those measured before")
+    measure = partial(measure_sublayers, model, params)
+    costs = kept_costs(setting.folder, model, f"sublayers, {params}", SublayerCosts, measure)
+    begin(study, identity, texts, costs, starts(importances(first), space_of(model.num_layers, options.bits)))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -143,21 +162,14 @@ def run(options: argparse.Namespace) -> int:
         "version": VERSION,
     }
     study = open_study(out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume)
-    space = space_of(model.num_layers, options.bits)
     if not study.trials:
-        say("writing calibration texts")
-        texts = calibration_texts(model, tokenizer, params, options.seed, prompts, options.max_new_tokens)
-        first = Calibration(model, split(texts)[0], params, options.coupling, depths=1)
-        say("measuring the costs of sublayers, or reading those measured before")
-        measure = lambda: measure_sublayers(model, params)  # noqa: E731
-        costs = kept_costs(folder, model, f"sublayers, {params}", SublayerCosts, measure)
-        begin(study, identity, texts, costs, starts(importances(first), space))
+        begin_study(study, identity, setting, options)
     texts, costs = kept(study)
     searched, held_out = split(texts)
     objective = Objective(Calibration(model, searched, params, options.coupling), costs)
     rules, confirmed = Rules(options.max_new_tokens, tokenizer.eos_ids), []
     with suppress(KeyboardInterrupt):  # the study has all finished trials
-        optimise(study, objective, space, options.trials)
+        optimise(study, objective, space_of(model.num_layers, options.bits), options.trials)
         confirmed = confirm(setting, costs, held_out, candidates(study)[:CONFIRMED], rules, options.seed)
         title = "held-out prompts: predicted, and measured beside plain decoding"
         Console(width=None if sys.stdout.isatty() else 120).print(table([row for _, row in confirmed], title))
@@ -165,24 +177,32 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         say("interrupted before the first plan was tried: no plan written")
         return 130
-    best, measured = confirmed[0] if confirmed else (found[0], {})
-    speedup = measured.get("speed-up", best.prediction.speedup)  # predicted, if the confirmation was interrupted
+    say(write_result(out, identity, *(confirmed[0] if confirmed else (found[0], {})), machine(model.device)))
+    if options.plots is not None:
+        draw_plots(options.plots, confirmed[0][0].plan if confirmed else found[0].plan, found, costs)
+    return 0 if confirmed else 130
+
+
+def write_result(out: Path, identity: dict[str, Any], best: Candidate, measured: Row, machine: str) -> str:
+    """Line with the result of the search, whose plan file is written.
+
+    Without measurements (the confirmation was interrupted) the prediction alone decides whether to speculate.
+    """
+    prediction = best.prediction
+    speedup = measured.get("speed-up", prediction.speedup)
     chosen = best.draft_plan if speedup > 1 else DraftPlan(best.plan, 0)  # γ = 0: plain decoding is faster
     provenance = {
-        "acceptance_rate": measured.get("accepted", best.prediction.acceptance_rate),
-        "predicted_speedup": best.prediction.speedup,
+        "acceptance_rate": measured.get("accepted", prediction.acceptance_rate),
+        "predicted_speedup": prediction.speedup,
         "measured_speedup": measured.get("speed-up"),
         "sampling": identity["sampling"],
         "dtype": identity["dtype"],
-        "machine": machine(model.device),
+        "machine": machine,
         "date": date.today().isoformat(),
     }
     write_plan(out, chosen, identity["model"], provenance)
     result = f"drafting up to {chosen.gamma} tokens" if chosen.gamma else "no plan beats plain decoding: none drafts"
-    say(f"{out}: {speedup:.2f}x plain decoding ({'measured' if confirmed else 'predicted, not run'}), {result}")
-    if options.plots is not None:
-        draw_plots(options.plots, best.plan, found, costs)
-    return 0 if confirmed else 130
+    return f"{out}: {speedup:.2f}x plain decoding ({'measured' if measured else 'predicted, not run'}), {result}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -148,7 +148,6 @@ def test_the_picture_of_a_report_is_in_order() -> None:
     ("options", "complaint"),
     [
         (["--max-new-tokens", "3"], "--max-new-tokens must be at least 8"),
-        (["--repeats", "0"], "--repeats must be at least 1"),
         (["--device", "toaster"], "device 'toaster' is not there"),
         (["--json", "/no/such/folder/report.json"], "/no/such/folder/report.json cannot be written"),
         (["--plot", "picture.gif"], "--plot needs a name that ends in .svg or .png"),

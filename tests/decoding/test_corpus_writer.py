@@ -97,26 +97,6 @@ def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(family:
     assert len({len(text) for text in expected}) > 2
 
 
-def test_sampled_texts_follow_the_models_law() -> None:
-    """Chi-square over 4000 rows; exceeded by chance once in 10⁶ seeds (14 degrees of freedom)."""
-    model, params = tiny_model("llama", seed=1), SamplingParams(1.5)
-    law: dict[tuple[int, ...], float] = {}
-
-    def expand(text: tuple[int, ...], weight: float) -> None:
-        if len(text) == 3 or EOS in text:
-            law[text] = weight
-            return
-        tokens = torch.tensor([[0, *text]])
-        for token, weight_of_token in enumerate(distribution(model(tokens)[0, -1:], tokens[0], params)[0].tolist()):
-            expand((*text, token), weight * weight_of_token)
-
-    expand((), 1.0)
-    texts = sample_texts(model, [[0]] * 4000, max_new_tokens=3, params=params, eos_ids=[EOS], seed=1)
-    counts = Counter(map(tuple, texts))
-    assert counts.keys() <= law.keys() and len(law) == 15 and min(law.values()) * 4000 > 5
-    assert sum((counts[text] - 4000 * each) ** 2 / (4000 * each) for text, each in law.items()) < 55
-
-
 def test_a_model_with_non_finite_logits_is_refused_with_the_place() -> None:
     model = tiny_model("llama", vocab=6)
     model.layers[1].mlp.up_proj.weight[0] = float("nan")
@@ -129,11 +109,6 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         sample_texts(
             tiny_model("llama"), [[0], [0] * 64], max_new_tokens=3, params=SamplingParams(), eos_ids=[], seed=0
         )
-
-
-def test_no_prompts_give_no_texts() -> None:
-    model = tiny_model("llama")
-    assert sample_texts(model, [], max_new_tokens=3, params=SamplingParams(), eos_ids=[], seed=0) == []
 
 
 # The file.
@@ -300,16 +275,16 @@ def test_there_are_thousands_of_stories_and_no_blank_is_left() -> None:
     assert all(prompt[0].isupper() and prompt[-1] == "." for prompt in prompts)
 
 
-@pytest.mark.parametrize(
-    "template", ["", "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}", None]
-)
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, REFUSES + TEMPLATE, None], ids=["takes", "refuses", "none"])
 def test_a_narrator_speaks_where_the_template_lets_one(
     template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, tokenizer = [], Tokenizer(folder)
-    tokenizer.chat_template = None if template is None else template + TEMPLATE
-    monkeypatch.setattr(
-        corpus, "sample_texts", lambda model, prompts, **_: read.extend(prompts) or [[65]] * len(prompts)
-    )
+    tokenizer.chat_template = template
+    monkeypatch.setattr(corpus, "sample_texts", lambda _, prompts, **__: read.extend(prompts) or [[65]] * len(prompts))
     corpus.write_stories(tiny_model("llama"), tokenizer, SamplingParams(), 3, 9, random.Random(0))
-    assert all((corpus.NARRATOR in tokenizer.decode(prompt)) == (template == "") for prompt in read) and read
+    assert len(read) == 3
+    assert all((corpus.NARRATOR in tokenizer.decode(prompt)) == (template == TEMPLATE) for prompt in read)

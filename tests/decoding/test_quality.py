@@ -56,10 +56,8 @@ def test_a_text_that_was_cut_off_ends_with_its_last_whole_sentence(text: str, wh
 
 
 def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences() -> None:
-    prompt, long_enough = (
-        "Write a story about a fox and a red ball.",
-        FRESH + " Then the two went home and had some soup.",
-    )
+    prompt = "Write a story about a fox and a red ball."
+    long_enough = FRESH + " Then the two of them went home and had some soup."
     assert worth_learning(prompt, long_enough) == long_enough
     assert worth_learning(prompt, long_enough + LOOP) == long_enough + " The ball rolled on and on."
     assert worth_learning("Write a story about a king.", long_enough) == ""
