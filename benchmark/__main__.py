@@ -83,11 +83,9 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--against {min(unknown)!r:.80} is unknown: give {', '.join(LIBRARIES)}")
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    drawn = {"speed", "costs", "together"} & {*options.only}
+    drawn = {"speed", "together"} & options.only
     if options.plot and not (options.plot.suffix in (".svg", ".png") and drawn):
-        raise InputError(
-            "--plot needs a name that ends in .svg or .png, and one of the sections speed, costs, together"
-        )
+        raise InputError("--plot needs a name that ends in .svg or .png, and the section speed or together")
 
 
 def prepare(options: argparse.Namespace) -> Bench:

@@ -33,7 +33,7 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
     axes.axvline(1, color=MUTED, linewidth=1, linestyle="--", zorder=2)
     axes.set_yticks(places, [f"{row['decoder']}  {median:.2f}" for row, median in zip(rows, medians, strict=True)])
     axes.invert_yaxis()
-    axes.set(title="Speed-up over plain decoding, by kind of prompt", xlabel="times as fast", xlim=(0, None))
+    axes.set(title="Speed-up over plain decoding", xlabel="times as fast", xlim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 

@@ -155,7 +155,6 @@ def test_the_picture_of_a_report_is_in_order() -> None:
             ["--plot", "picture.png", "--only", "floor"],
             "--plot needs a name that ends in .svg or .png, and the section",
         ),
-        (["--only", "everything"], "argument --only: invalid choice: 'everything'"),
         (["--against", "transformers,vllm"], "--against 'vllm' is unknown: give transformers, llama.cpp"),
         (["--against", "llama.cpp=none"], "--against llama.cpp needs pip install llama-cpp-python, and llama.cpp=FILE"),
         (["--model", "/no/model"], "no folder '/no/model'"),
