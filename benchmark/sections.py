@@ -26,7 +26,7 @@ from decoding.run.together import Call, Conductor, Task, answers
 from decoding.run.writer import Writer
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model.clock import now, take_turns
+from model.clock import now, seconds_of, take_turns
 from weights.cli.table import Row
 from weights.memory import parameter_count
 
@@ -135,7 +135,7 @@ def together_section(bench: Bench) -> list[Row]:
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
     texts = [alone(prompt, count).tokens for prompt in prompts]
 
-    def write(places: int, way: str, count: int = count) -> None:
+    def write(places: int, way: str, count: int) -> None:
         conductor, tasks = Conductor(model, setting.positions, places), []
         for prompt in prompts:
             text, coupling = Text(prompt, Rules(count), model), Coupling(setting.coupling, sum(prompt))
@@ -144,7 +144,7 @@ def together_section(bench: Bench) -> list[Row]:
         conductor.run()
         if errors := [task.error for task in tasks if task.error]:
             raise errors[0]
-        equal[places, way] = sum(task.text.generated == text for task, text in zip(tasks, texts, strict=True))
+        equal[places, way] = sum(task.text.generated == text[:count] for task, text in zip(tasks, texts, strict=True))
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     calls = [Call(model, token, filled_cache(model, 1), CONTEXT) for _ in prompts]
@@ -152,11 +152,16 @@ def together_section(bench: Bench) -> list[Row]:
     def step(rows: int) -> None:
         torch.cat(answers(calls[:rows])).argmax(-1).tolist()
 
-    cases = [(places, way) for places in TOGETHER for way in ways]
-    steps = [partial(write, 1, "plain", 1), *(partial(write, *case) for case in cases)]
-    reading, *times = (took.median for took in take_turns(steps, bench.options.repeats, model.device))
+    cases = [(1, "plain", 1), *((places, way, count) for places in TOGETHER for way in ways)]
+    seconds: dict[tuple[int, str, int], list[float]] = {case: [] for case in cases}
+    for way in ways:  # warm-up
+        write(TOGETHER[-1], way, WARM_UP_TOKENS)
+    turns = cases * bench.options.repeats
+    for case in track(turns, "writing together", console=Console(stderr=True), transient=True):
+        seconds[case].append(seconds_of(partial(write, *case), model.device))
+    reading, *times = (statistics.median(took) for took in seconds.values())
     tokens = len(prompts) * (count - 1)
-    speeds = {case: tokens / (seconds - reading) for case, seconds in zip(cases, times, strict=True)}
+    speeds = {case[:2]: tokens / (took - reading) for case, took in zip(cases[1:], times, strict=True)}
     costs = take_turns([partial(step, rows) for rows in TOGETHER], STEP_REPEATS, model.device)
     rows = []
     for places, cost in zip(TOGETHER, costs, strict=True):
