@@ -13,17 +13,15 @@ import torch
 
 import benchmark.__main__ as command
 from benchmark import libraries, sections
-from benchmark.contenders import Bench, Contender, Prompt, Written, contender, find_drafts
+from benchmark.contenders import Bench, Contender, Prompt, Written, find_drafts
 from benchmark.picture import picture
 from benchmark.sections import SECTIONS, Texts, predicted_speedups, time_texts
 from decoding.rounds import Round
 from decoding.run.chooser import Setting
 from decoding.run.costs import CostTable
-from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, clock
 from model.clock import Timing
-from model.fast import accelerate
 from search.prompts import PROMPTS
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.pictures import faults
@@ -41,6 +39,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to read, little to write."""
     monkeypatch.setattr(command, "PROMPTS", SMALL_PROMPTS)
     monkeypatch.setattr(command, "LENGTHS", (64, 256))
+    monkeypatch.setattr("decoding.run.costs.REPEATS", 1)
+    monkeypatch.setattr(sections, "STEP_REPEATS", 1)
     monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(sections, "LONGEST_VERIFICATION", 6)
     monkeypatch.setattr(sections, "TOGETHER", (1, 2, 4))
@@ -261,13 +261,3 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
     assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1"]
     with pytest.raises(InputError, match="exit layer 5 is not in"):
         drafts("--exit-layer", "5")
-
-
-def test_one_cache_serves_every_text_of_a_contender_and_changes_none(tmp_path: Path) -> None:
-    bench = bench_of(write_folder(tmp_path), "--draft-model", str(tmp_path))
-    model, prompts = bench.setting.model, [[5, 9, 2, 7, 5, 9], [1, 2], [7, 7, 7, 3]]
-    writer = Writer(accelerate(model), 24)
-    for way in find_drafts(bench.setting, bench.options).values():
-        shared = contender(writer, way, bench.setting)
-        alone = [contender(Writer(writer.model, 24), way, bench.setting)(prompt, 12).tokens for prompt in prompts]
-        assert [shared(prompt, 12).tokens for prompt in prompts] == alone
