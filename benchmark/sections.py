@@ -26,7 +26,7 @@ from decoding.run.together import Call, Conductor, Task, answers
 from decoding.run.writer import Writer
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model.clock import now, seconds_of, take_turns
+from model.clock import now, take_turns
 from weights.cli.table import Row
 from weights.memory import parameter_count
 
@@ -120,10 +120,21 @@ def speed_section(bench: Bench) -> list[Row]:
     return rows
 
 
+class ReadingTimed(Conductor):
+    """Conductor that adds up the seconds of reading prompts."""
+
+    prompts = 0.0
+
+    def _read(self) -> None:
+        began = now(self.model.device)
+        super()._read()
+        self.prompts += now(self.model.device) - began
+
+
 def together_section(bench: Bench) -> list[Row]:
     """Texts written up to n at a time: tokens per second of all, plain and drafted, and the draft's speed-up.
 
-    Always the same 16 texts; the time to read their prompts is subtracted. "of possible" is the gain of plain decoding
+    Always the same 16 texts; the time to read their prompts is not counted. "of possible" is the gain of plain decoding
     over one text at a time, divided by the gain that steps of n rows allow: n times the cost of a step of one row over
     the cost of a step of n rows. "equal" counts the texts, plain and drafted, that equal those written alone.
     """
@@ -135,16 +146,19 @@ def together_section(bench: Bench) -> list[Row]:
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
     texts = [alone(prompt, count).tokens for prompt in prompts]
 
-    def write(places: int, way: str, count: int) -> None:
-        conductor, tasks = Conductor(model, setting.positions, places), []
+    def write(places: int, way: str, count: int) -> float:
+        conductor, tasks = ReadingTimed(model, setting.positions, places), []
         for prompt in prompts:
             text, coupling = Text(prompt, Rules(count), model), Coupling(setting.coupling, sum(prompt))
             tasks.append(Task(text, ways[way], setting.params, coupling))
             conductor.submit(tasks[-1])
+        began = now(model.device)
         conductor.run()
+        seconds = now(model.device) - began - conductor.prompts
         if errors := [task.error for task in tasks if task.error]:
             raise errors[0]
         equal[places, way] = sum(task.text.generated == text[:count] for task, text in zip(tasks, texts, strict=True))
+        return seconds
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     calls = [Call(model, token, filled_cache(model, 1), CONTEXT) for _ in prompts]
@@ -152,16 +166,13 @@ def together_section(bench: Bench) -> list[Row]:
     def step(rows: int) -> None:
         torch.cat(answers(calls[:rows])).argmax(-1).tolist()
 
-    cases = [(1, "plain", 1), *((places, way, count) for places in TOGETHER for way in ways)]
-    seconds: dict[tuple[int, str, int], list[float]] = {case: [] for case in cases}
     for way in ways:  # warm-up
         write(TOGETHER[-1], way, WARM_UP_TOKENS)
-    turns = cases * bench.options.repeats
+    seconds: dict[tuple[int, str], list[float]] = {(places, way): [] for places in TOGETHER for way in ways}
+    turns = [*seconds] * bench.options.repeats
     for case in track(turns, "writing together", console=Console(stderr=True), transient=True):
-        seconds[case].append(seconds_of(partial(write, *case), model.device))
-    reading, *times = (statistics.median(took) for took in seconds.values())
-    tokens = len(prompts) * (count - 1)
-    speeds = {case[:2]: tokens / (took - reading) for case, took in zip(cases[1:], times, strict=True)}
+        seconds[case].append(write(*case, count))
+    speeds = {case: len(prompts) * count / statistics.median(took) for case, took in seconds.items()}
     costs = take_turns([partial(step, rows) for rows in TOGETHER], STEP_REPEATS, model.device)
     rows = []
     for places, cost in zip(TOGETHER, costs, strict=True):

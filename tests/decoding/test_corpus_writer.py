@@ -248,8 +248,6 @@ def test_a_model_that_repeats_itself_is_given_up(
         (["--tokens", 0], "--tokens must be at least 1, found 0"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, found 0"),
         (["--temperature", "nan"], "temperature must be at least 0"),
-        (["--device", "toaster"], "device 'toaster' is not there"),
-        (["--model", "/no/model"], "no folder '/no/model'"),
         (["--out", "/dev/full"], "/dev/full"),
         (["--judge-again", "/no/file.jsonl"], "/no/file.jsonl"),
     ],
