@@ -1,7 +1,7 @@
-"""Measure the speed of decoding on this machine: every way of drafting, other libraries, and single steps.
+"""Measure the speed of decoding on this machine: every way of drafting, other libraries, texts written together.
 
-``python -m benchmark --quick`` takes about a minute on two idle cores, and another minute for each ``--against``.
-Contenders take turns, so that a busy moment of the machine slows all alike. Only ratios can be compared.
+``python -m benchmark --quick`` takes some minutes on two idle cores. Contenders take turns, so that a busy moment of
+the machine slows all alike. Only ratios can be compared.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
-import os
-import platform
 import random
 import sys
 from datetime import datetime, timezone
 from functools import partial
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.contenders import Bench, Prompt, model_drafts
-from benchmark.libraries import LIBRARIES, library_contenders
+from benchmark.contenders import Bench, Prompt, find_drafts
+from benchmark.libraries import LIBRARIES, PACKAGES, library_contenders
 from benchmark.off_grid import off_grid_folder
 from benchmark.sections import SECTIONS
-from decoding.corpus.templates import story_prompt
+from decoding.corpus.templates import story_request
 from decoding.run.chooser import GAMMA, Setting
 from decoding.run.cost_file import machine
 from decoding.sampling import SamplingParams
@@ -44,68 +42,50 @@ from weights.memory import check_fits, estimate
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
-PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # --against -> the package it needs
-COMPARED, DRAWN = ("speed", "first-token"), ("speed", "costs", "context")  # sections of --against, of --plot
-STORIES = 24
+STORIES = 24  # prompts of the kind "stories"
+LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    names = partial(str.split, sep=",")
     parser = OneLineParser(prog="python -m benchmark", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
     add("--draft-model", metavar="DIR", help="also draft with this model, of the same vocabulary")
-    add("--exit-layer", type=int, nargs="+", metavar="N", help="exits to draft with (default: middle and late ones)")
-    libraries = "a library to measure: transformers, llama.cpp=FILE.gguf (several: a comma, or the option again)"
-    add("--against", type=names, action="extend", default=[], metavar="LIBRARY", help=libraries)
-    sections = f"of {', '.join(SECTIONS)} (default: all but the last)"
-    add("--only", type=names, action="extend", metavar="SECTION", help=sections)
-    add("--quick", action="store_true", help="fewer prompts, tokens and repeats: about a minute")
-    add("--repeats", type=int, metavar="N", help="of every text (default: 3, quick: 1)")
-    add("--max-new-tokens", type=int, metavar="N", help="tokens of a text (default: 96, quick: 32)")
+    add("--exit-layer", type=int, nargs="+", metavar="N", help="exits to draft with (default: a middle and a late one)")
+    libraries = f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf"
+    add("--against", type=partial(str.split, sep=","), default=[], metavar="LIBRARY", help=libraries)
+    add(
+        "--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-1], help="sections (default: all but together)"
+    )
+    kinds = "kinds of prompts (default: all but stories, which are requests as the corpus writer makes them)"
+    add("--prompts", choices=[*PROMPTS, "stories"], nargs="+", default=tuple(PROMPTS), help=kinds)
+    add("--quick", action="store_true", help="one prompt of each kind, and no long ones")
+    add("--repeats", type=int, default=1, metavar="N", help="of every text")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text")
     off_grid = "measure a copy of the model with noise in its weights, which no rounding restores; made once"
     add("--off-grid", action="store_true", help=off_grid)
-    add("--temperature", type=float, default=0.0, metavar="T", help="of the speed section; above 0 texts race")
+    add("--temperature", type=float, default=0.0, metavar="T", help="above 0 texts race")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
     add("--json", type=Path, metavar="FILE", help="also write all measurements")
-    add("--plot", type=Path, metavar="FILE", help="also draw them, as .svg or .png")
+    add("--plot", type=Path, metavar="FILE", help="also draw the sections speed and together, as .svg or .png")
     options = parser.parse_args(arguments)
     options.against = dict(name.partition("=")[::2] for name in options.against)  # library -> its file, or ""
-    options.only = options.only or list(SECTIONS)[:-1]
-    options.only += ["costs"] if "speed" in options.only else []  # a prediction needs the costs
-    if options.repeats is None:
-        options.repeats = 1 if options.quick else 3
-    if options.max_new_tokens is None:
-        options.max_new_tokens = 32 if options.quick else 96
+    options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())  # a prediction needs the costs
     return options
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises InputError for wrong options, before anything is loaded."""
-    if options.max_new_tokens < 2 * GAMMA:
-        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA} to measure anything")
-    if options.repeats < 1:
-        raise InputError(f"--repeats must be at least 1, found {options.repeats}")
-    for option, given, known in (("--against", options.against, LIBRARIES), ("--only", options.only, SECTIONS)):
-        for name in given:
-            if name not in known:
-                raise InputError(f"{option} {name!r:.80} is unknown: give {', '.join(known)}")
-    for option, given, sections in (("--against", options.against, COMPARED), ("--plot", options.plot, DRAWN)):
-        if given and not set(sections) & set(options.only):
-            raise InputError(f"{option} concerns the sections {', '.join(sections)} only: add one of them to --only")
-    for name, file in options.against.items():
-        if util.find_spec(name.replace(".", "_")) is None:
-            raise InputError(f"--against {name} needs a package that is not installed: pip install {PACKAGES[name]}")
-        if name == "llama.cpp" and not os.path.isfile(file):
-            raise InputError(
-                f"--against llama.cpp={file:.80} names no file: write a GGUF file of the model with llama.cpp's "
-                "convert_hf_to_gguf.py and give llama.cpp=FILE.gguf"
-            )
+    if options.max_new_tokens < 2 * GAMMA or options.repeats < 1:
+        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA}, --repeats at least 1")
+    if unknown := options.against.keys() - LIBRARIES:
+        raise InputError(f"--against {min(unknown)!r:.80} is unknown: give {', '.join(LIBRARIES)}")
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    if options.plot and options.plot.suffix not in (".svg", ".png"):
-        raise InputError(f"--plot {options.plot} must end in .svg or .png")
+    drawn = {"speed", "together"} & options.only
+    if options.plot and not (options.plot.suffix in (".svg", ".png") and drawn):
+        raise InputError("--plot needs a name that ends in .svg or .png, and the section speed or together")
 
 
 def prepare(options: argparse.Namespace) -> Bench:
@@ -113,10 +93,9 @@ def prepare(options: argparse.Namespace) -> Bench:
     folder, device = model_folder(options.model), pick_device(options.device)
     folder = off_grid_folder(folder) if options.off_grid else folder
     tokenizer, config = Tokenizer(folder), read_config(folder)
-    draft = read_config(model_folder(options.draft_model)) if options.draft_model else None
-    texts = {kind: PROMPTS[kind][: 1 if options.quick else None] for kind in PROMPTS}
-    texts["stories"] = [story_prompt(random.Random(seed)) for seed in range(4 if options.quick else STORIES)]
-    prompts = [Prompt(kind, text, encode_prompt(tokenizer, text)) for kind in texts for text in texts[kind]]
+    texts = PROMPTS | {"stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)]}
+    chosen = [(kind, text) for kind in options.prompts for text in texts[kind][: 1 if options.quick else None]]
+    prompts = [Prompt(kind, encode_prompt(tokenizer, text)) for kind, text in chosen]
     longest = max(len(prompt.ids) for prompt in prompts)
     positions = longest + options.max_new_tokens
     if positions > config.max_positions:
@@ -125,16 +104,14 @@ def prepare(options: argparse.Namespace) -> Bench:
             f"{config.max_positions}: lower --max-new-tokens"
         )
     dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
+    draft = read_config(model_folder(options.draft_model)) if options.draft_model else None
     check_fits(estimate(config, dtype, positions, prompt=longest, draft=draft, fast_on=device), device)
-    model = accelerate(load_model(folder, dtype, device))
-    params = SamplingParams(options.temperature)
-    coupling = "race" if options.temperature else "ratio"
-    bench = Bench(options, Setting(folder, model, tokenizer, params, positions, coupling), prompts)
-    if options.exit_layer is None:
-        shares = (1 / 2, 4 / 5) if options.quick else (1 / 2, 2 / 3, 4 / 5)
-        options.exit_layer = sorted({int(config.num_layers * share) for share in shares} - {0})
-    bench.drafts = model_drafts(bench.setting, options)
+    model, race = accelerate(load_model(folder, dtype, device)), "race" if options.temperature else "ratio"
+    setting = Setting(folder, model, tokenizer, SamplingParams(options.temperature), positions, race)
+    most = min(config.max_positions, 1024 if options.quick else LENGTHS[-1])
+    bench = Bench(options, setting, prompts, [length for length in LENGTHS if length <= most])
     bench.libraries = library_contenders(bench)
+    bench.drafts = find_drafts(setting, options)
     if why := getattr(model, "why_rows_vary", None):
         say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
     return bench
@@ -144,16 +121,15 @@ def benchmark(options: argparse.Namespace) -> None:
     """Measure the sections, print their tables, and write the files asked for."""
     check_options(options)
     bench = prepare(options)
-    packages = ["torch", *(PACKAGES[name] for name in options.against)]
+    model, packages = bench.setting.model, ["torch", *(PACKAGES[name] for name in options.against)]
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(bench.setting.model.device),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
-        "dtype": str(bench.setting.model.dtype).removeprefix("torch."),
+        "machine": machine(model.device),
+        "versions": {name: metadata.version(name) for name in packages},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
     out, report = Console(width=None if sys.stdout.isatty() else 170, highlight=False), {}
-    out.print(f"{bench.setting.folder.name} in {about['dtype']}; {about['machine']}", markup=False)
+    out.print(f"{bench.setting.folder.name} in {model.dtype}; {about['machine']}", markup=False)
     for name, section in SECTIONS.items():
         if name in options.only:
             report[name] = section(bench)

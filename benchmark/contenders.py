@@ -11,19 +11,16 @@ from decoding.rounds import Round
 from decoding.run.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, with_policy
 from decoding.run.costs import CostTable
 from decoding.run.writer import Writer
-from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of timed prompts and contexts
 ADAPTIVE = ", adaptive"  # suffix of the name of a draft that stops by Draft & Verify's adaptive exit
 
 
 class Prompt(NamedTuple):
-    """Prompt with its kind (a key of ``search.prompts.PROMPTS``, or "stories") and token ids."""
+    """Kind of a prompt (a key of ``search.prompts.PROMPTS``, or "stories"), and its token ids."""
 
     kind: str
-    text: str
     ids: list[int]
 
 
@@ -36,57 +33,50 @@ class Written:
     prefill: float = 0.0
 
 
-Contender = Callable[[list[int], int], Written]  # writes a text of up to n tokens after a prompt
+Contender = Callable[[list[int], int], Written]  # writes a text of n tokens after a prompt; end-of-text is ignored
 
 
 @dataclass
 class Bench:
-    """Input of every section: options, target with its setting, prompts, drafts with their costs, libraries."""
+    """Input of every section. ``lengths`` are those of the prompts of which the first token is timed, in tokens."""
 
     options: argparse.Namespace
     setting: Setting
     prompts: list[Prompt]
+    lengths: list[int]
     drafts: dict[str, Drafting] = field(default_factory=dict)
     costs: dict[str, CostTable] = field(default_factory=dict)
     libraries: dict[str, Contender] = field(default_factory=dict)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths in tokens, within the model's context, at which steps and prompts are timed."""
-        chosen = LENGTHS[:5:2] if self.options.quick else LENGTHS
-        return [length for length in chosen if length <= self.setting.model.max_positions]
 
-
-def contender(
-    writer: Writer, drafting: Drafting, params: SamplingParams, eos_ids: frozenset[int] = frozenset()
-) -> Contender:
+def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender:
     """Contender: the loop with one way to draft, prefill included. The seed depends on the prompt only."""
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill = writer.begin(prompt)
-        coupling = Coupling("race" if params.temperature else "ratio", sum(prompt))
-        sample = writer.write(writer.new_text(Rules(count, eos_ids=eos_ids)), drafting, params, coupling)
-        return Written(sample.text.generated, sample.rounds, prefill)
+        prefill, text = writer.begin(prompt), writer.new_text(Rules(count))
+        sample = writer.write(text, drafting, setting.params, Coupling(setting.coupling, sum(prompt)))
+        return Written(text.generated, sample.rounds, prefill)
 
     return write
 
 
-def our_contenders(
-    setting: Setting, drafts: dict[str, Drafting], eos_ids: frozenset[int] = frozenset()
-) -> dict[str, Contender]:
-    """Contenders: plain decoding, lookup, each model draft with its length and with adaptive exit, --draft auto."""
-    ways = {"plain": plain(setting.model), "lookup": choose(DraftOptions("lookup"), setting)}
+def our_contenders(setting: Setting, drafts: dict[str, Drafting]) -> dict[str, Contender]:
+    """Contenders: plain decoding, each draft, each draft by a model with adaptive exit too, --draft auto."""
+    ways = {"plain": plain(setting.model)}
     for name, drafting in drafts.items():
-        adaptive = with_policy(drafting, DraftOptions("exit", adaptive=True), setting.params)
-        ways |= {name: drafting, name + ADAPTIVE: adaptive}
+        ways[name] = drafting
+        if drafting.model:
+            ways[name + ADAPTIVE] = with_policy(drafting, DraftOptions("exit", adaptive=True), setting.params)
     ways["auto"] = choose(DraftOptions("auto"), setting)
     writer = Writer(setting.model, setting.positions)
-    return {name: contender(writer, way, setting.params, eos_ids) for name, way in ways.items()}
+    return {name: contender(writer, way, setting) for name, way in ways.items()}
 
 
-def model_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:
-    """Model drafts: early exits, all layers in low bits, the plan in the model's folder, the draft model, if any."""
-    ways = {f"exit {at}": DraftOptions("exit", exit_layer=at, gamma=GAMMA) for at in options.exit_layer}
+def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:
+    """Drafts: lookup, early exits, all layers in low bits, the plan in the model's folder, the draft model, if any."""
+    layers, ways = setting.model.num_layers, {"lookup": DraftOptions("lookup")}
+    for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
+        ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer, gamma=GAMMA)
     if setting.model.fast_bits:
         ways["low bits"] = DraftOptions("lowbit")
     if (setting.folder / "plan.json").exists():
@@ -94,4 +84,4 @@ def model_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Dra
     if options.draft_model:
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)
     found = {name: choose(way, setting) for name, way in ways.items()}
-    return {name: drafting for name, drafting in found.items() if drafting.model}  # a plan may say that no draft pays
+    return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays

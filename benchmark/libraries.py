@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,12 +11,12 @@ import torch
 
 from benchmark.contenders import Bench, Contender, Written
 from decoding.run.chooser import GAMMA
-from model import InputError
 from weights.cli.command_line import say
-from weights.cli.files import one_line
+from weights.cli.files import explaining, one_line
 from weights.names import model_folder
 
 WARM_UP_TOKENS = 8
+PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}
 
 
 def transformers_contenders(bench: Bench) -> dict[str, Contender]:
@@ -54,16 +52,12 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
 
 
 def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads.
-
-    Raises InputError when the package was built without support for the device.
-    """
+    """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
     import llama_cpp
 
-    on_cpu, threads = bench.setting.model.device.type == "cpu", torch.get_num_threads()
-    if not on_cpu and not llama_cpp.llama_supports_gpu_offload():
-        raise InputError("this llama-cpp-python was built without support for GPUs")
-    size = {"n_ctx": max([bench.setting.positions, *bench.lengths]), "n_gpu_layers": 0 if on_cpu else -1}
+    threads = torch.get_num_threads()
+    size = {"n_ctx": max(bench.setting.positions, *bench.lengths)}
+    size["n_gpu_layers"] = 0 if bench.setting.model.device.type == "cpu" else -1
     speed = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
     theirs = llama_cpp.Llama(bench.options.against["llama.cpp"], **size, **speed)
     say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
@@ -79,21 +73,20 @@ LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_con
 
 
 def library_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders of the libraries of --against, without those that fail with this model."""
+    """Contenders of the libraries of --against, without ways to draft that fail with this model.
+
+    Raises InputError for a library that is not installed or cannot load the model.
+    """
     found: dict[str, Contender] = {}
     for library in bench.options.against:
-        with saying_why_not(library):
-            for name, write in LIBRARIES[library](bench).items():
-                with saying_why_not(name):
-                    write(bench.prompts[0].ids, WARM_UP_TOKENS)
-                    found[name] = write
+        file = ", and llama.cpp=FILE.gguf, a file of the model" if library == "llama.cpp" else ""
+        needs = f"--against {library} needs pip install {PACKAGES[library]}{file}"
+        with explaining(needs, (Exception,)):  # a library may raise anything
+            ways = LIBRARIES[library](bench)
+        for name, write in ways.items():
+            try:
+                write(bench.prompts[0].ids, WARM_UP_TOKENS)
+                found[name] = write
+            except Exception as error:
+                say(f"{name}: not possible with this model: {one_line(error)}")
     return found
-
-
-@contextmanager
-def saying_why_not(name: str) -> Iterator[None]:
-    """Context that prints any error in one line and goes on, since a library may not support the model."""
-    try:
-        yield
-    except Exception as error:
-        say(f"{name}: not possible with this model: {one_line(error)}")

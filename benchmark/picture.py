@@ -1,4 +1,4 @@
-"""Picture of a report: speed-ups above; below, the costs of verification and of a plain step by context."""
+"""Picture of a report: speed-ups, and texts written together."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from search.prompts import PROMPTS
-from weights.cli.picture import INK, MUTED, RULE, count_along, legend_below
+from weights.cli.picture import INK, MUTED, RULE
 from weights.cli.table import Row
 
 
 def picture(report: dict[str, list[Row]]) -> Figure:
-    """Picture with a panel for each measured section of ``PANELS``."""
-    grid = [[name for name in names if name in report] for names in (["speed"], ["costs", "context"])]
-    grid = [names for names in grid if names]
-    heights = [1.9 + 0.32 * len(report["speed"]) if "speed" in names else 3.6 for names in grid]
+    """Picture with a panel for each measured section of ``PANELS``, one below the other."""
+    names = [name for name in PANELS if name in report]
+    heights = [1.9 + 0.32 * len(report["speed"]) if name == "speed" else 3.6 for name in names]
     figure = Figure(figsize=(9, sum(heights)))
-    parts = figure.subfigures(len(grid), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, names in zip(parts, grid, strict=True):
-        for name, axes in zip(names, part.subplots(1, len(names), squeeze=False)[0], strict=True):
-            PANELS[name](axes, report[name])
+    panels = figure.subplots(len(names), height_ratios=heights, squeeze=False)[:, 0]
+    for name, axes in zip(names, panels, strict=True):
+        PANELS[name](axes, report[name])
     return figure
 
 
@@ -35,26 +33,23 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
     axes.axvline(1, color=MUTED, linewidth=1, linestyle="--", zorder=2)
     axes.set_yticks(places, [f"{row['decoder']}  {median:.2f}" for row, median in zip(rows, medians, strict=True)])
     axes.invert_yaxis()
-    axes.set(title="Speed-up over plain decoding, by kind of prompt", xlabel="times as fast", xlim=(0, None))
-    legend_below(axes)
+    axes.set(title="Speed-up over plain decoding", xlabel="times as fast", xlim=(0, None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_verification(axes: Axes, rows: list[Row]) -> None:
-    """Draw the cost of a verification by its number of tokens."""
-    rows = [row for row in rows if row["step"] == "verification"]
-    axes.plot([row["tokens"] for row in rows], [row["plain steps"] for row in rows], marker="o")
-    axes.set(title="Verifying several tokens at once", xlabel="tokens", ylabel="plain steps", ylim=(0, None))
-    count_along(axes.xaxis)
-
-
-def draw_context(axes: Axes, rows: list[Row]) -> None:
-    """Draw the time of a plain step by the length of the text, with its range."""
-    tokens, times = [row["tokens"] for row in rows], [row["ms"] for row in rows]
-    axes.plot(tokens, [ms["median"] for ms in times], marker="o")
-    axes.fill_between(tokens, [ms["lowest"] for ms in times], [ms["highest"] for ms in times], alpha=0.2)
+def draw_together(axes: Axes, rows: list[Row]) -> None:
+    """Draw the tokens per second of all texts by their number, plain and drafted, and the speed-up of the draft."""
+    counts = [row["texts"] for row in rows]
+    for name, label in (("plain", "plain"), ("drafted", f"drafted, {rows[0]['draft']}")):
+        axes.plot(counts, [row[f"{name} tokens/s"] for row in rows], marker="o", label=label)
+    for row in rows:
+        place = row["texts"], max(row["plain tokens/s"], row["drafted tokens/s"])
+        axes.annotate(f"×{row['speed-up']:.2f}", place, (0, 8), textcoords="offset points", ha="center")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(count) for count in tokens])
-    axes.set(title="A plain step as the text grows", xlabel="tokens", ylabel="ms", ylim=(0, None))
+    axes.set_xticks(counts, map(str, counts))
+    axes.set(title="Texts written together", xlabel="texts at a time", ylabel="tokens/s of all", ylim=(0, None))
+    axes.margins(y=0.15)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-PANELS = {"speed": draw_speed, "costs": draw_verification, "context": draw_context}
+PANELS = {"speed": draw_speed, "together": draw_together}

@@ -1,4 +1,4 @@
-"""Sections of the benchmark: costs of steps, speed of texts, context, first token, memory, floor, stories.
+"""Sections of the benchmark, each of which measures one table.
 
 The first line of a section's docstring is the title of its table.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import astuple
 from functools import partial
+from itertools import cycle, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -16,40 +17,34 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmark.contenders import ADAPTIVE, Bench, Contender, Prompt, Written, contender, our_contenders
+from benchmark.contenders import ADAPTIVE, Bench, Contender, Written, contender, our_contenders
 from benchmark.libraries import LIBRARIES, WARM_UP_TOKENS
-from benchmark.peak import peak_bytes
-from decoding.corpus.quality import LEAST_MENTIONED, mentioned, repetition
 from decoding.rounds import Statistics
-from decoding.run.chooser import bits_table, plain, planned
-from decoding.run.costs import CostTable, measure_costs
-from decoding.run.plan_file import DraftPlan
+from decoding.run.chooser import bits_table, plain
+from decoding.run.costs import CONTEXT, CostTable, filled_cache, measure_costs
+from decoding.run.together import Call, Conductor, Task, answers
 from decoding.run.writer import Writer
-from decoding.sampling import SamplingParams
-from model import LayerPlan
-from model.clock import Timing, now, take_turns
-from model.decoder import PREFILL_CHUNK
+from decoding.text import Rules, Text
+from decoding.verify import Coupling
+from model.clock import now, take_turns
 from weights.cli.table import Row
-from weights.memory import estimate, held_bytes, parameter_count
+from weights.memory import parameter_count
 
 LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7
-TEMPERATURES = (0.0, 0.7, 1.0)  # of stories
-FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)  # each filter takes memory
+TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # enough that the time to read them can be measured
 
 
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain steps."""
     longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
-    target = bench.setting.model
-    params = bench.setting.params
-    lookup = measure_costs(target, None, None, params, longest=longest)
-    drafts = bench.drafts.items()
-    tables = {name: measure_costs(target, way.model, way.plan, params, verify=lookup.verify) for name, way in drafts}
-    bench.costs = {"lookup": lookup} | tables
-    rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(lookup.verify, start=1)]
-    return rows + [{"step": f"draft step, {name}", "plain steps": bench.costs[name].draft} for name in bench.drafts]
+    measure = partial(measure_costs, bench.setting.model, params=bench.setting.params)
+    verify = measure(None, None, longest=longest).verify
+    bench.costs = {name: measure(way.model, way.plan, verify=verify) for name, way in bench.drafts.items()}
+    rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(verify, start=1)]
+    costs = {name: table.draft for name, table in bench.costs.items() if bench.drafts[name].model}
+    return rows + [{"step": f"draft step, {name}", "plain steps": cost} for name, cost in costs.items()]
 
 
 def bits_section(bench: Bench) -> list[Row]:
@@ -57,10 +52,8 @@ def bits_section(bench: Bench) -> list[Row]:
 
     Measured as the first ``--draft lowbit`` does it.
     """
-    table = bits_table(bench.setting)
-    columns = zip(table.bits, table.cost, table.acceptance, table.gamma, table.speedup, strict=True)
-    names = "bits", "plain steps", "kept", "gamma", "speed-up"
-    return [dict(zip(names, row, strict=True)) for row in columns]
+    columns, names = astuple(bits_table(bench.setting))[:-1], ("bits", "plain steps", "kept", "gamma", "speed-up")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 class Texts(NamedTuple):
@@ -70,35 +63,21 @@ class Texts(NamedTuple):
     seconds: np.ndarray
 
 
-def time_texts(bench: Bench, contenders: dict[str, Contender], prompts: list[Prompt]) -> dict[str, Texts]:
+def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, Texts]:
     """Texts of each contender. After a warm-up each, contenders take turns on each prompt."""
-    device, shape = bench.setting.model.device, (bench.options.repeats, len(prompts))
+    prompts, device = [prompt.ids for prompt in bench.prompts], bench.setting.model.device
+    shape = bench.options.repeats, len(prompts)
     written = {name: [Written([])] * len(prompts) for name in contenders}
     seconds = {name: np.zeros(shape) for name in contenders}
     for write in contenders.values():
-        write(prompts[0].ids, WARM_UP_TOKENS)
+        write(prompts[0], WARM_UP_TOKENS)
     for turn in track([*np.ndindex(shape)], "measuring", console=Console(stderr=True), transient=True):
         prompt = turn[1]
         for name, write in contenders.items():
             began = now(device)
-            written[name][prompt] = write(prompts[prompt].ids, bench.options.max_new_tokens)
+            written[name][prompt] = write(prompts[prompt], bench.options.max_new_tokens)
             seconds[name][turn] = now(device) - began
     return {name: Texts(written[name], np.median(seconds[name], axis=0)) for name in contenders}
-
-
-def text_columns(texts: Texts, plain: Texts) -> Row:
-    """Columns of a table of texts: speed-up over plain decoding, acceptance, texts equal to plain decoding's."""
-    sums = Statistics()
-    for round in (round for text in texts.written for round in text.rounds):
-        sums.add(round)
-    equal = sum(text.tokens == other.tokens for text, other in zip(texts.written, plain.written, strict=True))
-    return {
-        "speed-up": spread(plain.seconds / texts.seconds),
-        "accepted": sums.acceptance_rate,
-        "a round": sums.tokens_per_round or None,
-        "equal": f"{equal}/{len(texts.written)}",
-        "seconds": texts.seconds.tolist(),
-    }
 
 
 def predicted_speedups(texts: Texts, plain: Texts, costs: CostTable) -> list[float]:
@@ -118,89 +97,106 @@ def predicted_speedups(texts: Texts, plain: Texts, costs: CostTable) -> list[flo
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over the prompts (lowest-highest), medians by kind of prompt."""
-    prompts = [prompt for prompt in bench.prompts if prompt.kind != "stories"]
-    kinds = np.array([prompt.kind for prompt in prompts])
-    texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries, prompts)
-    rows, plain = [], texts["plain"]
+    texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
+    rows, plain, kinds = [], texts["plain"], np.array([prompt.kind for prompt in bench.prompts])
     for name, found in texts.items():
-        costs, speedups = bench.costs.get(name.removesuffix(ADAPTIVE)), plain.seconds / found.seconds
-        row = {"decoder": name, "tokens/s": spread(bench.options.max_new_tokens / found.seconds)}
-        row["predicted"] = spread(predicted_speedups(found, plain, costs)) if costs else None
+        sums, costs = Statistics(), bench.costs.get(name.removesuffix(ADAPTIVE))
+        for round in (round for text in found.written for round in text.rounds):
+            sums.add(round)
+        speedups = plain.seconds / found.seconds
+        equal = sum(text.tokens == other.tokens for text, other in zip(found.written, plain.written, strict=True))
+        row = {
+            "decoder": name,
+            "tokens/s": spread(bench.options.max_new_tokens / found.seconds),
+            "speed-up": spread(speedups),
+            "predicted": spread(predicted_speedups(found, plain, costs)) if costs else None,
+            "accepted": sums.acceptance_rate,
+            "a round": sums.tokens_per_round or None,
+            "equal": f"{equal}/{len(kinds)}",
+            "seconds": found.seconds.tolist(),
+        }
         by_kind = {kind: float(np.median(speedups[kinds == kind])) for kind in dict.fromkeys(kinds.tolist())}
-        rows.append(row | text_columns(found, plain) | by_kind)
+        rows.append(row | by_kind)
     return rows
 
 
-def stories_section(bench: Bench) -> list[Row]:
-    """Stories, as long as the model makes them: medians over the stories (lowest-highest).
+class ReadingTimed(Conductor):
+    """Conductor that adds up the seconds of reading prompts."""
 
-    Drafting does not change them. "about it" is the share that mentions the subject of its prompt.
+    prompts = 0.0
+
+    def _read(self) -> None:
+        began = now(self.model.device)
+        super()._read()
+        self.prompts += now(self.model.device) - began
+
+
+def together_section(bench: Bench) -> list[Row]:
+    """Texts written up to n at a time: tokens per second of all, plain and drafted, and the draft's speed-up.
+
+    Always the same 16 texts; the time to read their prompts is not counted. "of possible" is the gain of plain decoding
+    over one text at a time, divided by the gain that steps of n rows allow: n times the cost of a step of one row over
+    the cost of a step of n rows. "equal" counts the texts, plain and drafted, that equal those written alone.
     """
-    rows, tokenizer = [], bench.setting.tokenizer
-    prompts = [prompt for prompt in bench.prompts if prompt.kind == "stories"]
-    for temperature in TEMPERATURES:
-        setting = replace(
-            bench.setting, params=SamplingParams(temperature), coupling="race" if temperature else "ratio"
-        )
-        contenders = our_contenders(setting, bench.drafts, frozenset(tokenizer.eos_ids))
-        contenders = {name: write for name, write in contenders.items() if not name.endswith(ADAPTIVE)}
-        texts = time_texts(bench, contenders, prompts)
-        for name, found in texts.items():
-            said = [tokenizer.decode(text.tokens) for text in found.written]
-            about = [mentioned(p.text, text) >= LEAST_MENTIONED for p, text in zip(prompts, said, strict=True)]
-            row = {"temperature": temperature, "decoder": name} | text_columns(found, texts["plain"])
-            row |= {"tokens": statistics.median(len(text.tokens) for text in found.written)}
-            row |= {"repeated": statistics.median(map(repetition, said)), "about it": sum(about) / len(about)}
-            rows.append(row)
-    return rows
+    setting, model, count = bench.setting, bench.setting.model, bench.options.max_new_tokens
+    told = "model", *(f"exit {layer}" for layer in bench.options.exit_layer or ()), "low bits"
+    draft = next(name for name in (*told, *bench.drafts) if name in bench.drafts)
+    ways, equal = {"plain": plain(model), "drafted": bench.drafts[draft]}, {}
+    prompts = [prompt.ids for prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
+    alone = contender(Writer(model, setting.positions), ways["plain"], setting)
+    texts = [alone(prompt, count).tokens for prompt in prompts]
 
+    def write(places: int, way: str, count: int) -> float:
+        conductor, tasks = ReadingTimed(model, setting.positions, places), []
+        for prompt in prompts:
+            text, coupling = Text(prompt, Rules(count), model), Coupling(setting.coupling, sum(prompt))
+            tasks.append(Task(text, ways[way], setting.params, coupling))
+            conductor.submit(tasks[-1])
+        began = now(model.device)
+        conductor.run()
+        seconds = now(model.device) - began - conductor.prompts
+        if errors := [task.error for task in tasks if task.error]:
+            raise errors[0]
+        equal[places, way] = sum(task.text.generated == text[:count] for task, text in zip(tasks, texts, strict=True))
+        return seconds
 
-def context_section(bench: Bench) -> list[Row]:
-    """Plain steps after a context, in all n tokens, and the ratio to the shortest.
-
-    The cache holds zeros, which take as long to read as other numbers.
-    """
-    model = bench.setting.model
-    cache = model.new_cache(max(bench.lengths))
-    for tensor in [*cache.keys, *cache.values]:
-        tensor.zero_()  # unwritten pages are all one page of zeros, which is read faster
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    calls = [Call(model, token, filled_cache(model, 1), CONTEXT) for _ in prompts]
 
-    def step(length: int) -> None:
-        cache.lengths = [length - 1] * model.num_layers
-        model(token, cache, length - 1)[0, -1].argmax().item()
+    def step(rows: int) -> None:
+        torch.cat(answers(calls[:rows])).argmax(-1).tolist()
 
-    times = take_turns([partial(step, length) for length in bench.lengths], STEP_REPEATS, model.device)
-    return [{"tokens": n, **timed(took, times[0])} for n, took in zip(bench.lengths, times, strict=True)]
+    for way in ways:  # warm-up
+        write(TOGETHER[-1], way, WARM_UP_TOKENS)
+    seconds: dict[tuple[int, str], list[float]] = {(places, way): [] for places in TOGETHER for way in ways}
+    turns = [*seconds] * bench.options.repeats
+    for case in track(turns, "writing together", console=Console(stderr=True), transient=True):
+        seconds[case].append(write(*case, count))
+    speeds = {case: len(prompts) * count / statistics.median(took) for case, took in seconds.items()}
+    costs = take_turns([partial(step, rows) for rows in TOGETHER], STEP_REPEATS, model.device)
+    rows = []
+    for places, cost in zip(TOGETHER, costs, strict=True):
+        fast, drafted = (speeds[places, way] for way in ways)
+        possible = speeds[1, "plain"] * places * costs[0].median / cost.median
+        row = {"texts": places, "plain tokens/s": fast, "of possible": fast / possible}
+        row |= {"draft": draft, "drafted tokens/s": drafted, "speed-up": drafted / fast}
+        rows.append(row | {"equal": f"{sum(equal[places, way] for way in ways)}/{len(ways) * len(prompts)}"})
+    return rows
 
 
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
-    model, lengths = bench.setting.model, bench.lengths
-    contenders = {"plain": contender(Writer(model, max(lengths)), plain(model), SamplingParams())}
+    model, rows = bench.setting.model, []
+    contenders = {"plain": contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)}
     contenders |= {name: write for name, write in bench.libraries.items() if name in LIBRARIES}
-    cases = [(name, length) for name in contenders for length in lengths]
-    steps = [partial(contenders[name], [0] * length, 1) for name, length in cases]
-    times = dict(zip(cases, take_turns(steps, bench.options.repeats, model.device), strict=True))
-    return [{"decoder": name, "tokens": n, **timed(times[name, n], times["plain", n])} for name, n in cases]
-
-
-def memory_section(bench: Bench) -> list[Row]:
-    """Memory of weights and of decoding, as measured and as estimated from the config.
-
-    Measured is the peak of torch's allocations, on the CPU by its profiler. Scratch memory of kernels is not included.
-    """
-    model, gamma = bench.setting.model, 8
-    written = 2 * (gamma + 1)
-    positions = min(PREFILL_CHUNK + PREFILL_CHUNK // 2, model.max_positions)
-    prompt = [0] * max(1, positions - written)
-    drafting = planned(model, DraftPlan(LayerPlan.full(model.num_layers), gamma))
-    size = {"prompt": len(prompt), "longest_draft": gamma, "fast_on": model.device}
-    needed = estimate(model.config, model.dtype, positions, **size)
-    peak = peak_bytes(lambda: contender(Writer(model, positions), drafting, FILTERED)(prompt, written), model.device)
-    decoding = f"cache and workspace, a prompt of {len(prompt)} tokens and {written} more"
-    parts = {"weights": (held_bytes(model), needed.weights), decoding: (peak, needed.cache + needed.workspace)}
-    return [{"part": part, "MB": held / 1e6, "estimated MB": size / 1e6} for part, (held, size) in parts.items()]
+    for tokens in bench.lengths:
+        steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
+        times = take_turns(steps, bench.options.repeats, model.device)
+        for name, took in zip(contenders, times, strict=True):
+            milliseconds = spread(1e3 * seconds for seconds in (took.fastest, took.median, took.slowest))
+            row = {"decoder": name, "tokens": tokens, "ms": milliseconds, "ratio": took.median / times[0].median}
+            rows.append(row)
+    return rows
 
 
 def floor_section(bench: Bench) -> list[Row]:
@@ -219,19 +215,11 @@ def spread(values: Iterable[float]) -> Row:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def timed(took: Timing, unit: Timing) -> Row:
-    """Columns of a timed step: milliseconds, and the ratio to the median of ``unit``."""
-    seconds = {"median": took.median, "lowest": took.fastest, "highest": took.slowest}
-    return {"ms": {name: 1e3 * value for name, value in seconds.items()}, "ratio": took.median / unit.median}
-
-
 SECTIONS = {  # in the order in which they are measured: a predicted speed needs the costs
     "costs": costs_section,
     "bits": bits_section,
     "speed": speed_section,
-    "context": context_section,
     "first-token": first_token_section,
-    "memory": memory_section,
     "floor": floor_section,
-    "stories": stories_section,
+    "together": together_section,
 }

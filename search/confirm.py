@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from decoding.rounds import Round, Statistics
+from decoding.rounds import Statistics
 from decoding.run.acceptance import Calibration, Continuation
-from decoding.run.chooser import Setting, plain, planned
+from decoding.run.chooser import Setting, plain, plan_in_words, planned
 from decoding.run.costs import SublayerCosts
-from decoding.run.plan_file import DraftPlan
-from decoding.run.prediction import Prediction
-from decoding.run.writer import Writer
+from decoding.run.writer import Sample, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
+from model.clock import take_turns
 from search.study import Candidate, Objective
+from weights.cli.table import Row
 
-REPEATS = 2  # runs of each plan on each prompt; the faster counts
-
-
-@dataclass(frozen=True)
-class Confirmation:
-    """Results of a candidate on the held-out texts: ``predicted``, at its draft length and threshold, and measured.
-
-    The other fields are measured; they mean the same as those of Prediction.
-    """
-
-    candidate: Candidate
-    predicted: Prediction
-    speedup: float
-    acceptance_rate: float
-    tokens_per_round: float
-    kept_by_depth: list[float]
-
-
-def draft_plan(candidate: Candidate) -> DraftPlan:
-    """Plan, draft length and threshold (None: no threshold) of a candidate."""
-    return DraftPlan(candidate.plan, candidate.prediction.gamma, candidate.prediction.threshold or None)
-
-
-def kept_by_depth(rounds: Sequence[Round], gamma: int) -> list[float]:
-    """Accepted share of the drafts number d + 1 of their round, of those that verification reached, by depth d."""
-    shares = []
-    for depth in range(gamma):
-        reached = [
-            round.accepted > depth
-            for round in rounds
-            if round.accepted >= depth < min(len(round.drafted), len(round.emitted))
-        ]
-        shares.append(sum(reached) / len(reached) if reached else 0.0)
-    return shares
+REPEATS = 2  # runs of each plan on each prompt after a warm-up; the faster counts
 
 
 def confirm(
@@ -63,37 +30,37 @@ def confirm(
     found: Sequence[Candidate],
     rules: Rules,
     seed: int,
-) -> list[Confirmation]:
-    """Results of each candidate on the held-out prompts, in turns with plain decoding; the fastest comes first.
+) -> list[tuple[Candidate, Row]]:
+    """Each candidate with a row of its results on the held-out prompts; the fastest comes first.
 
-    Times are those of the loop, without prefill. A speed is that of all prompts together: tokens over seconds.
+    It is measured in turns with plain decoding, and predicted at its draft length and threshold. Times are those of the
+    loop, without prefill. A speed is that of all prompts together: tokens over seconds.
     """
-    model, params, coupling = setting.model, setting.params, setting.coupling
-    ways = [plain(model), *(planned(setting, draft_plan(candidate)) for candidate in found)]
-    rounds: list[list[Round]] = [[] for _ in ways]
-    seconds = np.zeros((len(held_out), REPEATS, len(ways)))
-    longest = max(candidate.prediction.gamma for candidate in found)
-    # A warm-up drafts once at full length, and writes one token more.
-    writer = Writer(model, max(len(text.prompt) for text in held_out) + max(rules.max_new_tokens, longest + 2))
-    writer.begin(held_out[0].prompt)
-    for way in ways:
-        writer.warm_up(way, params)
-    turns = list(np.ndindex(seconds.shape))
-    for turn in track(turns, "running the best plans on held-out prompts", console=Console(stderr=True)):
-        text, repeat, way = turn
-        writer.begin(held_out[text].prompt)
-        sample = writer.write(writer.new_text(rules), ways[way], params, Coupling(coupling, seed))
-        seconds[turn] = sample.seconds
-        rounds[way] += sample.rounds if repeat == 0 else []
-    sums = [Statistics() for _ in ways]
-    for statistics, done in zip(sums, rounds, strict=True):
-        for round in done:
-            statistics.add(round)
-    speeds = np.array([statistics.tokens for statistics in sums]) / seconds.min(axis=1).sum(axis=0)
-    predict, confirmed = Objective(Calibration(model, held_out, params, coupling, depths=longest), costs), []
-    for candidate, done, statistics, speed in zip(found, rounds[1:], sums[1:], speeds[1:], strict=True):
-        gamma, threshold = candidate.prediction.gamma, candidate.prediction.threshold
-        predicted, rate = predict(candidate.plan, [gamma], [threshold]), statistics.acceptance_rate or 0.0
-        measured = float(speed / speeds[0]), rate, statistics.tokens_per_round, kept_by_depth(done, gamma)
-        confirmed.append(Confirmation(candidate, predicted, *measured))
-    return sorted(confirmed, key=lambda one: -one.speedup)
+    model, params, coupling = setting.model, setting.params, Coupling(setting.coupling, seed)
+    ways = [plain(model), *(planned(setting, candidate.draft_plan) for candidate in found)]
+    longest = max(len(text.prompt) for text in held_out) + rules.max_new_tokens
+    writer = Writer(model, min(longest, model.max_positions))
+    seconds, sums, written = np.zeros(len(ways)), [Statistics() for _ in ways], dict[int, Sample]()
+
+    def write(way: int) -> None:
+        written[way] = writer.write(writer.new_text(rules), ways[way], params, coupling)
+
+    for text in track(held_out, "running the best plans on held-out prompts", console=Console(stderr=True)):
+        writer.begin(text.prompt)
+        timings = take_turns([partial(write, way) for way in range(len(ways))], REPEATS, model.device)
+        seconds += [took.fastest for took in timings]
+        for way, sample in written.items():
+            for round in sample.rounds:
+                sums[way].add(round)
+    speeds = np.array([statistics.tokens for statistics in sums]) / seconds
+    depths = max(candidate.prediction.gamma for candidate in found)
+    predict = Objective(Calibration(model, held_out, params, setting.coupling, depths), costs)
+    confirmed = []
+    for candidate, statistics, speed in zip(found, sums[1:], speeds[1:] / speeds[0], strict=True):
+        chosen = candidate.draft_plan
+        predicted = predict(candidate.plan, [chosen.gamma], [chosen.threshold or 0.0])
+        row = {"plan": plan_in_words(candidate.plan), "γ": chosen.gamma, "threshold": chosen.threshold}
+        row |= {"speed-up": float(speed), "speed-up predicted": predicted.speedup}
+        row |= {"accepted": statistics.acceptance_rate or 0.0, "acceptance predicted": predicted.acceptance_rate}
+        confirmed.append((candidate, row | {"tokens per round": statistics.tokens_per_round}))
+    return sorted(confirmed, key=lambda one: -one[1]["speed-up"])

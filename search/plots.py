@@ -1,4 +1,4 @@
-"""Pictures of a search: the best plan with its acceptance by depth, and all plans by cost and acceptance."""
+"""Pictures of a search: the best plan, and all plans by cost and acceptance."""
 
 from __future__ import annotations
 
@@ -13,51 +13,33 @@ from decoding.run.costs import CostTable, SublayerCosts, predicted_speedup
 from decoding.run.prediction import GAMMAS
 from model import LayerPlan
 from model.plan import FULL, LOW_BITS
-from search.confirm import Confirmation
 from search.study import Candidate
-from weights.cli.picture import BLUE, INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
+from weights.cli.picture import INK, MUTED, RED, SCALE, count_along, legend_below, write_picture
 
 BITS = {"cmap": SCALE, "norm": Normalize(0, FULL)}
 IN_A_CELL = {0: "×", FULL: ""}  # in place of the number of bits
 
 
-def draw_plots(
-    folder: Path, found: Sequence[Candidate], confirmed: Sequence[Confirmation], costs: SublayerCosts
-) -> None:
-    """Write plan.svg and front.svg into ``folder``. ``found`` are all tried plans, the best first."""
-    best = confirmed[0] if confirmed else None
-    write_picture(lambda: plan_and_acceptance(best.candidate if best else found[0], best), folder / "plan.svg")
+def draw_plots(folder: Path, best: LayerPlan, found: Sequence[Candidate], costs: SublayerCosts) -> None:
+    """Write plan.svg and front.svg into ``folder``. ``found`` are all tried plans, the best predicted first."""
+    write_picture(lambda: plan_map(best), folder / "plan.svg")
     write_picture(lambda: front(found, costs), folder / "front.svg")
 
 
-def plan_and_acceptance(candidate: Candidate, confirmation: Confirmation | None) -> Figure:
-    """Picture of a plan by layer and bits; below it the accepted share of drafts by depth, predicted and measured.
-
-    Without a confirmation nothing was measured. With one, the prediction too is for the held-out prompts.
-    """
-    plan, prediction = candidate.plan, confirmation.predicted if confirmation else candidate.prediction
-    figure = Figure(figsize=(max(7.5, 0.34 * plan.num_layers + 2), 5.6))
-    above, below = figure.subplots(2, 1, height_ratios=(1, 2))
-    bits = np.array([plan.attention, plan.mlp])
-    shown = above.imshow(bits, aspect="auto", **BITS)
-    figure.colorbar(shown, ax=above, pad=0.02, label="bits", ticks=[0, *LOW_BITS, FULL])
+def plan_map(plan: LayerPlan) -> Figure:
+    """Picture of a plan: a cell per sublayer with its bits."""
+    figure = Figure(figsize=(max(7.5, 0.34 * plan.num_layers + 2), 2.4))
+    axes, bits = figure.subplots(), np.array([plan.attention, plan.mlp])
+    shown = axes.imshow(bits, aspect="auto", **BITS)
+    figure.colorbar(shown, ax=axes, pad=0.02, label="bits", ticks=[0, *LOW_BITS, FULL])
     for (row, layer), each in np.ndenumerate(bits):
         color = "white" if each > min(LOW_BITS) else INK
-        above.text(layer, row, IN_A_CELL.get(each, str(each)), ha="center", va="center", color=color)
-    above.set(xlabel="layer", title=f"Best plan: bits of each sublayer (×: skipped); head: {plan.head}")
-    above.set_yticks([0, 1], ["attention", "MLP"])
-    above.tick_params(length=0)
-    above.spines[:].set_visible(False)
-    depths = np.arange(1, prediction.gamma + 1)
-    below.bar(depths, prediction.kept_by_depth, color=BLUE, alpha=0.6, width=0.6, label="predicted")
-    if confirmation:
-        measured = confirmation.kept_by_depth
-        below.scatter(depths, measured, s=70, color=RED, edgecolors="white", zorder=3, label="measured")
-    below.set(xlabel="drafted token of a round", ylabel="share kept, of those verified", ylim=(0, 1.05))
-    below.set_title(f"Acceptance by depth; predicted speed-up {prediction.speedup:.2f}")
-    for axes in (above, below):
-        count_along(axes.xaxis)
-    legend_below(below)
+        axes.text(layer, row, IN_A_CELL.get(each, str(each)), ha="center", va="center", color=color)
+    axes.set(xlabel="layer", title=f"Best plan: bits of each sublayer (×: skipped); head: {plan.head}")
+    axes.set_yticks([0, 1], ["attention", "MLP"])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    count_along(axes.xaxis)
     return figure
 
 

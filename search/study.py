@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ import optuna
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 from rich.progress import track
 
 from decoding.run.acceptance import Calibration, Continuation
 from decoding.run.costs import CostTable, SublayerCosts
+from decoding.run.plan_file import DraftPlan
 from decoding.run.prediction import GAMMAS, Prediction, predict
 from model import InputError, LayerPlan
 from model.plan import FULL
@@ -48,6 +50,9 @@ THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft 
 NAME = "layer plan"
 HEAD = "head"
 
+# Part of the identity, since a journal of a version that stored other fields cannot be continued.
+VERSION = [each.name for kind in (Prediction, Continuation, SublayerCosts) for each in fields(kind)]
+
 Space = Mapping[str, Sequence[int]]  # the bits that each parameter may have
 
 
@@ -72,6 +77,11 @@ class Candidate:
 
     plan: LayerPlan
     prediction: Prediction
+
+    @property
+    def draft_plan(self) -> DraftPlan:
+        """The plan with its draft length and threshold (None: no threshold)."""
+        return DraftPlan(self.plan, self.prediction.gamma, self.prediction.threshold or None)
 
 
 def parameters(plan: LayerPlan) -> dict[str, int]:
@@ -105,45 +115,32 @@ def untried_neighbour(
     return rng.choice(fresh) if fresh else None
 
 
-def importances(calibration: Calibration) -> dict[str, list[float]]:
+def importances(calibration: Calibration) -> dict[str, float]:
     """Importance of each sublayer: the share of first drafted tokens that the target rejects when it alone is skipped.
 
-    Keys are "attn" and "mlp", with one number per layer.
+    Keys are the names of ``parameters``.
     """
-
-    def lost(attention: list[int], mlp: list[int]) -> float:
-        found = calibration.acceptance(LayerPlan.skipping(layers, attention, mlp))
+    full, lost = parameters(LayerPlan.full(calibration.model.num_layers)), {}
+    for name in track(full.keys() - {HEAD}, "importance of each sublayer", console=Console(stderr=True)):
+        found = calibration.acceptance(plan_of({**full, name: 0}))
         firsts = zip(found.accept[:, 0], found.lengths, strict=True)
-        return 1 - float(sum(row[:length].sum() for row, length in firsts) / found.lengths.sum())
-
-    layers = calibration.model.num_layers
-    bar = track(range(layers), "importance of each sublayer", console=Console(stderr=True))
-    pairs = [(lost([layer], []), lost([], [layer])) for layer in bar]
-    return {kind: list(each) for kind, each in zip(("attn", "mlp"), zip(*pairs, strict=True), strict=True)}
+        lost[name] = 1 - float(sum(row[:length].sum() for row, length in firsts) / found.lengths.sum())
+    return lost
 
 
-def starts(lost: Mapping[str, list[float]], costs: SublayerCosts, space: Space) -> list[LayerPlan]:
-    """Plans of the space to try first: without the least important sublayers, evenly thinned out, and early exits.
+def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
+    """Plans of the space to try first: all sublayers in each number of bits, early exits, the least important skipped.
 
-    Each of them in the checkpoint's bits and in the fewest; besides, all sublayers in each number of bits. ``lost`` are
-    the importances.
+    The latter two in the checkpoint's bits and in the fewest. ``lost`` are the importances.
     """
-    layers = len(lost["attn"])
-    price = {"attn": max(costs.attention[-1], 1e-9), "mlp": max(costs.mlp[-1], 1e-9)}
-    order = sorted(
-        ((kind, layer) for kind in price for layer in range(layers)),
-        key=lambda sublayer: lost[sublayer[0]][sublayer[1]] / price[sublayer[0]],
-    )
+    layers, order = len(lost) // 2, sorted(lost, key=lambda name: (lost[name], name))
+    full = LayerPlan.full(layers)
     plans = []
     for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
-        skipped = order[: max(1, round(share * len(order)))]
-        plans.append(LayerPlan.skipping(layers, *([n for kind, n in skipped if kind == k] for k in ("attn", "mlp"))))
-    for every in (2, 3, 4):
-        inner = range(1, layers - 1, every)
-        plans += [LayerPlan.skipping(layers, inner, which) for which in (inner, ())]
-    for share in (0.25, 0.4, 0.5, 0.6, 0.75, 0.9):
-        plans.append(LayerPlan.early_exit(layers, max(1, round(share * layers))))
-    full, low = LayerPlan.full(layers), sorted(set(space[HEAD]) - {FULL})
+        skipped = dict.fromkeys(order[: max(1, round(share * len(order)))], 0)
+        plans.append(plan_of({**parameters(full), **skipped}))
+    plans += [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in (0.25, 0.4, 0.5, 0.75, 0.9)]
+    low = sorted({*space[HEAD]} - {FULL})
     rounded = [full.in_bits(bits, head=low[-1]) for bits in low]
     rounded += [plan.in_bits(low[0], head=low[-1]) for plan in plans if low]
     allowed = [plan for plan in [*rounded, *plans] if all(n in space[name] for name, n in parameters(plan).items())]
@@ -153,8 +150,8 @@ def starts(lost: Mapping[str, list[float]], costs: SublayerCosts, space: Space) 
 def open_study(path: Path, identity: Mapping[str, Any], sampler: str, seed: int, *, resume: bool) -> optuna.Study:
     """Study in the journal ``path``; a new one has no trials.
 
-    ``identity`` is a JSON object of model, prompts, sampling parameters and bits. Raises InputError when there are
-    trials but not to ``resume``, or of another identity, and when the file is no journal.
+    ``identity`` is a JSON object of model, prompts, sampling parameters, bits and version. Raises InputError when there
+    are trials but not to ``resume``, or of another identity, and when the file is no journal.
     """
     try:
         storage = JournalStorage(JournalFileBackend(str(path)))
@@ -173,30 +170,30 @@ def open_study(path: Path, identity: Mapping[str, Any], sampler: str, seed: int,
     return study
 
 
-def begin(study: optuna.Study, attributes: Mapping[str, Any], plans: Iterable[LayerPlan]) -> None:
-    """Store attributes (JSON) in a new study, and these plans as its first trials.
+def begin(
+    study: optuna.Study,
+    identity: Mapping[str, Any],
+    texts: Sequence[Continuation],
+    costs: SublayerCosts,
+    plans: Iterable[LayerPlan],
+) -> None:
+    """Store identity, texts and costs in a new study, and these plans as its first trials.
 
     Does nothing when another process has begun the study meanwhile, so that all predictions use the same texts and
     costs.
     """
     if study.get_trials(deepcopy=False):
         return
-    for name, value in attributes.items():
-        study.set_user_attr(name, value)
+    study.set_user_attr("identity", identity)
+    study.set_user_attr("texts", [asdict(text) for text in texts])
+    study.set_user_attr("costs", asdict(costs))
     for plan in plans:
         study.enqueue_trial(parameters(plan))
 
 
-def kept_texts(study: optuna.Study) -> list[Continuation]:
-    """Calibration texts stored in the study."""
-    kept = study.user_attrs["texts"]
-    return [Continuation(tuple(text["prompt"]), tuple(text["written"]), text["unused"]) for text in kept]
-
-
-def kept_costs(study: optuna.Study) -> SublayerCosts:
-    """Costs stored in the study, measured on the machine that began it."""
-    costs = study.user_attrs["costs"]
-    return SublayerCosts(**{name: tuple(cost) if isinstance(cost, list) else cost for name, cost in costs.items()})
+def kept(study: optuna.Study) -> tuple[list[Continuation], SublayerCosts]:
+    """Texts and costs with which the study was begun."""
+    return [Continuation(**text) for text in study.user_attrs["texts"]], SublayerCosts(**study.user_attrs["costs"])
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
@@ -220,23 +217,17 @@ def optimise(study: optuna.Study, objective: Callable[[LayerPlan], Prediction], 
 
     def run(trial: Trial) -> float:
         plan = plan_of({name: trial.suggest_categorical(name, choices) for name, choices in space.items()})
-        known = {plan_of(old.params): old for old in finished(study)}
-        if plan in known:
-            found = known[plan].user_attrs
-            if neighbour := untried_neighbour(plan, space, known, random.Random(trial.number)):
-                study.enqueue_trial(parameters(neighbour), skip_if_exists=True)
-        else:
-            found = asdict(objective(plan))
+        known = {plan_of(old.params): old.user_attrs for old in finished(study)}
+        if plan in known and (neighbour := untried_neighbour(plan, space, known, random.Random(trial.number))):
+            study.enqueue_trial(parameters(neighbour), skip_if_exists=True)
+        found = known.get(plan) or asdict(objective(plan))
         for name, value in found.items():
             trial.set_user_attr(name, value)
         return found["speedup"]
 
-    def after(study: optuna.Study, trial: FrozenTrial) -> None:
-        if len(finished(study)) >= trials:
-            study.stop()
-
     if (missing := trials - len(finished(study))) > 0:
-        study.optimize(run, missing, callbacks=[after], show_progress_bar=True)
+        enough = MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+        study.optimize(run, missing, callbacks=[enough], show_progress_bar=True)
 
 
 def candidates(study: optuna.Study) -> list[Candidate]:

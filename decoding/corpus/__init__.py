@@ -1,4 +1,4 @@
-"""Corpus writer: ``python -m decoding.corpus`` lets a chat model write texts to train a small model on.
+"""Corpus writer: ``python -m decoding.corpus`` lets a chat model write stories to train a small model on.
 
-``author`` makes the prompts and writes, ``quality`` filters, ``text_file`` stores. Begin with ``author``.
+``templates`` makes the requests, ``quality`` filters, ``__main__`` writes and stores. Begin with ``__main__``.
 """

@@ -1,4 +1,7 @@
-"""Write a corpus to train on with a chat model: ``python -m decoding.corpus --model DIR --tokens N --out FILE``."""
+"""Write a corpus of stories with a chat model: ``python -m decoding.corpus --model DIR --tokens N --out FILE``.
+
+The file has a JSON object with "prompt" and "response" per line.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,83 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
+import json
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from decoding.corpus.author import Author, user_turn
 from decoding.corpus.quality import worth_learning
-from decoding.corpus.text_file import KINDS, TextFile, read_texts
+from decoding.corpus.templates import story_request
+from decoding.run.calibration import sample_texts
 from decoding.sampling import SamplingParams
-from model import InputError
+from model import Decoder, InputError
 from model.fast import accelerate
 from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
+from weights.cli.files import atomic_path, explaining, read_json_lines
+from weights.cli.prompt import encode_prompt
 from weights.load import DTYPES, load_model
 from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
+NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
 FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
+DISTINCT_CHARACTERS = 200  # of two stories that begin with the same 200 characters, the first is kept
+
+Story = tuple[str, str]  # the prompt and the model's response
 
 
-def write_file(author: Author, file: TextFile, options: argparse.Namespace) -> None:
-    """Add batches of texts to ``file`` until its responses have ``options.tokens`` tokens, under a progress bar.
+def read_stories(path: Path) -> list[Story]:
+    """Stories of a file. Raises InputError naming the first line that is none."""
+    stories = []
+    for place, row in read_json_lines(path):
+        match row:
+            case {"prompt": str(prompt), "response": str(response)}:
+                stories.append((prompt, response))
+            case _:
+                raise InputError(f"{place} is not a text that this command wrote: give another file")
+    return stories
 
-    A batch depends on the seed and on the contents of the file only, so that a run that was killed continues to the
-    same file. Raises InputError when the model writes nothing new any more.
+
+def add(stories: dict[str, Story], more: Iterable[Story], path: Path) -> None:
+    """Add those of ``more`` whose responses begin otherwise than all before, and write the file, atomically."""
+    for prompt, response in more:
+        stories.setdefault(response[:DISTINCT_CHARACTERS], (prompt, response))
+    lines = [json.dumps({"prompt": prompt, "response": response}) + "\n" for prompt, response in stories.values()]
+    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
+        temporary.write_text("".join(lines))
+
+
+def write_stories(
+    model: Decoder, tokenizer: Tokenizer, params: SamplingParams, rows: int, max_new_tokens: int, rng: random.Random
+) -> list[Story]:
+    """Those of ``rows`` stories that are worth learning.
+
+    A request is a turn of a chat or, without a chat template, plain text. The model continues an opening that names
+    the subject.
     """
-    columns = BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=options.tokens, completed=file.tokens.total())
-        fruitless = 0  # rows since the last new text
-        while (missing := options.tokens - file.tokens.total()) > 0:
-            if fruitless >= FRUITLESS_ROWS:
-                raise InputError(
-                    f"the last {fruitless} texts were all empty, unusable or in {file.path} already: raise "
-                    "--temperature or --top-k"
-                )
-            kinds = KINDS if options.kind == "both" else (options.kind,)
-            kind = min(kinds, key=lambda kind: file.tokens[kind])
-            rows, texts = min(options.batch, 1 + missing // options.max_new_tokens), len(file.texts)
-            file.add(author.write(kind, rows, random.Random(f"{options.seed} {texts} {fruitless}")))
-            fruitless = 0 if len(file.texts) > texts else fruitless + rows
-            progress.update(bar, completed=file.tokens.total())
+    requests = [story_request(rng) for _ in range(rows)]
+    openings = [tokenizer.vocabulary.encode(opening) for _, opening in requests]
+    try:
+        prompts = [encode_prompt(tokenizer, prompt, system=NARRATOR) for prompt, _ in requests]
+    except InputError:  # no template, or one that refuses a system message
+        prompts = [encode_prompt(tokenizer, prompt) for prompt, _ in requests]
+    begun = [prompt + opening for prompt, opening in zip(prompts, openings, strict=True)]
+    limits = {"max_new_tokens": max_new_tokens, "eos_ids": tokenizer.eos_ids}
+    written = sample_texts(model, begun, params=params, seed=rng.getrandbits(64), **limits)
+    stories = []
+    for (prompt, _), opening, tokens in zip(requests, openings, written, strict=True):
+        finished = tokens[-1] in tokenizer.eos_ids
+        tokens = opening + (tokens[:-1] if finished else tokens)
+        said = tokenizer.decode(tokens).rstrip("\ufffd")  # the budget may end inside a character
+        story = worth_learning(prompt, said, finished)
+        if story and set(tokenizer.vocabulary.special.values()).isdisjoint(tokens):
+            stories.append((prompt, story))
+    return stories
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -61,7 +97,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, required=True, metavar="N", help="tokens of responses wanted in the file")
     add("--out", type=Path, required=True, metavar="FILE", help=".jsonl; an earlier one is continued")
     add("--judge-again", type=Path, metavar="FILE", help="begin with the good texts of an earlier file (default: none)")
-    add("--kind", choices=[*KINDS, "both"], default="both", help="children's stories, or chats")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     add("--top-k", type=int, default=80, metavar="K", help="0: off")
     add("--max-new-tokens", type=int, default=320, metavar="N", help="of a response")
@@ -73,22 +108,43 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check the options, load the model, and write the file."""
+    """Check the options, load the model, and add batches of stories until the file has ``options.tokens`` tokens.
+
+    A batch depends on the seed and on the contents of the file only, so that a run that was killed continues to the
+    same file. Raises InputError when the model writes nothing new any more.
+    """
     for name in ("tokens", "batch", "max_new_tokens"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(options, name)}")
     params = SamplingParams(options.temperature, options.top_k)
     folder, device = model_folder(options.model), pick_device(options.device)
     tokenizer = Tokenizer(folder)
-    if options.kind != "story":
-        user_turn(tokenizer)
-    file = TextFile(options.out, lambda text: len(tokenizer.vocabulary.encode(text)))
-    if options.judge_again and not file.texts:
-        file.add(filter(None, map(worth_learning, read_texts(options.judge_again))))
+    stories: dict[str, Story] = {}
+    earlier = read_stories(options.out) if options.out.is_file() else []
+    if options.judge_again and not earlier:
+        judged = ((prompt, worth_learning(prompt, response)) for prompt, response in read_stories(options.judge_again))
+        earlier = [story for story in judged if story[1]]
+    add(stories, earlier, options.out)
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
-    write_file(Author(model, tokenizer, params, options.max_new_tokens), file, options)
-    print(f"{file.path}: {len(file.texts)} texts, {file.tokens.total()} tokens", file=sys.stderr)
+    columns = BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        bar, fruitless = progress.add_task("", total=options.tokens), 0
+        while True:
+            tokens = sum(len(tokenizer.vocabulary.encode(response)) for _, response in stories.values())
+            progress.update(bar, completed=tokens)
+            if tokens >= options.tokens:
+                break
+            if fruitless >= FRUITLESS_ROWS:
+                raise InputError(
+                    f"the last {fruitless} texts were all empty, unusable or in {options.out} already: raise "
+                    "--temperature or --top-k"
+                )
+            before, rows = len(stories), min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
+            rng = random.Random(f"{options.seed} {before} {fruitless}")
+            add(stories, write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng), options.out)
+            fruitless = 0 if len(stories) > before else fruitless + rows
+    print(f"{options.out}: {len(stories)} texts, {tokens} tokens", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:

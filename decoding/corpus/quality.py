@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-
-from decoding.corpus.text_file import WrittenText
 
 SEQUENCE = 4  # words per sequence, which is repeated if it occurred before
 MOST_REPEATED = 0.05  # largest share of repeated sequences in a text
@@ -56,14 +53,12 @@ def before_repetition(text: str, finished: bool) -> str:
     return next((text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), "")
 
 
-def worth_learning(text: WrittenText, finished: bool = True) -> WrittenText | None:
-    """The text up to its last whole sentence before it begins to repeat itself.
+def worth_learning(prompt: str, response: str, finished: bool = True) -> str:
+    """The story up to its last whole sentence before it begins to repeat itself.
 
-    None where that is too short, or is a story that strays from its prompt or has sentences too long for children.
+    Empty where that is too short, strays from its prompt or has sentences too long for children.
     """
-    response = before_repetition(text.response, finished)
-    words, sentences = len(words_of(response)), max(1, len(SENTENCE_END.findall(response)))
-    strays = mentioned(text.prompt, response) < LEAST_MENTIONED
-    if words < LEAST_WORDS or (text.kind == "story" and (strays or words / sentences > LONGEST_SENTENCES)):
-        return None
-    return replace(text, response=response)
+    story = before_repetition(response, finished)
+    words, sentences = len(words_of(story)), max(1, len(SENTENCE_END.findall(story)))
+    about = mentioned(prompt, story) >= LEAST_MENTIONED
+    return story if about and words >= LEAST_WORDS and words / sentences <= LONGEST_SENTENCES else ""

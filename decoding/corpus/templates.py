@@ -65,8 +65,3 @@ def story_request(rng: random.Random) -> tuple[str, str]:
     form = rng.choice(FORMS)
     blanks = {name: rng.choice(choices) for name, choices in words.items()}
     return form.format(**blanks), rng.choice(OPENINGS).format(**blanks)
-
-
-def story_prompt(rng: random.Random) -> str:
-    """The prompt of ``story_request``."""
-    return story_request(rng)[0]

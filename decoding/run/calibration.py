@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from decoding.randomness import inverse_cdf
 from decoding.run.acceptance import Continuation
-from decoding.run.drafting import plain
-from decoding.run.together import MOST_TOGETHER, Conductor, Task
-from decoding.sampling import SamplingParams
-from decoding.text import Rules, Text
-from decoding.verify import Coupling
+from decoding.sampling import SamplingParams, distribution
+from decoding.text import Rules
 from model import Decoder, InputError
+from model.diagnose import explain_nonfinite
 from weights.cli.files import atomic_path
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
@@ -37,39 +37,89 @@ PROMPTS = (
 TOKENS = 48  # written after each prompt
 
 
+@torch.inference_mode()
+def sample_texts(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    params: SamplingParams,
+    eos_ids: Collection[int],
+    seed: int,
+) -> list[list[int]]:
+    """The model's continuation of each prompt, of one token or more; greedy at temperature 0.
+
+    All rows advance together, one position per step. Within its prompt a row takes the prompt's next token, after it a
+    drawn one. There is no padding. A text ends with the first of ``eos_ids``, which it keeps, after ``max_new_tokens``
+    or at the end of the context. Row i draws by uniform random numbers from ``seed`` and i, one per output token: its
+    text does not depend on the other rows, up to rounding. Raises InputError for a prompt that does not fit the
+    context, and for non-finite logits.
+    """
+    if (longest := max(map(len, prompts), default=0)) >= model.max_positions:
+        raise InputError(f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}")
+    if not prompts:
+        return []
+    starts = torch.tensor([len(prompt) for prompt in prompts])
+    ends = (starts + max_new_tokens).clamp(max=model.max_positions)
+    rows, capacity = len(prompts), int(ends.max())
+    tokens = torch.zeros(rows, capacity, dtype=torch.int64)
+    uniform = torch.zeros(rows, capacity, dtype=torch.float64)  # of the token at each position
+    for row, prompt in enumerate(prompts):
+        stream = np.random.default_rng(np.random.SeedSequence(seed % 2**64, spawn_key=(row,)))
+        tokens[row, : starts[row]] = torch.tensor(prompt)
+        uniform[row, starts[row] : ends[row]] = torch.from_numpy(stream.random(int(ends[row] - starts[row])))
+    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64)
+    tokens, uniform, starts, ends, eos = (each.to(model.device) for each in (tokens, uniform, starts, ends, eos))
+    cache, first = model.new_cache(capacity, batch=rows), int(starts.min())
+    model.prefill(tokens[:, : first - 1], cache)
+    for position in range(first, capacity):
+        logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
+        finite = logits.isfinite().all(-1)
+        if not finite.all():
+            raise explain_nonfinite(model, model.new_cache(position), tokens[~finite][0, :position])
+        drawn = inverse_cdf(_distributions(logits, tokens[:, :position], params), uniform[:, position])
+        writes = (starts <= position) & (position < ends)
+        tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
+        ends = torch.where(writes & torch.isin(drawn, eos), position + 1, ends)
+        if (ends <= position + 1).all():
+            break
+    spans = zip(tokens.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return [text[start:end] for text, start, end in spans]
+
+
 def write_texts(
     model: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams, rules: Rules, seed: int = 0
 ) -> list[Continuation]:
-    """The continuation of each prompt, of one token or more; sample i of ``seed`` under the race is that of prompt i.
+    """The continuation of each prompt by ``sample_texts``, from which acceptance is measured."""
+    limits = {"max_new_tokens": rules.max_new_tokens, "eos_ids": rules.eos_ids}
+    written = sample_texts(model, prompts, params=params, seed=seed, **limits)
+    pairs = zip(prompts, written, strict=True)
+    return [Continuation(tuple(prompt), tuple(text), rules.max_new_tokens - len(text)) for prompt, text in pairs]
 
-    Raises InputError for a prompt that does not fit the context, and for non-finite logits.
+
+def _distributions(logits: Tensor, texts: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities ``[rows, vocab]`` after each of the ``texts`` ``[rows, n]``.
+
+    ``distribution`` takes its rows for successive positions of one text. Only the repetition penalty reads that text.
     """
-    longest = max(map(len, prompts), default=0)
-    if longest >= model.max_positions:
-        raise InputError(f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}")
-    together = min(len(prompts), MOST_TOGETHER) if hasattr(model, "together") else 1
-    conductor = Conductor(model, min(longest + rules.max_new_tokens, model.max_positions), together)
-    tasks = [
-        Task(Text(prompt, rules, model), plain(model), params, Coupling("race", seed, number))
-        for number, prompt in enumerate(prompts)
-    ]
-    for task in tasks:
-        conductor.submit(task)
-    conductor.run()
-    for task in tasks:
-        if task.error is not None:
-            raise task.error
-    texts = [(task.text.tokens[: task.text.prompt_length], task.text.generated) for task in tasks]
-    return [Continuation(tuple(prompt), tuple(text), rules.max_new_tokens - len(text)) for prompt, text in texts]
+    if params.repetition_penalty == 1:
+        return distribution(logits, texts[0], params)
+    rows = zip(logits, texts, strict=True)
+    return torch.cat([distribution(row[None], text, params) for row, text in rows])
 
 
 def calibration_texts(
-    model: Decoder, tokenizer: Tokenizer, params: SamplingParams, seed: int = 0, prompts: Sequence[str] = PROMPTS
+    model: Decoder,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    seed: int = 0,
+    prompts: Sequence[str] = PROMPTS,
+    tokens: int = TOKENS,
 ) -> list[Continuation]:
-    """The model's continuations of those prompts that fit its context, up to ``TOKENS`` tokens each."""
+    """The model's continuations of those prompts that fit its context, up to ``tokens`` tokens each."""
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     fitting = [ids for ids in encoded if len(ids) < model.max_positions]
-    return write_texts(model, fitting, params, Rules(TOKENS, tokenizer.eos_ids), seed)
+    return write_texts(model, fitting, params, Rules(tokens, tokenizer.eos_ids), seed)
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
@@ -79,15 +129,22 @@ def linear_layers(model: Decoder) -> dict[str, nn.Module]:
 
 
 @torch.inference_mode()
-def input_squares(model: Decoder, texts: Sequence[Continuation]) -> dict[str, Tensor]:
-    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the layer's name."""
+def input_squares(
+    model: Decoder,
+    texts: Sequence[Continuation],
+    square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
+) -> dict[str, Tensor]:
+    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the layer's name.
+
+    ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
+    """
     layers = linear_layers(model)
     sums: dict[str, Tensor] = {}
 
     def add(name: str) -> Callable[..., None]:
         def hook(part: nn.Module, inputs: tuple[Tensor, ...], output: Any = None) -> None:
             x = inputs[0] if output is None else output
-            sums[name] = sums.get(name, 0) + x.float().square().flatten(0, -2).sum(0)
+            sums[name] = sums.get(name, 0) + square(x.float().flatten(0, -2))
 
         return hook
 

@@ -25,8 +25,7 @@ class Prediction:
     """Expected gain of drafts of up to ``gamma`` tokens that end early below confidence ``threshold`` (0: never).
 
     ``speedup`` is over plain decoding. ``acceptance_rate`` is the accepted share of all drafted tokens, ``kept_share``
-    that of the drafted tokens up to the first rejected one: α in the formulas. ``kept_by_depth[d]`` is the same share
-    of drafts number d + 1 of their round (0 where no round gets there).
+    that of the drafted tokens up to the first rejected one: α in the formulas.
     """
 
     speedup: float
@@ -34,7 +33,6 @@ class Prediction:
     threshold: float
     acceptance_rate: float
     kept_share: float
-    kept_by_depth: list[float]
     tokens_per_round: float
 
 
@@ -148,7 +146,6 @@ def predict(
         threshold=thresholds[best[0]],
         acceptance_rate=_share(accepted.sum(), (drafted * lengths).sum()),
         kept_share=_share(accepted.sum(), looked_at.sum()),
-        kept_by_depth=list(map(_share, accepted[:gamma], looked_at[:gamma])),
         tokens_per_round=float(tokens / drafted.sum()),
     )
 

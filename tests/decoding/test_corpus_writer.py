@@ -17,10 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decoding.corpus import __main__ as corpus
-from decoding.corpus import author as authors
 from decoding.corpus import templates
-from decoding.corpus.author import user_turn
-from decoding.corpus.text_file import DISTINCT_CHARACTERS, TextFile, WrittenText, read_texts
 from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
@@ -32,7 +29,6 @@ from tests.folders import VOCAB_SIZE, write_folder
 from tests.laws import no_draft, tiny_model
 from weights.tokenizer import Tokenizer
 
-FAMILIES = ["llama", "gemma2"]
 EOS = 1
 SHORT = [[0, 2, 5], [3], [4, 4, 1, 0, 2, 3, 5], [2], [5, 1], [0, 0, 3, 2, 1], [5], [4, 2]]
 PROMPTS = [[4] * 57, *SHORT, [0] * 55, [5, 5, 3] * 18]  # the long ones nearly fill the context
@@ -40,7 +36,6 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + '\\n' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 )
-LINE_AFTER = "{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}"
 
 
 def alone(model: Decoder, prompt: list[int], params: SamplingParams, max_new_tokens: int) -> list[int]:
@@ -60,8 +55,7 @@ class First:
         return probabilities >= 1
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.6])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "penalty"), [("llama", 1.0), ("gemma2", 1.6)])
 def test_each_row_is_what_the_loop_writes_for_its_prompt_alone(family: str, penalty: float) -> None:
     """Greedy, in float64: prompts of any lengths, rows that end early, rows that fill the context, in order."""
     params = SamplingParams(repetition_penalty=penalty)
@@ -86,11 +80,10 @@ def replayed(model: Decoder, prompt: list[int], params: SamplingParams, numbers:
 
 
 @pytest.mark.parametrize(
-    "params",
-    [SamplingParams(1.0), SamplingParams(0.7, top_k=3, top_p=0.9), SamplingParams(1.3, repetition_penalty=1.4)],
-    ids=["plain", "filtered", "penalised"],
+    ("family", "params"),
+    [("llama", SamplingParams(0.7, top_k=3, top_p=0.9)), ("gemma2", SamplingParams(1.3, repetition_penalty=1.4))],
+    ids=["filtered", "penalised"],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(family: str, params: SamplingParams) -> None:
     model = tiny_model(family, vocab=6, seed=3)
     streams = [np.random.SeedSequence(7, spawn_key=(row,)) for row in range(len(PROMPTS))]
@@ -99,26 +92,6 @@ def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(family:
     assert sample_texts(model, PROMPTS, max_new_tokens=12, params=params, eos_ids=[EOS], seed=7) == expected
     assert sample_texts(model, PROMPTS[:1], max_new_tokens=12, params=params, eos_ids=[EOS], seed=7) == expected[:1]
     assert len({len(text) for text in expected}) > 2
-
-
-def test_sampled_texts_follow_the_models_law() -> None:
-    """Chi-square over 4000 rows; exceeded by chance once in 10⁶ seeds (14 degrees of freedom)."""
-    model, params = tiny_model("llama", seed=1), SamplingParams(1.5)
-    law: dict[tuple[int, ...], float] = {}
-
-    def expand(text: tuple[int, ...], weight: float) -> None:
-        if len(text) == 3 or EOS in text:
-            law[text] = weight
-            return
-        tokens = torch.tensor([[0, *text]])
-        for token, weight_of_token in enumerate(distribution(model(tokens)[0, -1:], tokens[0], params)[0].tolist()):
-            expand((*text, token), weight * weight_of_token)
-
-    expand((), 1.0)
-    texts = sample_texts(model, [[0]] * 4000, max_new_tokens=3, params=params, eos_ids=[EOS], seed=1)
-    counts = Counter(map(tuple, texts))
-    assert counts.keys() <= law.keys() and len(law) == 15 and min(law.values()) * 4000 > 5
-    assert sum((counts[text] - 4000 * each) ** 2 / (4000 * each) for text, each in law.items()) < 55
 
 
 def test_a_model_with_non_finite_logits_is_refused_with_the_place() -> None:
@@ -135,69 +108,50 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
         )
 
 
-def test_no_prompts_give_no_texts() -> None:
-    model = tiny_model("llama")
-    assert sample_texts(model, [], max_new_tokens=3, params=SamplingParams(), eos_ids=[], seed=0) == []
-
-
 # The file.
 
-TEXTS = [
-    WrittenText("story", "Tell me of a fox.", "A fox ran.\nIt \u00e4te \u2028 \U0001f98a."),
-    WrittenText("chat", "Hi!", "Hello"),
-    WrittenText("story", "Again.", "The end"),
-]
+TEXTS = [("Tell me of a fox.", "A fox ran.\nIt \u00e4te \u2028 \U0001f98a."), ("Hi!", "Hello"), ("Again.", "The end")]
 
 
 def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
-    file = TextFile(tmp_path / "texts.jsonl", len)
-    file.add(TEXTS[:2])
-    before = file.path.read_bytes()
-    again = TextFile(file.path, len)
-    assert file.path.read_bytes() == before and again.tokens == {"story": len(TEXTS[0].response), "chat": 5}
-    again.add(TEXTS)
-    assert read_texts(file.path) == TEXTS and again.tokens.total() == sum(len(text.response) for text in TEXTS)
-
-
-def test_responses_that_begin_alike_are_written_once(tmp_path: Path) -> None:
-    beginning = "x" * DISTINCT_CHARACTERS
-    responses = [beginning + "a", beginning + "b", beginning[1:] + "a", "x", "x"]
-    file = TextFile(tmp_path / "texts.jsonl", len)
-    file.add(WrittenText("chat", "Hi!", response) for response in responses)
-    assert [text.response[-1] for text in read_texts(file.path)] == ["a", "a", "x"]
+    """Responses that begin alike are written once."""
+    path, stories = tmp_path / "texts.jsonl", {}
+    corpus.add(stories, TEXTS[:2], path)
+    assert corpus.read_stories(path) == TEXTS[:2]
+    beginning = "x" * corpus.DISTINCT_CHARACTERS
+    corpus.add(stories, [*TEXTS, ("Hi!", beginning + "a"), ("Hi!", beginning + "b"), ("Hi!", beginning[1:])], path)
+    assert corpus.read_stories(path) == [*TEXTS, ("Hi!", beginning + "a"), ("Hi!", beginning[1:])]
 
 
 def test_a_full_disk_keeps_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = TextFile(tmp_path / "texts.jsonl", len)
-    file.add(TEXTS[:1])
+    path, stories = tmp_path / "texts.jsonl", {}
+    corpus.add(stories, TEXTS[:1], path)
 
     def fills_up(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", fills_up)
     with pytest.raises(InputError, match="cannot be written: No space left on device"):
-        file.add(TEXTS)
-    assert read_texts(file.path) == TEXTS[:1] and list(tmp_path.iterdir()) == [file.path]
+        corpus.add(stories, TEXTS, path)
+    assert corpus.read_stories(path) == TEXTS[:1] and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"Dear diary", "line 1 is not a text that this command wrote"),
-        (b"Dear diary\n", "line 1 is not"),
-        (b'{"kind": "poem", "prompt": "", "response": ""}\n', "line 1 is not"),
-        (b'{"kind": "chat", "prompt": "", "response": 3}\n', "line 1 is not"),
-        (b'{"kind": "chat", "prompt": "", "response": ""}\n{"ki', "line 2 is not"),
-        (b"\xff\n", "line 1 is not"),
-        (b"\n", "line 1 is not"),
+        (b"Dear diary\n", "line 1 is not valid JSON"),
+        (b'{"prompt": "", "response": 3}\n', "line 1 is not a text that this command wrote"),
+        (b'{"prompt": "", "response": ""}\n{"pro', "line 2 is not valid JSON"),
+        (b"\xff\n", "cannot be read as UTF-8"),
     ],
 )
-def test_a_file_of_something_else_is_refused_and_left_alone(content: bytes, complaint: str, tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused_and_left_alone(
+    content: bytes, complaint: str, write: Command, tmp_path: Path
+) -> None:
     path = tmp_path / "other.jsonl"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=complaint):
-        TextFile(path, len)
-    assert path.read_bytes() == content
+    status, said = write("--tokens", 10, "--out", path)
+    assert status == 2 and complaint in said and path.read_bytes() == content
 
 
 # The command.
@@ -223,8 +177,7 @@ def write(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
     Its babble is worth learning here: see ``tests/decoding/test_quality.py``.
     """
-    monkeypatch.setattr(authors, "worth_learning", lambda text, finished: text)
-    monkeypatch.setattr(authors, "MESSAGE_TOKENS", 16)
+    monkeypatch.setattr(corpus, "worth_learning", lambda prompt, text, finished: text)
 
     def command(*arguments: object) -> tuple[int, str]:
         options = ["--model", folder, "--temperature", 2, "--top-k", 0, "--max-new-tokens", 9, "--batch", 12]
@@ -234,22 +187,20 @@ def write(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return command
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_the_command_writes_both_kinds_until_there_are_tokens_enough(write: Command, tmp_path: Path) -> None:
+def test_the_command_writes_stories_until_there_are_tokens_enough(write: Command, tmp_path: Path) -> None:
+    """Each begins with whom its prompt is about."""
     out = tmp_path / "out.jsonl"
-    status, said = write("--tokens", 900, "--out", out)
-    assert status == 0
-    assert "of 900 tokens" in said
-    rows = rows_of(out)
-    assert {row["kind"] for row in rows} == {"story", "chat"}
-    assert all(list(row) == ["kind", "prompt", "response"] for row in rows)
-    assert all(row["response"].strip() and row["prompt"] for row in rows)
-    assert len({row["response"][:DISTINCT_CHARACTERS] for row in rows}) == len(rows)
+    status, said = write("--tokens", 500, "--out", out)
+    assert status == 0 and "of 500 tokens" in said
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for row in rows:
+        subjects = [who for who in templates.WHO if who in row["prompt"]]
+        beginnings = [opening.format(who=who) for opening in templates.OPENINGS for who in subjects]
+        assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
+        assert not row["response"].endswith("\ufffd"), "half of a character"
+    assert len({row["response"][: corpus.DISTINCT_CHARACTERS] for row in rows}) == len(rows)
     before = out.read_bytes()
-    assert write("--tokens", 900, "--out", out)[0] == 0
+    assert write("--tokens", 500, "--out", out)[0] == 0
     assert out.read_bytes() == before, "there were tokens enough already"
 
 
@@ -257,28 +208,37 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
     write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    assert write("--tokens", 900, "--out", whole)[0] == 0
-    production, sizes = authors.Author.write, []
+    assert write("--tokens", 700, "--out", whole)[0] == 0
+    production, calls = corpus.write_stories, []
 
-    def interrupted(self: authors.Author, *arguments: Any) -> list[WrittenText]:
-        sizes.append(parts.stat().st_size)
-        if len(sizes) in (1, 3, 4, 6):
+    def interrupted(*arguments: Any) -> list[tuple[str, str]]:
+        calls.append(parts.stat().st_size)
+        if len(calls) in (1, 3, 4):
             raise KeyboardInterrupt
-        return production(self, *arguments)
+        return production(*arguments)
 
-    monkeypatch.setattr(authors.Author, "write", interrupted)
-    while (status := write("--tokens", 900, "--out", parts)[0]) == 130:
+    monkeypatch.setattr(corpus, "write_stories", interrupted)
+    while (status := write("--tokens", 700, "--out", parts)[0]) == 130:
         pass
-    assert status == 0
-    assert len(sizes) > 6
-    assert parts.read_bytes() == whole.read_bytes()
+    assert status == 0 and len(calls) > 4 and parts.read_bytes() == whole.read_bytes()
 
 
-def test_a_model_that_repeats_itself_is_given_up(write: Command, tmp_path: Path) -> None:
-    """Greedily there is one message, one response; this one has an end, or none in all of its tokens."""
-    status, said = write("--tokens", 10_000, "--out", tmp_path / "out", "--kind", "chat", "--temperature", 0)
-    assert status == 2
-    assert "the last 256 texts" in said or "the last 264 texts" in said
+def test_good_texts_of_an_earlier_file_are_where_a_new_one_begins(
+    write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier, out = tmp_path / "earlier.jsonl", tmp_path / "out.jsonl"
+    corpus.add({}, TEXTS, earlier)
+    monkeypatch.setattr(corpus, "worth_learning", lambda prompt, text: "" if text == "Hello" else text.upper())
+    assert write("--tokens", 1, "--out", out, "--judge-again", earlier)[0] == 0
+    assert corpus.read_stories(out) == [(prompt, text.upper()) for prompt, text in TEXTS if text != "Hello"]
+
+
+def test_a_model_that_repeats_itself_is_given_up(
+    write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "write_stories", lambda *_: TEXTS)
+    status, said = write("--tokens", 10_000, "--out", tmp_path / "out")
+    assert status == 2 and "the last 264 texts" in said
     assert said.splitlines()[-1].endswith("raise --temperature or --top-k")
 
 
@@ -286,14 +246,9 @@ def test_a_model_that_repeats_itself_is_given_up(write: Command, tmp_path: Path)
     ("arguments", "complaint"),
     [
         (["--tokens", 0], "--tokens must be at least 1, found 0"),
-        (["--batch", -1], "--batch must be at least 1, found -1"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, found 0"),
         (["--temperature", "nan"], "temperature must be at least 0"),
-        (["--top-k", -1], "top-k must be at least 0"),
-        (["--device", "toaster"], "device 'toaster' is not there"),
-        (["--model", "/no/model"], "no folder '/no/model'"),
         (["--out", "/dev/full"], "/dev/full"),
-        (["--out", "/"], "give the name of a file"),
         (["--judge-again", "/no/file.jsonl"], "/no/file.jsonl"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else None,
@@ -307,71 +262,24 @@ def test_what_the_command_cannot_do_is_refused_in_one_line(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "template", [None, LINE_AFTER, "{{ messages[0]['role'] }}"], ids=["none", "no end of turn", "no message"]
-)
-def test_only_stories_can_be_had_from_a_template_that_ends_no_turn(
-    template: str | None, write: Command, tmp_path: Path
-) -> None:
-    model = write_folder(tmp_path / "model")
-    if template is not None:
-        (model / "chat_template.jinja").write_text(template)
-    out = tmp_path / "out.jsonl"
-    status, said = write("--tokens", 10, "--out", out, "--model", model)
-    assert (status, said.count("\n")) == (2, 1)
-    assert "no control token ends a user's turn in this model's chat template, if any: give --kind story" in said
-    assert not out.exists()
-    if template != "{{ messages[0]['role'] }}":
-        assert write("--tokens", 10, "--out", out, "--model", model, "--kind", "story")[0] == 0
-        assert {row["kind"] for row in rows_of(out)} == {"story"}
-
-
-# Prompts and responses.
-
-
-def test_tokens_without_text_are_left_out(folder: Path) -> None:
-    """Nothing, blanks, a control token in the middle; of a character that was cut off, only that character."""
-    tokenizer = Tokenizer(folder)
-    author = authors.Author(tiny_model("llama"), tokenizer, SamplingParams(), 9)
-    whole = tokenizer.encode("the hen \u00e4")
-    assert author.text(whole) == "the hen \u00e4"
-    assert author.text(whole[:-1]) == "the hen "
-    for tokens in ([], tokenizer.encode(" \n"), whole[-1:], [*whole[:2], VOCAB_SIZE - 1, *whole[2:]]):
-        assert author.text(tokens) == ""
-
-
-def test_a_users_turn_is_put_together_as_the_template_does(folder: Path) -> None:
-    tokenizer = Tokenizer(folder)
-    opening, closing = user_turn(tokenizer)
-    for text in ("the hen", "a", "Apples", "zebra? 12"):
-        ids = [*opening, *tokenizer.encode(text), *closing]
-        assert ids == tokenizer.encode_chat([{"role": "user", "content": text}])
-    assert closing[0] == VOCAB_SIZE - 1
-
-
 def test_there_are_thousands_of_stories_and_no_blank_is_left() -> None:
     rng = random.Random(0)
-    prompts = {templates.story_prompt(rng) for _ in range(10_000)}
-    assert len(prompts) > 5_000
+    prompts = {templates.story_request(rng)[0] for _ in range(5_000)}
+    assert len(prompts) > 3_000
     assert not any("{" in prompt for prompt in prompts)
     assert all(prompt[0].isupper() and prompt[-1] == "." for prompt in prompts)
 
 
-def test_a_story_begins_with_whom_its_prompt_is_about(write: Command, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    assert write("--tokens", 300, "--out", out, "--kind", "story")[0] == 0
-    for row in rows_of(out):
-        subjects = [who for who in templates.WHO if who in row["prompt"]]
-        beginnings = [opening.format(who=who) for opening in templates.OPENINGS for who in subjects]
-        assert row["response"].startswith(tuple(beginnings))
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_narrator_speaks_where_the_template_lets_one(refuses: bool, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model")
-    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    (folder / "chat_template.jinja").write_text(guard * refuses + TEMPLATE)
-    tokenizer = Tokenizer(folder)
-    author = authors.Author(tiny_model("llama"), tokenizer, SamplingParams(), 9)
-    for _, prompt, _ in author.stories(3, random.Random(0)):
-        assert (authors.NARRATOR in tokenizer.decode(prompt)) == (not refuses)
+@pytest.mark.parametrize("template", [TEMPLATE, REFUSES + TEMPLATE, None], ids=["takes", "refuses", "none"])
+def test_a_narrator_speaks_where_the_template_lets_one(
+    template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, tokenizer = [], Tokenizer(folder)
+    tokenizer.chat_template = template
+    monkeypatch.setattr(corpus, "sample_texts", lambda _, prompts, **__: read.extend(prompts) or [[65]] * len(prompts))
+    corpus.write_stories(tiny_model("llama"), tokenizer, SamplingParams(), 3, 9, random.Random(0))
+    assert len(read) == 3
+    assert all((corpus.NARRATOR in tokenizer.decode(prompt)) == (template == TEMPLATE) for prompt in read)

@@ -14,7 +14,6 @@ from decoding.corpus.quality import (
     words_of,
     worth_learning,
 )
-from decoding.corpus.text_file import WrittenText
 
 FRESH = "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too fast for her."
 LOOP = " The ball rolled on and on. The ball rolled on and on. The ball rolled on and on."
@@ -56,16 +55,11 @@ def test_a_text_that_was_cut_off_ends_with_its_last_whole_sentence(text: str, wh
     assert before_repetition(text, finished=True) == text
 
 
-def story(prompt: str, response: str) -> WrittenText:
-    return WrittenText("story", prompt, response)
-
-
 def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences() -> None:
+    prompt = "Write a story about a fox and a red ball."
     long_enough = FRESH + " Then the two of them went home and had some soup."
-    about = story("Write a story about a fox and a red ball.", long_enough)
-    assert worth_learning(about) == about
-    cut = worth_learning(story(about.prompt, long_enough + LOOP))
-    assert cut is not None and cut.response == long_enough + " The ball rolled on and on."
-    assert worth_learning(story("Write a story about a king.", long_enough)) is None
-    assert worth_learning(story(about.prompt, " ".join(words_of(long_enough)[:29]))) is None
-    assert worth_learning(story(about.prompt, " ".join(words_of(long_enough)) + ".")) is None, "one long sentence"
+    assert worth_learning(prompt, long_enough) == long_enough
+    assert worth_learning(prompt, long_enough + LOOP) == long_enough + " The ball rolled on and on."
+    assert worth_learning("Write a story about a king.", long_enough) == ""
+    assert worth_learning(prompt, " ".join(words_of(long_enough)[:29])) == ""
+    assert worth_learning(prompt, " ".join(words_of(long_enough)) + ".") == "", "one long sentence"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import generate
-from benchmark.peak import peak_bytes
 from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import KeyedRandomness, Place
@@ -26,6 +25,7 @@ from model import Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import ROWS, StaticStep
 from tests.configs import small
+from tests.peak import peak_bytes
 from train import recipe_loss
 from weights.memory import estimate, held_bytes
 

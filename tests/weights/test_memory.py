@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmark.peak import peak_bytes
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
@@ -24,6 +23,7 @@ from model.fast import accelerate
 from model.plan import LOW_BITS
 from tests.configs import small
 from tests.oracle import FAMILIES, configs
+from tests.peak import peak_bytes
 from weights import memory
 from weights.memory import (
     GPU_BUFFERS,
