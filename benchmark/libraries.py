@@ -16,7 +16,7 @@ from decoding.run.chooser import GAMMA
 from model import InputError
 from weights.cli.command_line import say
 from weights.cli.files import one_line
-from weights.names import model_folder
+from weights.load import model_folder
 
 WARM_UP_TOKENS = 8
 

@@ -58,9 +58,7 @@ from weights.cli.device import pick_device
 from weights.cli.files import check_place
 from weights.cli.prompt import encode_prompt
 from weights.cli.table import Row, table
-from weights.fingerprint import model_fingerprint
-from weights.load import DTYPES, load_model
-from weights.names import model_folder
+from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
 CONFIRMED = 3  # plans that decode the held-out prompts

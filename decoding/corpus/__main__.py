@@ -23,8 +23,7 @@ from model import InputError
 from model.fast import accelerate
 from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
-from weights.load import DTYPES, load_model
-from weights.names import model_folder
+from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends

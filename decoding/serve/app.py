@@ -31,9 +31,8 @@ from model.fast import accelerate
 from model.plan import LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
-from weights.load import load_model, read_config
+from weights.load import load_model, model_folder, read_config
 from weights.memory import Memory, check_fits, estimate, free_bytes
-from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
 MAX_BODY = 1 << 20  # bytes
