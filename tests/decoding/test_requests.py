@@ -93,17 +93,17 @@ def test_any_bytes_are_refused_in_one_line(body: bytes) -> None:
 
 def test_prompts_are_encoded_one_at_a_time(reader: RequestReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is typed must not be read as control tokens because a chat is being encoded at the same time."""
-    at_once, encode = [], reader.tokenizer.vocabulary.encode
+    at_once, encode = [], reader.tokenizer.vocabulary.encode_parts
     inside = threading.Semaphore(1)
 
-    def watched(text: str) -> list[int]:
+    def watched(parts: list[int | str]) -> list[int]:
         at_once.append(not inside.acquire(blocking=False))
         time.sleep(0.001)
-        ids = encode(text)
+        ids = encode(parts)
         inside.release()
         return ids
 
-    monkeypatch.setattr(reader.tokenizer.vocabulary, "encode", watched)
+    monkeypatch.setattr(reader.tokenizer.vocabulary, "encode_parts", watched)
     typed = {**MESSAGE, "content": f"the {END} hen"}
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(read, reader, Chat, messages=[each]) for _ in range(8) for each in (MESSAGE, typed)]

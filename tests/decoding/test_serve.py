@@ -30,7 +30,7 @@ from decoding.serve.worker import MAX_WAITING, ClientGone, Job
 from decoding.text import Text
 from model import InputError
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
-from weights.names import model_folder
+from weights.load import model_folder
 
 PROMPT = "the hen and the"
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
