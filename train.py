@@ -17,24 +17,25 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_
 
 from model import Decoder, InputError
 from model.layers import place
-from weights.cli.command_line import run_command
+from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
-from weights.cli.picture import write_picture
+from weights.load import model_folder
 from weights.training.corpus import Rows
 from weights.training.folder import load_state, prepare, save_run
-from weights.training.options import parse_options, settings_of
-from weights.training.report import LOG, PICTURE, Bar, append_log, losses_of, read_log, trim_log
 
 MAX_NORM = 1.0
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
@@ -42,19 +43,17 @@ LAST_RATE = 0.1  # share of the peak learning rate at the end
 HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 8
 
 
-def dropout_rates(num_layers: int, step: int, steps: int, largest: float, from_scratch: bool) -> list[float]:
+def dropout_rates(options: argparse.Namespace, layers: int, step: int) -> list[float]:
     """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations 1 and 2).
 
     D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when training
     continues from a checkpoint; from scratch it grows over the steps likewise, exp(t·ln 2 / (T-1)) - 1.
     """
-    growth = 2 ** (step / max(1, steps - 1)) - 1 if from_scratch else 1.0
-    return [growth * (2 ** (layer / max(1, num_layers - 1)) - 1) * largest for layer in range(num_layers)]
+    growth = 1.0 if options.start_from else 2 ** (step / max(1, options.steps - 1)) - 1
+    return [growth * (2 ** (layer / max(1, layers - 1)) - 1) * options.layer_dropout for layer in range(layers)]
 
 
-def exit_weights(
-    num_layers: int, step: int, steps: int, *, scale: float, power: float, curriculum: str, rotation: int
-) -> list[float]:
+def exit_weights(options: argparse.Namespace, layers: int, step: int) -> list[float]:
     """Weights ẽ(t, l) of the exits' losses in step t (section 4.1.2, equations 4 to 6).
 
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the last; ẽ are these
@@ -63,17 +62,17 @@ def exit_weights(
     last layer's loss is always on. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
     too little for a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power · s(L-2)^(1-power).
     """
-    last = num_layers - 1
+    last, power = layers - 1, options.exit_power
     largest = last * (last - 1) / 2
     weights = []
     for layer in range(last):
         on = {
             "none": False,
-            "rotational": (layer - step) % rotation == 0,
-            "gradual": step >= (num_layers - layer) * steps / (2 * num_layers),
-        }[curriculum]
-        weights.append(on * scale * (layer * (layer + 1) / 2) ** power * largest ** (1 - power))
-    weights.append(last + scale * largest)
+            "rotational": (layer - step) % options.rotation == 0,
+            "gradual": step >= (layers - layer) * options.steps / (2 * layers),
+        }[options.curriculum]
+        weights.append(on * options.exit_scale * (layer * (layer + 1) / 2) ** power * largest ** (1 - power))
+    weights.append(last + options.exit_scale * largest)
     total = sum(weights)
     return [weight / total for weight in weights] if total else [1.0]
 
@@ -81,18 +80,14 @@ def exit_weights(
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
     """Hidden states ``[batch, T, hidden]`` after each layer, for token ids ``[batch, T]``.
 
-    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the layer, without rescaling.
+    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the layer, without rescaling:
+    it is computed for them in vain, which costs little at the usual rates.
     """
     x = model.embed(tokens)
     positions = place(model.config, 0, tokens.shape[1], x)
     for layer, block in enumerate(model.layers):
-        rows = None if kept is None or kept[layer].all() else kept[layer].nonzero()[:, 0]
-        if rows is None:
-            x = block(x, positions, None, attention=True, mlp=True)
-        elif len(rows):
-            rows = rows.to(x.device, non_blocking=True)
-            passed = block(x[rows], positions, None, attention=True, mlp=True)
-            x = x.index_copy(0, rows, passed.to(x.dtype))
+        passed = block(x, positions, None, attention=True, mlp=True)
+        x = passed if kept is None else torch.where(kept[layer, :, None, None], passed, x)
         yield x
 
 
@@ -136,15 +131,14 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
     Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the singular values of a matrix's update
     alike. The deep, narrow models here learn much more from their first tokens with it than with AdamW.
     """
-    muon = [parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1]
-    by_muon = set(muon)
-    rest = [parameter for parameter in model.parameters() if parameter not in by_muon]
+    muon = dict.fromkeys(parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1)
+    rest = [parameter for parameter in model.parameters() if parameter not in muon]
     groups = [
         {"params": [parameter for parameter in rest if parameter.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [parameter for parameter in rest if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
-    return [adamw, torch.optim.Muon(muon, lr=muon_rate, weight_decay=WEIGHT_DECAY)] if muon else [adamw]
+    return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)] if muon else [adamw]
 
 
 def join_processes(device: str | None) -> tuple[int, int, torch.device]:
@@ -158,13 +152,6 @@ def join_processes(device: str | None) -> tuple[int, int, torch.device]:
     return rank, size, chosen
 
 
-def average(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over the processes, in one all-reduce."""
-    flat = parameters_to_vector(tensors)
-    dist.all_reduce(flat)
-    vector_to_parameters(flat / dist.get_world_size(), tensors)
-
-
 def backward(
     model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
 ) -> Tensor:
@@ -173,15 +160,13 @@ def backward(
     ``[layers + 1]``: the mean loss of each exit (NaN: weight 0 in this step), then the mean weighted sum.
     """
     layers = model.num_layers
-    rates = dropout_rates(layers, step, options.steps, options.layer_dropout, from_scratch=options.start_from is None)
-    shape = {"scale": options.exit_scale, "power": options.exit_power, "rotation": options.rotation}
-    weights = exit_weights(layers, step, options.steps, curriculum=options.curriculum, **shape)
+    rates, weights = dropout_rates(options, layers, step), exit_weights(options, layers, step)
     means = torch.zeros(layers + 1, device=model.device)
     for micro in micro_batches:
         seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed))
         tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
-        kept = torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
+        kept = (torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
             loss, losses = recipe_loss(model, tokens, kept, weights, options.exit_teaching)
         (loss / len(micro_batches)).backward()
@@ -208,27 +193,22 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
 
 
 def train(options: argparse.Namespace) -> None:
-    """Training loop; rank 0 also logs every step, evaluates and saves."""
+    """Training loop; rank 0 also evaluates and saves."""
     keep_freed_memory()
     rank, size, device = join_processes(options.device)
     model, rows, held_out = prepare(options)
     model.to(device).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
-    settings, first = settings_of(options, size, model.config, rows, held_out), 0
-    if state := load_state(options.out, settings):
-        first = state["step"]
-        for part, saved in zip((model, *optimisers), state["parts"], strict=True):
-            part.load_state_dict(saved)
-    for parameter in model.parameters():  # zeros, because a layer that every sample drops gets no gradient
-        parameter.grad = torch.zeros_like(parameter)
-    log = options.out / LOG
-    if rank == 0:
-        trim_log(log, first)
-    with Bar(first, options, size, disable=rank > 0) as bar:
-        for step in range(first, options.steps):
+    state = load_state(options)
+    for part, saved in zip((model, *optimisers), state["parts"], strict=False):  # no parts in a new run
+        part.load_state_dict(saved)
+    with Progress(console=Console(stderr=True), disable=rank > 0) as progress:
+        bar = progress.add_task("training", total=options.steps, completed=state["step"])
+        for step in range(state["step"], options.steps):
             losses = backward(model, rows, options, step, range(rank, options.accumulate * size, size))
             if size > 1:
-                average([*(parameter.grad for parameter in model.parameters()), losses])
+                for tensor in (*(parameter.grad for parameter in model.parameters()), losses):
+                    dist.all_reduce(tensor.div_(size))
             *exits, loss = losses.tolist()
             norm = clip_grad_norm_(model.parameters(), MAX_NORM).item()
             if not math.isfinite(loss + norm):
@@ -241,22 +221,73 @@ def train(options: argparse.Namespace) -> None:
                 for group in optimiser.param_groups:
                     group["lr"] = optimiser.defaults["lr"] * share
                 optimiser.step()
-                optimiser.zero_grad(set_to_none=False)
+                optimiser.zero_grad()
             if rank > 0:
                 continue
-            done, last = step + 1, step + 1 == options.steps
-            by_exit = {layer: round(each, 4) for layer, each in enumerate(exits, start=1) if not math.isnan(each)}
-            append_log(log, {"step": done, "loss": loss, "exit_losses": by_exit, "norm": norm, "learning_rate": share})
-            bar.show(done, loss)
-            if last or done % options.evaluate_every == 0:
-                append_log(log, {"step": done, **evaluate(model, held_out, options.autocast)})
-            if last or done % options.save_every == 0:
+            done, by_exit = step + 1, {layer: each for layer, each in enumerate(exits, start=1) if not math.isnan(each)}
+            state["records"].append({"step": done, "loss": loss, "exit_losses": by_exit, "norm": norm, "rate": share})
+            progress.update(bar, completed=done, description=f"loss {loss:.3f}")
+            if done == options.steps or done % options.save_every == 0:
+                state["records"].append({"step": done, **evaluate(model, held_out, options.autocast)})
                 parts = [part.state_dict() for part in (model, *optimisers)]
-                save_run(options, model, {"settings": settings, "step": done, "parts": parts})
-    if rank == 0:
-        write_picture(lambda: losses_of(read_log(log)), options.out / PICTURE)
+                save_run(options, model, {**state, "step": done, "parts": parts})
     if size > 1:
         dist.destroy_process_group()
+
+
+def within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Argparse type of a number from ``least`` to ``most``."""
+
+    def number(text: str) -> float:
+        if least <= (value := kind(text)) <= most:
+            return value
+        raise argparse.ArgumentTypeError(f"must be from {least} to {most}, found {text}")
+
+    return number
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    """Parsed options of a command line. Raises InputError for a model folder that is not there."""
+    count, share, rate = within(int, 1), within(float, 0, 1), within(float, 0)
+    parser = OneLineParser(
+        prog="train.py",
+        description="Train a Llama or Gemma-2 whose early layers can draft: the LayerSkip recipe "
+        "(arXiv 2404.16710, section 4.1).",
+    )
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl or text files")
+    add("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it is continued")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch")
+    start.add_argument("--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer")
+    add("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: train one)")
+    add("--vocab-size", type=within(int, 258), default=4096, metavar="N", help="most tokens of a new tokenizer")
+    add = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)").add_argument
+    add("--layer-dropout", type=share, default=0.1, metavar="P", help="p_max, of the last layer")
+    add("--exit-scale", type=rate, default=1.0, metavar="E", help="e_scale, of early exits' losses")
+    add("--exit-power", type=share, default=1.0, metavar="A", help="below 1: stronger first exits")
+    add("--exit-teaching", type=share, default=0.0, metavar="A", help="the last layer teaches exits")
+    curricula = ("rotational", "gradual", "none")
+    add("--curriculum", choices=curricula, default="rotational", help="which exits are on in a step")
+    add("--rotation", type=count, default=8, metavar="R", help="every R-th layer's exit is on in a step")
+    add = parser.add_argument_group("the loop").add_argument
+    add("--steps", type=count, default=2000, metavar="N", help="updates of the weights")
+    add("--batch", type=count, default=16, metavar="N", help="rows per micro-batch")
+    add("--accumulate", type=count, default=1, metavar="N", help="micro-batches per step and process")
+    add("--context", type=count, default=256, metavar="N", help="tokens per row")
+    add("--learning-rate", type=rate, default=2e-3, metavar="R", help="at its peak")
+    add("--muon-rate", type=rate, default=0.0, metavar="R", help="peak of Muon for matrices; 0: AdamW only")
+    add("--warm-up", type=within(int, 0), default=100, metavar="N", help="steps")
+    add("--seed", type=within(int, 0, 2**63 - 1), default=0, metavar="S", help="of every random choice")
+    add("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bf16")
+    add("--save-every", type=count, default=100, metavar="N", help="steps between evaluations, each with a save")
+    add("--device", help="cpu, cuda ... (default: cuda if there is one)")
+    options = parser.parse_args(arguments)
+    if options.start_from and options.tokenizer:
+        parser.error("--start-from DIR brings its tokenizer: leave out --tokenizer")
+    options.start_from = options.start_from and str(model_folder(options.start_from))
+    options.tokenizer = str(model_folder(options.tokenizer)) if options.tokenizer else options.start_from
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

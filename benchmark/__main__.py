@@ -37,9 +37,8 @@ from weights.cli.device import pick_device
 from weights.cli.files import check_place, write_json
 from weights.cli.prompt import encode_prompt
 from weights.cli.table import table
-from weights.load import DTYPES, load_model, read_config, stored_dtype
+from weights.load import DTYPES, load_model, model_folder, read_config, stored_dtype
 from weights.memory import check_fits, estimate
-from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
 STORIES = 24  # prompts of the kind "stories"

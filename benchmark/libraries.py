@@ -13,7 +13,7 @@ from benchmark.contenders import Bench, Contender, Written
 from decoding.run.chooser import GAMMA
 from weights.cli.command_line import say
 from weights.cli.files import explaining, one_line
-from weights.names import model_folder
+from weights.load import model_folder
 
 WARM_UP_TOKENS = 8
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}

@@ -62,9 +62,7 @@ from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, read_text
 from weights.cli.table import Row, table
-from weights.fingerprint import model_fingerprint
-from weights.load import DTYPES, load_model
-from weights.names import model_folder
+from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
 CONFIRMED = 3  # plans that decode the held-out prompts

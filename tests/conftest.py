@@ -64,10 +64,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of SmolLM2 135M Instruct, fetched if it is not there or not whole."""
-    from weights.fetch import SMOLLM2, fetch
+    """The folder of SmolLM2 135M Instruct, fetched if it is not there."""
+    from weights.fetch import fetch
 
-    return fetch(SMOLLM2)
+    return fetch()
 
 
 @pytest.fixture(scope="session")

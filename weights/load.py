@@ -1,12 +1,13 @@
-"""Loading of safetensors into a model, in the wanted dtype and on the wanted device.
+"""Model folders: their place, config, weights, and fingerprint.
 
-Headers are compared with the config before memory for weights is allocated. Then each tensor is copied in slices, so
-that memory peaks at the weights plus one slice.
+Weights are safetensors. Their headers are compared with the config before memory for weights is allocated, and loading
+takes the memory of the weights and of one stored tensor.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,18 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
 from weights.cli.files import explaining, read_json, read_optional_json
+from weights.tokenizer import Tokenizer
+from weights.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from model.parallel import Cut, Shard
 
-SLICE_BYTES = 16 << 20
+WEIGHTS = Path(__file__).parent
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
+SAMPLES, SAMPLE_BYTES = 64, 1024  # of each weight file, for its fingerprint
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
 
 
@@ -39,6 +43,27 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def read(self, cut: Cut = None) -> Tensor:
+        """The tensor, or the part that ``cut`` selects, as a view of the file.
+
+        The file is mapped anew for each tensor, because pages of a mapping stay in memory as long as it is in use.
+        """
+        dimension, part = cut or (0, range(self.shape[0]))
+        with open_safetensors(self.file) as file:
+            return file.get_slice(self.name)[(slice(None),) * dimension + (slice(part.start, part.stop),)]
+
+
+def model_folder(name: str) -> Path:
+    """Model folder at a path, or of this name under ``weights/``. Raises InputError where there is neither."""
+    for folder in (Path(name), WEIGHTS / name):
+        if os.path.isfile(folder / "config.json"):
+            return folder
+    known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
+    raise InputError(
+        f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known) or 'no model yet'}: "
+        "give a path, or fetch one: python -m weights.fetch NAME, or hf download ORG/NAME"
+    )
 
 
 def load_model(
@@ -54,18 +79,15 @@ def load_model(
     """
     config = read_config(folder)
     stored = stored_tensors(folder)
-    with torch.device("meta"):
-        model = build(config)
-        local = build(shard.local) if shard else model
-    wanted = dict(model.named_parameters())
-    _check(folder, wanted, stored, tied=model.lm_head is None)
+    trouble = f"the weights in {folder} are not those that its config.json describes"
+    with torch.device("meta"), explaining(trouble, (RuntimeError,)):
+        build(config).load_state_dict({name: torch.empty(tensor.shape) for name, tensor in stored.items()})
+        model = build(shard.local if shard else config)
     dtype = dtype or stored[EMBEDDING].dtype
-    cuts = {name: shard.cut(name) if shard else None for name in wanted}
-    state = {name: _copy(stored[name], dtype, device, cut) for name, cut in cuts.items()}
-    if model.lm_head is None and HEAD in stored:
-        _check_tied(folder, stored[HEAD], stored[EMBEDDING], state[EMBEDDING], cuts[EMBEDDING])
-    local.load_state_dict(state, assign=True)
-    return local.requires_grad_(False).eval()
+    cuts = {name: shard.cut(name) if shard else None for name in stored}
+    state = {name: stored[name].read(cut).to(device, dtype, copy=True) for name, cut in cuts.items()}
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -104,29 +126,24 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Safetensors files of a folder: the shards in its index, or the single file.
+    """Safetensors files of a folder: the single file, or the shards in its index.
 
-    Raises InputError for a missing shard, and for pickled weights, because opening a pickle can run any code.
+    Raises InputError for missing files. Pickles are not loaded, because opening one can run any code.
     """
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        places = read_optional_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise InputError(f"{index} must hold a weight_map from tensor names to files")
-        shards = sorted(set(map(str, places.values())))
-        for shard in shards:
-            if Path(shard).suffix != ".safetensors" or Path(shard).name != shard or not os.path.isfile(folder / shard):
-                raise InputError(f"{index} names {shard!r:.80}, which is no safetensors file of the folder: fetch it")
-        return [folder / shard for shard in shards]
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if pickled:
+    if not index.exists():
         raise InputError(
-            f"{folder}: {pickled[0]} is a pickle, which can run any code when opened, so it is not loaded: "
-            "convert it to safetensors with save_pretrained of transformers"
+            f"{folder} holds no model.safetensors and no index of shards: fetch it again, or convert its weights with "
+            "save_pretrained of transformers"
         )
-    raise InputError(f"{folder} holds no model.safetensors and no model.safetensors.index.json: fetch it again")
+    places = read_optional_json(index).get("weight_map")
+    shards = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+    missing = set(shards) - {path.name for path in folder.glob("*.safetensors")}
+    if missing or not shards:
+        raise InputError(f"{index} names {min(missing, default='no file')!r:.80}, which is not there: fetch it again")
+    return [folder / shard for shard in shards]
 
 
 @contextmanager
@@ -137,54 +154,35 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _check(folder: Path, wanted: dict[str, nn.Parameter], stored: dict[str, StoredTensor], *, tied: bool) -> None:
-    """Raises InputError unless the stored tensors have the names and shapes that follow from the config."""
-    for name, parameter in wanted.items():
-        shape = stored[name].shape if name in stored else None
-        if shape != tuple(parameter.shape):
-            found = "is missing" if shape is None else f"has shape {list(shape)}"
-            raise InputError(f"{folder}: tensor {name} {found}, the config wants {list(parameter.shape)}")
-    # Tied checkpoints may carry the head as a second copy of the embedding.
-    extra = sorted(set(stored) - set(wanted) - ({HEAD} if tied else set()))
-    if extra:
-        raise InputError(
-            f"{folder}: tensor {extra[0]!r:.100} (shape {list(stored[extra[0]].shape)}) has no place in the model "
-            f"that config.json describes ({len(extra)} such tensors)"
-        )
+def model_fingerprint(folder: Path) -> str:
+    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of the weights: 16 hex digits.
 
-
-def _check_tied(folder: Path, head: StoredTensor, stored: StoredTensor, embedding: Tensor, cut: Cut) -> None:
-    """Raises InputError where the config ties head and embedding, but the stored head is no copy of the embedding."""
-    if head.shape != stored.shape or not all(
-        torch.equal(rows.to(embedding), embedding[first : first + len(rows)]) for first, rows in _slices(head, cut)
-    ):
-        raise InputError(
-            f"{folder}: {HEAD} is not the embedding, though config.json ties the two: set tie_word_embeddings to "
-            f"false, or remove {HEAD} from the weights"
-        )
-
-
-def _copy(stored: StoredTensor, dtype: torch.dtype, device: torch.device | str, cut: Cut) -> Tensor:
-    """A stored tensor, or the part of it that ``cut`` selects: a dimension and a range of indices."""
-    shape = list(stored.shape)
-    if cut:
-        shape[cut[0]] = len(cut[1])
-    out = torch.empty(shape, dtype=dtype, device=device)
-    for first, rows in _slices(stored, cut):
-        out[first : first + len(rows)].copy_(rows)
-    return out
-
-
-def _slices(stored: StoredTensor, cut: Cut) -> Iterator[tuple[int, Tensor]]:
-    """Slices of rows of a stored tensor, or of the part that ``cut`` selects, each with the number of its first row.
-
-    The file is mapped anew for each slice, because pages of a mapping stay in memory until it is closed.
+    It is fast at any size, and differs after any training step. So a file made for one model is not used with another.
     """
-    dimension, kept = cut or (0, range(stored.shape[0]))
-    rows, columns = (kept, ()) if dimension == 0 else (range(stored.shape[0]), (slice(kept.start, kept.stop),))
-    row_bytes = stored.dtype.itemsize * math.prod(stored.shape[1:])
-    count = max(1, SLICE_BYTES // row_bytes)
-    for first in range(rows.start, rows.stop, count):
-        with open_safetensors(stored.file) as file:
-            last = min(first + count, rows.stop)
-            yield first - rows.start, file.get_slice(stored.name)[(slice(first, last), *columns)]
+    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    for name, tensor in sorted(stored_tensors(folder).items()):
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+    for path in weight_files(folder):
+        with explaining(f"{path} cannot be read"), path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(0, path.stat().st_size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, positions: int) -> Decoder:
+    """Draft model for ``target``, loaded from ``folder`` in the target's dtype, on its device.
+
+    ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
+    read, unless the vocabularies are equal and the text fits the draft model's context.
+    """
+    from model.fast import accelerate  # loads a compiler
+
+    config, theirs = read_config(folder), Tokenizer(folder).vocabulary
+    same = (vocabulary.pieces, vocabulary.special) == (theirs.pieces, theirs.special)
+    if config.vocab_size != target.vocab_size or not same:
+        raise InputError(f"{folder} has another vocabulary: a draft model must share the target's tokenizer")
+    if config.max_positions < positions:
+        limit = f"a context of {config.max_positions} tokens, and the text may take {positions}"
+        raise InputError(f"{folder} has {limit}: lower --max-new-tokens")
+    return accelerate(load_model(folder, target.dtype, target.device))

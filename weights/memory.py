@@ -6,7 +6,7 @@ Each is a product that can be checked by hand. Sizes in messages are decimal: 1 
 from __future__ import annotations
 
 import os
-import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +38,6 @@ class Memory:
     @property
     def total(self) -> int:
         return self.weights + self.twins + self.cache + self.workspace
-
-    def describe(self, free: int) -> str:
-        """One line with the parts and the ``free`` bytes."""
-        copies = f"low-bit copies: {in_words(self.twins)}, " if self.twins else ""
-        return (
-            f"weights: {in_words(self.weights)}, {copies}KV cache at {self.positions} tokens: {in_words(self.cache)}, "
-            f"workspace: {in_words(self.workspace)}, free: {in_words(free)}"
-        )
 
 
 def in_words(size: int) -> str:
@@ -95,8 +87,8 @@ def twin_bytes(config: ModelConfig, plan: LayerPlan) -> int:
     """Bytes of a plan's low-bit copies. In 4 and 6 bits, 32 weights share a scale and a zero point of 2 bytes each."""
     per_weight = {4: 4 / 8 + 4 / 32, 6: 6 / 8 + 4 / 32, 8: 1.0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
-    weights = [*((attention, bits) for bits in plan.attention), (config.hidden_size * config.vocab_size, plan.head)]
-    weights += [(3 * config.hidden_size * config.intermediate_size, bits) for bits in plan.mlp]
+    mlp, head = 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
+    weights = [(attention, bits) for bits in plan.attention] + [(mlp, bits) for bits in plan.mlp] + [(head, plan.head)]
     return int(sum(count * per_weight.get(bits, 0) for count, bits in weights))
 
 
@@ -111,26 +103,19 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device in bytes; on a CPU, within the limit of the container."""
+    """Free memory of the device in bytes; on a CPU, within the limit of the container (control groups, version 2)."""
     if device.type == "cuda":
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
-    try:
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):  # not Linux: installed memory bounds the free
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    except OSError:  # not Linux: installed memory bounds the free
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(free, container_bytes(CGROUP))
-
-
-def container_bytes(cgroup: Path) -> int:
-    """Bytes that the control group (version 2) leaves to this container; ``sys.maxsize`` where it sets no limit."""
-    try:
-        held = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used = int((cgroup / "memory.current").read_text()) - int(held["inactive_file"])  # cached files can be dropped
-        return max(0, int((cgroup / "memory.max").read_text()) - used)
-    except (OSError, ValueError):  # no control group, or "max"
-        return sys.maxsize
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(fields["inactive_file"])  # cached files can go
+        free = min(free, max(0, int((CGROUP / "memory.max").read_text()) - used))
+    return free
 
 
 def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
@@ -139,7 +124,14 @@ def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
     ``sharers`` processes on the device each take as much.
     """
     free = free_bytes(device) // sharers
-    line = memory.describe(free)
+    parts = {
+        "weights": memory.weights,
+        "low-bit copies": memory.twins,
+        f"KV cache at {memory.positions} tokens": memory.cache,
+        "workspace": memory.workspace,
+        "free": free,
+    }
+    line = ", ".join(f"{part}: {in_words(size)}" for part, size in parts.items() if size)
     if memory.total > free:
         raise InputError(
             f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a narrower --dtype or a "

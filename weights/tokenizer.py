@@ -6,6 +6,7 @@ because a token may end in the middle of a UTF-8 character.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,15 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model import InputError
 from weights.cli.files import explaining, read_optional_json, read_text
-from weights.vocabulary import (
-    NAMED_TOKENS,
-    PRIVATE_USE,
-    JsonVocabulary,
-    SentencePieceVocabulary,
-    Vocabulary,
-    split_at,
-    token_text,
-)
+from weights.vocabulary import NAMED_TOKENS, Vocabulary, token_text
+
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 
 
 class Tokenizer:
@@ -33,12 +28,11 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
         self.settings = read_optional_json(folder / "tokenizer_config.json")
-        kind = JsonVocabulary if (folder / "tokenizer.json").exists() else SentencePieceVocabulary
-        path = folder / kind.file_name
+        path = folder / ("tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model")
         if not path.exists():
             raise InputError(f"{folder} holds no tokenizer.json and no tokenizer.model")
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):  # raised by the libraries
-            self.vocabulary: Vocabulary = kind(path, self.settings)
+            self.vocabulary = Vocabulary(path, self.settings)
         self.chat_template = _chat_template(folder, self.settings)
         eos = self.vocabulary.special.get(token_text(self.settings.get("eos_token")))
         self.eos_ids = frozenset(_eos_ids(folder) or ([] if eos is None else [eos]))
@@ -60,15 +54,17 @@ class Tokenizer:
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
         control = self.vocabulary.special
-        # Typed names are hidden by unused characters while the text is split at the template's control tokens.
+        name = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+        # A mark after each character of a typed name hides it while the text is split at the template's names.
         written = "".join(message["content"] for message in messages)
-        typed = sorted((name for name in control if name in written), key=len, reverse=True)
-        fresh = (chr(code) for code in PRIVATE_USE if chr(code) not in written)
-        marks = dict(zip(typed, fresh, strict=False))
-        hidden = [{**message, "content": _replace_all(message["content"], marks)} for message in messages]
-        names = {mark: name for name, mark in marks.items()}
-        parts = split_at(control, self._render(hidden))
-        return self.vocabulary.encode_parts([control.get(part, _replace_all(part, names)) for part in parts])
+        mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in written)
+
+        def hide(found: re.Match[str]) -> str:
+            return "".join(character + mark for character in found[0])
+
+        hidden = [{**message, "content": name.sub(hide, message["content"])} for message in messages]
+        parts = re.split(f"({name.pattern})(?!{mark})", self._render(hidden))
+        return self.vocabulary.encode_parts([control.get(part, part.replace(mark, "")) for part in parts])
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that this token adds to the text: none for control tokens and ids outside the vocabulary."""
@@ -101,12 +97,6 @@ class Tokenizer:
         return text
 
 
-def _replace_all(text: str, replacements: dict[str, str]) -> str:
-    for old, new in replacements.items():
-        text = text.replace(old, new)
-    return text
-
-
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """Chat template of a folder: that of ``chat_template.jinja``, else of the settings, if any."""
     path = folder / "chat_template.jinja"
@@ -122,9 +112,6 @@ def _eos_ids(folder: Path) -> list[int]:
     """End-of-text ids of a folder: those in generation_config.json, else in config.json."""
     for name in ("generation_config.json", "config.json"):
         value = read_optional_json(folder / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(number) is int for number in ids):
-            raise InputError(f"{folder / name}: eos_token_id must be a token id or a list of them, found {value!r:.80}")
-        if ids:
-            return ids
+        if value is not None:
+            return value if isinstance(value, list) else [value]
     return []

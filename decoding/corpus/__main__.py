@@ -30,8 +30,7 @@ from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
 from weights.cli.files import atomic_path, explaining, read_json_lines
 from weights.cli.prompt import encode_prompt
-from weights.load import DTYPES, load_model
-from weights.names import model_folder
+from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."

@@ -26,9 +26,7 @@ from model import Decoder, InputError, LayerPlan, ModelConfig
 from model.plan import FULL, LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
-from weights.draft_model import load_draft_model
-from weights.load import read_config
-from weights.names import model_folder
+from weights.load import load_draft_model, model_folder, read_config
 from weights.tokenizer import Tokenizer
 
 GAMMA_LOW_BITS = 5  # the same for drafts in the number of bits of --bits

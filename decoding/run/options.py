@@ -16,9 +16,8 @@ from weights.cli.command_line import say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, check_utf8
 from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
-from weights.load import DTYPES, read_config, stored_dtype
+from weights.load import DTYPES, model_folder, read_config, stored_dtype
 from weights.memory import estimate, free_bytes
-from weights.names import model_folder
 from weights.tokenizer import Tokenizer
 
 

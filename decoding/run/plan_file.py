@@ -16,7 +16,7 @@ from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from weights.cli.files import explaining, read_json, write_json
-from weights.fingerprint import model_fingerprint
+from weights.load import model_fingerprint
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from model import Decoder, InputError
 from model.parallel import Shard, exchange, split
 from weights.cli.command_line import run_command
 from weights.cli.prompt import read_prompt
-from weights.fingerprint import model_fingerprint
-from weights.load import load_model
+from weights.load import load_model, model_fingerprint
 from weights.memory import check_fits, estimate
 
 INTERRUPTED = Event()  # by Ctrl-C

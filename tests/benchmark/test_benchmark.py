@@ -118,8 +118,7 @@ def test_llama_cpp_is_measured_on_a_file_of_the_same_weights(
         "llama_cpp", reason="needs llama-cpp-python, which compiles for minutes: pip install it to run this"
     )
     folder, file, report = tmp_path / "model", tmp_path / "model.gguf", tmp_path / "report.json"
-    folder.mkdir()
-    write_gguf(file, in_bfloat16=True)
+    write_gguf(file, folder, in_bfloat16=True)
     convert(file, folder)
     options = ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--only", "speed", "--quick"]
     files = ["--against", f"llama.cpp={file}", "--json", str(report)]

@@ -16,8 +16,7 @@ from decoding.verify import Coupling
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from weights.cli.prompt import encode_prompt
-from weights.load import load_model
-from weights.names import WEIGHTS
+from weights.load import WEIGHTS, load_model
 from weights.tokenizer import Tokenizer
 
 TOKENS = 24

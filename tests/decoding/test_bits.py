@@ -20,8 +20,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
 from model.quantise import quantise
-from weights.load import load_model
-from weights.names import model_folder
+from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 pytest.importorskip("numba", reason="low bits are fast with numba only: pip install numba")

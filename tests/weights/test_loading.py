@@ -15,8 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load as parse_bytes
-from safetensors.torch import save as serialise
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,13 +25,13 @@ from decoding.run.plan_file import DraftPlan, read_plan
 from model import InputError, LayerPlan
 from tests.folders import GEMMA2, LLAMA, random_state
 from tests.laws import plans
-from weights.load import load_model
-from weights.names import model_folder
+from weights.load import load_model, model_folder
 
 SMALL = LLAMA | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL_GEMMA2 = GEMMA2 | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 TIED = SMALL | {"tie_word_embeddings": True}
 INDEX = "model.safetensors.index.json"
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def write_config(folder: Path, config: Any) -> Path:
@@ -69,10 +67,10 @@ def assert_holds(model: torch.nn.Module, state: dict[str, Tensor], dtype: torch.
         assert torch.equal(parameter, tensor.to(dtype)), name
 
 
-def refusal(folder: Path, dtype: torch.dtype | None = None) -> str:
+def refusal(folder: Path) -> str:
     """The message of the InputError that loading the folder raises: one line."""
     with pytest.raises(InputError) as caught:
-        load_model(folder, dtype)
+        load_model(folder)
     return one_line(caught.value)
 
 
@@ -87,19 +85,17 @@ def one_line(error: InputError) -> str:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_GEMMA2, TIED], ids=["llama", "gemma2", "tied llama"])
 def test_a_single_file_gives_the_tensors_it_holds(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Also where names lack the prefix "model.", and beside derived buffers."""
     state = random_state(config)
     assert_holds(load_model(write_weights(tmp_path, config, state)), state, torch.float32)
+    bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    buffer = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    assert_holds(load_model(write_weights(tmp_path, config, bare | buffer)), state, torch.float32)
 
 
 def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
     state = random_state(SMALL)
     assert_holds(load_model(write_shards(tmp_path, state)), state, torch.float32)
-
-
-def test_names_without_the_model_prefix_are_understood(tmp_path: Path) -> None:
-    state = random_state(SMALL)
-    bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    assert_holds(load_model(write_weights(tmp_path, SMALL, bare)), state, torch.float32)
 
 
 @pytest.mark.parametrize("wanted", [None, torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -111,47 +107,14 @@ def test_weights_come_in_the_wanted_dtype_or_else_their_own(
     assert_holds(load_model(write_weights(tmp_path, SMALL, state), wanted), state, wanted or stored)
 
 
-def test_tensors_of_several_slices_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weights.load.SLICE_BYTES", 100)
+def test_loaded_weights_are_copies(tmp_path: Path) -> None:
+    """Not views of a file, which may be written again while the model is in use."""
     state = random_state(SMALL)
-    assert_holds(load_model(write_weights(tmp_path, SMALL, state), torch.bfloat16), state, torch.bfloat16)
-
-
-def test_both_config_layouts_of_transformers_give_the_same_model(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope["original_max_position_embeddings"] = 64
-    base = {key: value for key, value in SMALL.items() if key != "rope_theta"}
-    older = base | {"rope_theta": 5000.0, "rope_scaling": rope, "torch_dtype": "float32"}
-    newer = base | {"rope_parameters": {"rope_theta": 5000.0, **rope}, "dtype": "float32"}
-    state = random_state(SMALL)
-    models = [load_model(write_weights(tmp_path / name, raw, state)) for name, raw in (("4", older), ("5", newer))]
-    assert models[0].config == models[1].config
-    assert models[0].config.rope.theta == 5000.0 and models[0].config.rope.kind == "llama3"
-    tokens = torch.arange(12)[None]
-    assert torch.equal(models[0](tokens), models[1](tokens))
-
-
-def test_derived_rotary_buffers_are_ignored(tmp_path: Path) -> None:
-    state = random_state(SMALL)
-    with_buffer = state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    assert_holds(load_model(write_weights(tmp_path, SMALL, with_buffer)), state, torch.float32)
-
-
-def test_a_copy_of_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
-    state = random_state(TIED)
-    with_copy = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
-    model = load_model(write_weights(tmp_path, TIED, with_copy))
-    assert model.lm_head is None
+    model = load_model(write_weights(tmp_path, SMALL, state))
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes(len(data)))
     assert_holds(model, state, torch.float32)
-
-
-def test_a_head_that_is_not_the_embedding_is_refused_where_the_config_ties_them(tmp_path: Path) -> None:
-    """transformers runs such a head in spite of the config; to ignore it would be another model."""
-    state = random_state(TIED)
-    other = state["model.embed_tokens.weight"].clone()
-    other[-1, -1] += 1
-    message = refusal(write_weights(tmp_path, TIED, state | {"lm_head.weight": other}))
-    assert "lm_head.weight" in message and "tie_word_embeddings" in message
 
 
 # Memory
@@ -159,64 +122,63 @@ def test_a_head_that_is_not_the_embedding_is_refused_where_the_config_ties_them(
 PEAK = """
 import resource, sys
 from pathlib import Path
-import torch
 from weights.load import DTYPES, load_model
 folder, dtype = Path(sys.argv[1]), DTYPES[sys.argv[2]]
-def high_water(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
-def resident(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) * 1024
+def status(field): return int(next(l for l in open("/proc/self/status") if l.startswith(field)).split()[1]) * 1024
 load_model(Path(sys.argv[3]), dtype)  # warms up allocators and lazy imports
-before = resident()
+before = status("VmRSS")
 model = load_model(folder, dtype)
-size = sum(parameter.nbytes for parameter in model.parameters())
-print(high_water() - before, size)
+print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters()))
 """
 
 
-@pytest.mark.parametrize(
-    ("stored", "wanted"),
-    [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")],
-)
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, stored: str, wanted: str) -> None:
-    config = SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000, "num_attention_heads": 16}
+@pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(
+    tmp_path: Path, stored: str, wanted: str
+) -> None:
+    config = SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16000, "num_attention_heads": 16}
     config |= {"head_dim": 64}
-    folder = tmp_path / "large"
     dtype = getattr(torch, stored)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in random_state(config).items()}
-    write_weights(folder, config, {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()})
+    folder = write_weights(
+        tmp_path / "large", config, {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    )
     small = write_weights(tmp_path / "small", SMALL, random_state(SMALL))
     run = subprocess.run(
         [sys.executable, "-c", PEAK, folder, wanted, small], capture_output=True, text=True, check=True
     )
     taken, size = map(int, run.stdout.split())
-    assert size > 150e6
-    assert size <= taken <= 1.3 * size
+    largest = max(map(math.prod, shapes.values())) * dtype.itemsize
+    assert size > 100e6
+    assert size <= taken <= 1.1 * (size + largest)
 
 
 # Faults of a checkpoint
 
 
-def test_a_missing_tensor_is_named_with_the_shape_it_should_have(tmp_path: Path) -> None:
-    state = random_state(SMALL)
-    del state["model.layers.1.mlp.up_proj.weight"]
-    message = refusal(write_weights(tmp_path, SMALL, state))
-    assert "layers.1.mlp.up_proj.weight" in message and "missing" in message and "[24, 16]" in message
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({UP: None}, ["Missing key", "layers.1.mlp.up_proj.weight"]),
+        ({"model.layers.1.mlp.up_proj.bias": torch.zeros(24)}, ["Unexpected key", "layers.1.mlp.up_proj.bias"]),
+        *(
+            ({UP: torch.zeros(shape)}, ["up_proj.weight", str(list(shape)), "[24, 16]"])
+            for shape in [(16, 24), (9,), ()]
+        ),
+        ({"lm_head.weight": torch.zeros(24, 16)}, ["lm_head.weight"]),  # the config ties it to the embedding
+        *(({UP: torch.zeros(24, 16, dtype=dtype)}, [UP, "quantised"]) for dtype in (torch.int8, torch.float8_e4m3fn)),
+    ],
+    ids=["missing", "extra", "turned", "flat", "scalar", "head", "int8", "float8"],
+)
+def test_a_wrong_tensor_is_named(tmp_path: Path, change: dict[str, Tensor | None], said: list[str]) -> None:
+    state = random_state(TIED) | change
+    state = {name: tensor for name, tensor in state.items() if tensor is not None}
+    message = refusal(write_weights(tmp_path, TIED, state))
+    assert all(part in message for part in said), message
 
 
-def test_an_extra_tensor_is_named_with_its_shape(tmp_path: Path) -> None:
-    state = random_state(SMALL) | {"model.layers.1.mlp.up_proj.bias": torch.zeros(24)}
-    message = refusal(write_weights(tmp_path, SMALL, state))
-    assert "layers.1.mlp.up_proj.bias" in message and "[24]" in message
-
-
-@pytest.mark.parametrize("shape", [(16, 24), (24, 15), (384,), (1, 24, 16), ()], ids=str)
-def test_a_mis_shaped_tensor_is_named_with_both_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    state = random_state(SMALL) | {"model.layers.1.mlp.up_proj.weight": torch.zeros(shape)}
-    message = refusal(write_weights(tmp_path, SMALL, state))
-    assert "layers.1.mlp.up_proj.weight" in message and str(list(shape)) in message and "[24, 16]" in message
-
-
-@pytest.mark.parametrize("kept", [0, 4, 7, 8, 100, -1])
+@pytest.mark.parametrize("kept", [0, 7, 100, -1])
 def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
     file = write_weights(tmp_path, SMALL, random_state(SMALL)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
@@ -233,66 +195,39 @@ class Trap:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
-def test_pickled_weights_are_refused_unopened(tmp_path: Path, name: str) -> None:
-    write_config(tmp_path, SMALL)
-    torch.save(Trap(tmp_path / "mark"), tmp_path / name)
-    message = refusal(tmp_path)
-    assert name in message and "pickle" in message and "not loaded" in message and "save_pretrained" in message
-    assert not (tmp_path / "mark").exists()
-
-
-def test_an_index_that_names_pickles_is_refused_unopened(tmp_path: Path) -> None:
-    write_config(tmp_path, SMALL)
-    torch.save(Trap(tmp_path / "mark"), tmp_path / "pytorch_model.bin")
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "pytorch_model.bin"}}))
-    assert "pytorch_model.bin" in refusal(tmp_path)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    assert "holds no model.safetensors" in refusal(write_config(tmp_path, SMALL))
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    (write_shards(tmp_path, random_state(SMALL)) / "model-1-of-3.safetensors").unlink()
-    message = refusal(tmp_path)
-    assert "model-1-of-3.safetensors', which is no safetensors file of the folder" in message
-
-
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "", ".", ".."])
-def test_an_index_that_leaves_the_folder_is_refused(tmp_path: Path, shard: str) -> None:
-    write_config(tmp_path / "model", SMALL)
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (None, "holds no model.safetensors and no index"),
+        ({"weight_map": {"model.norm.weight": "pytorch_model.bin"}}, "'pytorch_model.bin', which is not there"),
+        (
+            {"weight_map": {"model.norm.weight": "../outside.safetensors"}},
+            "'../outside.safetensors', which is not there",
+        ),
+        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, "'gone.safetensors', which is not there"),
+        ({"weight_map": {}}, "'no file', which is not there"),
+    ],
+    ids=["none", "pickle", "outside", "missing", "empty"],
+)
+def test_pickles_and_files_elsewhere_are_refused_unopened(tmp_path: Path, index: Any, said: str) -> None:
+    folder = write_config(tmp_path / "model", SMALL)
+    torch.save(Trap(tmp_path / "mark"), folder / "pytorch_model.bin")
     save_file(random_state(SMALL), tmp_path / "outside.safetensors")
-    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
-    assert INDEX in refusal(tmp_path / "model")
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps(index))
+    assert said in refusal(folder)
+    assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str
-)
-def test_quantised_tensors_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
-    state = random_state(SMALL)
-    name = "model.layers.0.mlp.up_proj.weight"
-    state[name] = state[name].to(dtype)
-    message = refusal(write_weights(tmp_path, SMALL, state))
-    assert name in message and "quantised" in message
-
-
-@pytest.mark.parametrize(
-    "name", ["x" * 5000, "nowhere", "nowhere\nat all", ""], ids=["long", "plain", "lines", "empty"]
-)
+@pytest.mark.parametrize("name", ["x" * 5000, "nowhere\nat all"], ids=["long", "lines"])
 def test_a_name_that_is_no_folder_says_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path / "known", SMALL)
-    monkeypatch.setattr("weights.names.WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr("weights.load.WEIGHTS", tmp_path / "weights")
     write_config(tmp_path / "weights" / "offered", SMALL)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="offered") as caught:
         model_folder(name)
     assert one_line(caught.value)
-    assert name == "" or "offered" in str(caught.value)
 
 
 # Plan files
@@ -337,28 +272,19 @@ def test_a_plan_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFacto
     ("value", "said"),
     [
         ({"bits": 5}, "bits must be 4, 6, 8 or 16, or 4 of them"),
-        ({"bits": {"attn": [4, 4]}}, "bits must be 4, 6, 8 or 16, or 4 of them"),
         ({"bits": {"attn": [4, 4, 4, 3]}}, "bits must be 4, 6, 8 or 16, or 4 of them"),
         ({"bits": {"head": 8}}, "bits must be 4, 6, 8 or 16, or 4 of them"),
         ({"bits": 4, "head_bits": 0}, "head_bits must be 4, 6, 8 or 16, found 0"),
         ({"attn": [4], "mlp": []}, "attn of layer 4, but this model has layers 0..3"),
         ({"attn": [], "mlp": [-1]}, "mlp of layer -1"),
-        ({"attn": [10**30]}, "layers 0..3"),
-        ({"attn": ["1"]}, "attn must be a list of layer numbers"),
         ({"attn": [1.0]}, "attn must be a list of layer numbers"),
-        ({"attn": None}, "attn must be a list of layer numbers"),
-        ({"attn": [], "mlp": 3}, "mlp must be a list of layer numbers"),
         ({"attn": [], "gamma": -1}, "gamma"),
-        ({"attn": [], "gamma": 2.5}, "gamma"),
         ({"attn": [], "threshold": 1.1}, "threshold"),
         ('{"attn": [], "threshold": NaN}', "threshold"),
-        ({"attn": [], "threshold": "high"}, "threshold"),
         ([1, 2], "one object"),
-        ({"gamma": 4}, "attn"),
         ({"attention": [1]}, "attn"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ('{"attn": [' + "9" * 5000 + "]}", "not valid JSON"),
     ],
     ids=lambda value: f"{value!s:.40}",
 )
@@ -405,13 +331,8 @@ def test_costs_measured_on_a_busy_machine_are_not_kept(tmp_path: Path) -> None:
     "entry",
     [
         {},
-        {"draft": 0.5},
-        {"draft": 0.5, "verify": []},
-        {"draft": 0.5, "verify": "123"},
         {"draft": 0.5, "verify": [1.0, 0.0]},
         {"draft": math.nan, "verify": [1.0, 1.1]},
-        {"draft": -1, "verify": [1.0, 1.1]},
-        {"draft": 10**400, "verify": [1.0, 1.1]},
         {"draft": 0.5, "verify": [1.0, None]},
         None,
     ],
@@ -450,31 +371,11 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 2.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FULL_LLAMA = SMALL | {
-    "rope_scaling": ROPE,
-    "rope_parameters": None,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "quantization_config": None,
-    "torch_dtype": "float32",
-}
-FULL_GEMMA2 = SMALL_GEMMA2 | {
-    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-    "layer_types": ["sliding_attention", "full_attention"],
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FULL_LLAMA = SMALL | {"rope_scaling": ROPE | {"original_max_position_embeddings": 64}, "rope_parameters": None}
+FULL_LLAMA |= {"attention_bias": False, "mlp_bias": False, "quantization_config": None, "torch_dtype": "float32"}
+FULL_GEMMA2 = SMALL_GEMMA2 | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+FULL_GEMMA2 |= {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 30.0}
 
 
 @st.composite
@@ -503,27 +404,13 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
 
 
 def loads_or_says_why(folder: Path) -> None:
-    """The law of the fuzz; and no tensor is ever made that the files could not fill."""
-    on_disk = sum(file.stat().st_size for file in folder.iterdir())
-    real, taken = torch.empty, []
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        shape = args[0] if args and not isinstance(args[0], int) else args
-        device = torch.device(kwargs.get("device") or torch.get_default_device())
-        if device.type != "meta":
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            taken.append(math.prod(shape) * dtype.itemsize)
-            assert sum(taken) <= on_disk, "more memory asked for than the files hold"
-        return real(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", counted)
-        try:
-            model = load_model(folder)
-        except InputError as error:
-            one_line(error)
-        else:
-            assert taken and all(parameter.device.type == "cpu" for parameter in model.parameters())
+    """The law of the fuzz."""
+    try:
+        model = load_model(folder)
+    except InputError as error:
+        one_line(error)
+    else:
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def loading(folder: Path) -> Path:
@@ -532,28 +419,17 @@ def loading(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return loading(write_weights(tmp_path_factory.mktemp("llama"), FULL_LLAMA, random_state(FULL_LLAMA)))
-
-
-@pytest.fixture(scope="module")
-def gemma2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return loading(write_weights(tmp_path_factory.mktemp("gemma2"), FULL_GEMMA2, random_state(FULL_GEMMA2)))
-
-
-@settings(max_examples=300)
-@given(config=damaged(FULL_LLAMA))
-def test_any_llama_config_loads_or_is_refused_in_one_line(llama_folder: Path, config: Any) -> None:
-    write_config(llama_folder, config)
-    loads_or_says_why(llama_folder)
-
-
-@settings(max_examples=300)
-@given(config=damaged(FULL_GEMMA2))
-def test_any_gemma2_config_loads_or_is_refused_in_one_line(gemma2_folder: Path, config: Any) -> None:
-    write_config(gemma2_folder, config)
-    loads_or_says_why(gemma2_folder)
+@pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_config_loads_or_is_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, good: dict[str, Any], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / good["model_type"]
+    if not folder.exists():
+        loading(write_weights(folder, good, random_state(good)))
+    write_config(folder, data.draw(damaged(good)))
+    loads_or_says_why(folder)
 
 
 @pytest.fixture(scope="module")
@@ -562,21 +438,11 @@ def sharded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SHARD_NAMES = st.sampled_from(
-    [
-        "model-0-of-3.safetensors",
-        "model-1-of-3.safetensors",
-        "config.json",
-        INDEX,
-        "..",
-        "x" * 300,
-        "a\nb",
-        "\ud800",
-        "\0",
-    ]
+    ["model-0-of-3.safetensors", "config.json", INDEX, "..", "", "a/b.safetensors", "x" * 300, "a\nb", "\ud800", "\0"]
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_index_loads_or_is_refused_in_one_line(sharded_folder: Path, data: st.DataObject) -> None:
     state = list(random_state(SMALL))
@@ -584,7 +450,6 @@ def test_any_index_loads_or_is_refused_in_one_line(sharded_folder: Path, data: s
     changes = st.dictionaries(st.sampled_from(state) | st.text(max_size=5), SHARD_NAMES, min_size=1, max_size=3)
     index = data.draw(
         changes.map(lambda changed: {"weight_map": good | changed})
-        | st.sets(st.sampled_from(state)).map(lambda kept: {"weight_map": {name: good[name] for name in kept}})
         | damaged({"metadata": {"total_size": 1}, "weight_map": good})
         | JUNK
     )
@@ -592,7 +457,7 @@ def test_any_index_loads_or_is_refused_in_one_line(sharded_folder: Path, data: s
     loads_or_says_why(sharded_folder)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(plan=damaged({"attn": [0, 2], "mlp": [1], "gamma": 4, "threshold": 0.5}) | JUNK)
 def test_any_plan_file_is_read_or_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, plan: Any) -> None:
     path = write_plan(tmp_path_factory.getbasetemp(), json.dumps(plan))
@@ -604,82 +469,32 @@ def test_any_plan_file_is_read_or_refused_in_one_line(tmp_path_factory: pytest.T
         assert read.plan.num_layers == 4 and (read.gamma is None or read.gamma >= 0)
 
 
-NAMES = st.text(max_size=8) | st.sampled_from(
-    ["norm.weight", "lm_head.weight", "model.", "layers.0", "layers.٣.x", "layers.99999.x", "layers.123456.x.weight"]
-)
-
-
-def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
-    length = struct.unpack("<Q", data[:8])[0]
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
 @st.composite
 def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """A safetensors file with bytes flipped, cut off, cut out or put in, or with another header."""
-    kind = draw(st.sampled_from(["flip", "truncate", "remove", "insert", "length", "header"]))
-    header, body = header_of(good)
-    near_header = st.integers(0, len(good) - len(body) + 16)
-    at = draw(near_header | st.integers(len(good) - len(body), len(good) - 1))
-    if kind == "flip":
-        return good[:at] + bytes([good[at] ^ draw(st.integers(1, 255))]) + good[at + 1 :]
-    if kind == "truncate":
-        return good[:at]
-    if kind == "remove":
-        return good[:at] + good[at + draw(st.integers(1, 64)) :]
-    if kind == "insert":
-        return good[:at] + draw(st.binary(min_size=1, max_size=16)) + good[at:]
-    if kind == "length":
-        return struct.pack("<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, 3000))) + good[8:]
-    name = draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
-    entry = header.pop(name)
-    change = draw(st.sampled_from(["dtype", "shape", "data_offsets", "name", "everything"]))
-    if change == "name":
-        header[draw(st.text(max_size=8))] = entry
-    elif change == "everything":
-        header[name] = draw(JUNK)
-    else:
-        dtypes = st.sampled_from(["F16", "F64", "I64", "U8", "BOOL", "F8_E5M2", "F4", "C64", "Q4", ""])
-        sizes = st.lists(st.sampled_from([0, 1, 2, 16, 24, 384, 2**31, 2**62, 2**63, 2**64, -1]), max_size=4)
-        header[name] = entry | {change: draw(dtypes if change == "dtype" else sizes | JUNK)}
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + body
+    """A safetensors file with a byte changed, cut off, cut out or put in, or with another header."""
+    (length,) = struct.unpack("<Q", good[:8])
+    at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good) - 1))
+    kind = draw(st.sampled_from(["flip", "truncate", "remove", "insert", "header"]))
+    if kind == "header":
+        header = json.loads(good[8 : 8 + length])
+        name = draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
+        header[name] = draw(JUNK | st.builds(lambda value, key: header[name] | {key: value}, JUNK, KEYS))
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + good[8 + length :]
+    cut_out = {"flip": good[at + 1 :], "truncate": b"", "remove": good[at + draw(st.integers(1, 64)) :]}
+    new = draw(st.binary(min_size=1, max_size=1 if kind == "flip" else 16))
+    return good[:at] + (new if kind in ("flip", "insert") else b"") + cut_out.get(kind, good[at:])
 
 
-@st.composite
-def sound_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """A safetensors file as the format wants it, of which some tensors are not as the model wants them."""
-    state = parse_bytes(good)
-    for name in draw(st.sets(st.sampled_from(sorted(state)), min_size=1, max_size=2)):
-        tensor = state.pop(name)
-        kind = draw(st.sampled_from(["drop", "dtype", "shape", "rename", "copy", "nothing"]))
-        if kind == "dtype":
-            other = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.int32, torch.bool, torch.float8_e5m2]))
-            state[name] = tensor.to(other)
-        elif kind == "shape":
-            state[name] = tensor.flatten() if draw(st.booleans()) else tensor[..., : draw(st.integers(0, 5))].clone()
-        elif kind == "rename":
-            state[draw(NAMES)] = tensor
-        elif kind == "copy":
-            state |= {name: tensor, draw(NAMES): tensor.clone()}
-        elif kind == "nothing":
-            state[name] = tensor
-    return serialise(state)
+KEYS = st.sampled_from(["dtype", "shape", "data_offsets"])
 
 
-@pytest.fixture(scope="module")
-def weights_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    folder = loading(write_weights(tmp_path_factory.mktemp("weights"), SMALL, random_state(SMALL)))
-    return folder, (folder / "model.safetensors").read_bytes()
-
-
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(data=st.data())
 def test_any_bytes_as_weights_load_or_are_refused_in_one_line(
-    weights_folder: tuple[Path, bytes], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    folder, good = weights_folder
-    (folder / "model.safetensors").write_bytes(
-        data.draw(damaged_bytes(good) | sound_bytes(good) | st.binary(max_size=100))
-    )
+    folder = write_weights(tmp_path_factory.getbasetemp() / "bytes", SMALL, random_state(SMALL))
+    good = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data.draw(damaged_bytes(good) | st.binary(max_size=100)))
     loads_or_says_why(folder)

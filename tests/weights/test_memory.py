@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,10 +28,9 @@ from weights.memory import (
     Memory,
     cache_bytes,
     check_fits,
-    container_bytes,
     estimate,
+    free_bytes,
     held_bytes,
-    in_words,
     parameter_count,
     twin_bytes,
 )
@@ -49,7 +46,6 @@ def gemma2(**sizes: object) -> ModelConfig:
     return parse_config({"model_type": "gemma2", "vocab_size": 256000, "head_dim": 256} | sizes)
 
 
-LLAMA_2_7B = llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, max_position_embeddings=4096)
 LLAMA_8B = llama(
     vocab_size=128256,
     hidden_size=4096,
@@ -78,46 +74,23 @@ SMOLLM2_135M = llama(
 GEMMA_2B = gemma2(
     hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4
 )
-GEMMA_9B = gemma2(
-    hidden_size=3584, intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8
-)
-GEMMA_27B = gemma2(
-    hidden_size=4608,
-    intermediate_size=36864,
-    num_hidden_layers=46,
-    num_attention_heads=32,
-    num_key_value_heads=16,
-    head_dim=128,
-    query_pre_attn_scalar=144,
-)
 
 
 @pytest.mark.parametrize(
     ("config", "published"),
     [
-        (LLAMA_2_7B, 6_738_415_616),
         (LLAMA_8B, 8_030_261_248),
         (LLAMA_1B, 1_235_814_400),
         (SMOLLM2_135M, 134_515_008),
         (GEMMA_2B, 2_614_341_888),
-        (GEMMA_9B, 9_241_705_984),
-        (GEMMA_27B, 27_227_128_320),
     ],
 )
 def test_parameters_are_as_many_as_published(config, published):
     assert parameter_count(config) == published
 
 
-def test_the_line_of_gemma_9b_in_bfloat16():
-    needed = estimate(GEMMA_9B, torch.bfloat16, 8192, prompt=512)
-    line = needed.describe(24_000_000_000)
-    assert re.fullmatch(
-        r"weights: 18\.5 GB, KV cache at 8192 tokens: 2\.8 GB, workspace: \d+ MB, free: 24\.0 GB", line
-    ), line
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data(), positions=st.integers(1, 70))
 def test_weights_and_cache_are_counted_to_the_byte(family, data, positions):
     config = parse_config(data.draw(configs(family)))
@@ -176,9 +149,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("prompt", "positions", "gamma"), [(40, 100, 2), (40, 100, 40), (600, 620, 8), (1100, 1120, 8)]
+    ("prompt", "positions", "gamma", "dtype"),
+    [
+        (40, 60, 2, torch.bfloat16),
+        (40, 84, 40, torch.float32),
+        (600, 610, 8, torch.bfloat16),
+        (1100, 1110, 8, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("raw", SHAPES.values(), ids=SHAPES.keys())
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_torch_takes(
@@ -208,12 +186,6 @@ def bytes_of_tensors() -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def test_words_for_sizes_are_decimal():
-    assert [in_words(size) for size in (0, 269_060_552, 999_499_999, 1_000_000_000, 18_483_411_968)] == [
-        "0 MB", "269 MB", "999 MB", "1.0 GB", "18.5 GB",
-    ]  # fmt: skip
-
-
 def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
     needed = Memory(weights=18_500_000_000, cache=1_400_000_000, workspace=300_000_000, positions=8192)
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total - 1)
@@ -233,13 +205,15 @@ def test_a_prepared_model_holds_its_parameters_once(tied: bool) -> None:
     assert estimated == pytest.approx(held_bytes(model), rel=0.001)
 
 
-def test_a_containers_limit_bounds_what_is_free(tmp_path: Path) -> None:
+def test_a_containers_limit_bounds_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert free_bytes(CPU) > 1 << 20, "no container"
     (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 250\n")
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("4000\n")
-    assert container_bytes(tmp_path) == 3250, "files kept in memory give way"
+    assert free_bytes(CPU) == 3250, "files kept in memory give way"
     (tmp_path / "memory.max").write_text("max\n")
-    assert container_bytes(tmp_path) == container_bytes(tmp_path / "nowhere") == sys.maxsize
+    assert free_bytes(CPU) > 1 << 20
 
 
 def test_a_gpus_estimate_counts_its_buffers_and_a_cache_of_doubled_size() -> None:

@@ -48,12 +48,12 @@ def write(folder: Path, **settings_: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
 
 
-def sentencepiece_model(**options: Any) -> bytes:
+def sentencepiece_model(model_type: str = "bpe", **options: Any) -> bytes:
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_writer=out,
-        model_type="bpe",
+        model_type=model_type,
         vocab_size=420,
         hard_vocab_limit=False,
         byte_fallback=True,
@@ -69,6 +69,10 @@ def sentencepiece_model(**options: Any) -> bytes:
 @cache
 def llama_2_model() -> bytes:
     return sentencepiece_model(unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
+
+
+def unigram_model() -> bytes:
+    return sentencepiece_model("unigram")
 
 
 @cache
@@ -189,7 +193,7 @@ KINDS = {
 }
 SENTENCEPIECE_TWIN = {"llama-2, sentencepiece": "llama-2, json", "gemma, sentencepiece": "gemma, json"}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-over_texts = settings(max_examples=120, deadline=None, derandomize=True)
+over_texts = settings(max_examples=40)
 
 
 @pytest.fixture(scope="module")
@@ -203,27 +207,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 # "▁" is a space to sentencepiece, before and after: the one character that does not come back as itself.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
-fragments = st.sampled_from(
-    [
-        "the",
-        " fox",
-        "  ",
-        "   ",
-        "\n",
-        "\n\n",
-        " <b>",
-        "<",
-        "s>",
-        "é",
-        "日本",
-        "語",
-        "👩‍👩‍👧",
-        "\u0301",
-        "<0x41>",
-        "\0",
-        "12345",
-    ]
-)
+FRAGMENTS = ["the", " fox", "  ", "   ", "\n", "\n\n", " <b>", "<", "s>", "é", "日本", "語"]
+FRAGMENTS += ["👩\u200d👩\u200d👧", "\u0301", "<0x41>", "\0", "12345"]
+fragments = st.sampled_from(FRAGMENTS)
 plain_texts = st.lists(fragments | st.text(characters, max_size=6), max_size=8).map("".join)
 
 
@@ -242,31 +228,27 @@ def oracle(folders: dict[str, Path], kind: str) -> Any:
     return loaded_oracle(folders[SENTENCEPIECE_TWIN.get(kind, kind)])
 
 
-def is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 @every_kind
 @over_texts
 @given(text=plain_texts)
-def test_a_text_comes_back_from_its_tokens(folders, kind, text):
-    assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))  # that one gives "a" and " a" equal ids
+def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(folders, kind, text):
     tokenizer = loaded(folders[kind])
     ids = tokenizer.encode(text)
+    assert ids == oracle(folders, kind).encode(text, split_special_tokens=True)
+    assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))  # that one gives "a" and " a" equal ids
     assert tokenizer.decode(ids) == text
     space = b" " if text and tokenizer.vocabulary.adds_space else b""
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == space + text.encode()
 
 
-@every_kind
-@over_texts
-@given(text=plain_texts)
-def test_ids_of_a_text_are_those_of_transformers(folders, kind, text):
-    assert loaded(folders[kind]).encode(text) == oracle(folders, kind).encode(text, split_special_tokens=True)
+@pytest.mark.parametrize("model", [llama_2_model, gemma_model])
+@settings(max_examples=150)
+@given(text=st.lists(fragments | st.sampled_from([*CORPUS, "▁", "<b>", "</s>"]) | st.text(max_size=6)).map("".join))
+def test_ids_of_a_text_are_those_of_the_sentencepiece_library(folders, model, text):
+    """Its own, but for the names of control tokens, which no text here holds."""
+    library = sentencepiece.SentencePieceProcessor(model_proto=model())
+    folder = folders["gemma, sentencepiece" if model is gemma_model else "llama-2, sentencepiece"]
+    assert loaded(folder).vocabulary.encode(text) == library.EncodeAsIds(text)
 
 
 @every_kind
@@ -275,8 +257,8 @@ def test_ids_of_a_text_are_those_of_transformers(folders, kind, text):
 def test_any_tokens_that_spell_a_text_spell_that_of_transformers(folders, kind, data):
     tokenizer = loaded(folders[kind])
     ids = data.draw(st.lists(st.integers(0, len(tokenizer.vocabulary.pieces) - 1), max_size=9))
-    data_bytes = b"".join(map(tokenizer.token_bytes, ids))
-    assume(is_utf8(data_bytes))
+    spelt = b"".join(map(tokenizer.token_bytes, ids))
+    assume(spelt == spelt.decode(errors="replace").encode())
     expected = oracle(folders, kind).decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert tokenizer.decode(ids) == expected
 
@@ -286,13 +268,13 @@ def control_ids(tokenizer: Tokenizer) -> set[int]:
 
 
 @every_kind
-@pytest.mark.parametrize("adds", [True, False])
-def test_add_bos_token_in_the_settings_wins(folders, kind, adds, tmp_path):
+def test_add_bos_token_in_the_settings_wins(folders, kind, tmp_path):
     settings_ = copy_of(folders[kind], tmp_path)
-    write(tmp_path, **settings_, add_bos_token=adds)
-    tokenizer = Tokenizer(tmp_path)
-    first = tokenizer.vocabulary.special[settings_["bos_token"]]
-    assert (tokenizer.encode("The fox")[0] == first) == adds
+    for adds in (True, False):
+        write(tmp_path, **settings_, add_bos_token=adds)
+        tokenizer = Tokenizer(tmp_path)
+        first = tokenizer.vocabulary.special[settings_["bos_token"]]
+        assert (tokenizer.encode("The fox")[0] == first) == adds
 
 
 def copy_of(source: Path, folder: Path) -> dict[str, Any]:
@@ -366,19 +348,13 @@ def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
     assert content.encode() in b"".join(map(tokenizer.token_bytes, ids))
 
 
-def test_a_role_that_the_template_refuses_is_an_input_error(folders):
-    with pytest.raises(InputError, match="refuses this conversation: there is no system role"):
-        loaded(folders["gemma, json"]).encode_chat([{"role": "system", "content": "Be brief."}])
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{% for", "chat template fails: "),
-        ("{{ 1 / 0 }}", "chat template fails: division by zero"),
         ("{{ '\\ud800' }}", "chat template fails: .*surrogates"),
-        ("{{ messages.append(1) }}", "chat template fails: .*unsafe|chat template fails: .*append"),
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
+        ("{{ raise_exception('no system role') }}", "refuses this conversation: no system role"),
         (None, "has no chat template: leave out --chat"),
     ],
 )
@@ -423,8 +399,7 @@ def test_a_text_ends_at_every_id_that_the_folder_names(folders, tmp_path, files,
 def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, tmp_path):
     settings_ = copy_of(folders["llama-2, sentencepiece"], tmp_path)
     size = len(loaded(folders["llama-2, sentencepiece"]).vocabulary.pieces)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": size}))
-    added = {str(size + 1): {"content": "<|im_end|>", "special": True}}
+    added = {str(size + n): {"content": name, "special": True} for n, name in enumerate(["<|im_start|>", "<|im_end|>"])}
     template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
     write(tmp_path, **settings_ | {"added_tokens_decoder": added, "chat_template": template})
     tokenizer = Tokenizer(tmp_path)
@@ -446,10 +421,6 @@ def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_pat
     assert (before.token_bytes(number), after.token_bytes(number)) == (b"<b>", b"")
 
 
-def test_an_id_beyond_the_vocabulary_adds_nothing(folders):
-    assert loaded(folders["llama-3"]).token_bytes(10**6) == b""
-
-
 def damage(folder: Path, name: str, content: bytes | Any) -> None:
     (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
@@ -457,19 +428,17 @@ def damage(folder: Path, name: str, content: bytes | Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
     [
-        ("llama-3", "tokenizer.json", b"", "tokenizer.json is not a tokenizer that can be read"),
         ("llama-3", "tokenizer.json", {}, "tokenizer.json is not a tokenizer that can be read"),
         ("llama-3", "tokenizer_config.json", [], "tokenizer_config.json must hold one JSON object"),
-        ("llama-3", "tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),
+        ("llama-3", "tokenizer.json", {"decoder": None}, "tokenizer.json is not a tokenizer that can be read"),
         ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
-        ("llama-3", "generation_config.json", {"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list"),
         (
             "llama-2, sentencepiece",
             "tokenizer.model",
             b"garbage",
             "tokenizer.model is not a tokenizer that can be read",
         ),
-        ("llama-2, sentencepiece", "added_tokens.json", {"<x>": "one"}, "tokenizer.model is not a tokenizer that can"),
+        ("llama-2, sentencepiece", "tokenizer.model", unigram_model(), "tokenizer.model is no byte-pair encoding"),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
@@ -480,33 +449,6 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     assert "\n" not in str(refusal.value)
 
 
-def test_a_decoder_of_another_kind_is_refused(folders, tmp_path):
-    write(tmp_path, **copy_of(folders["llama-3"], tmp_path))
-    raw = json.loads((tmp_path / "tokenizer.json").read_text())
-    for decoder in (None, {"type": "WordPiece", "prefix": "##", "cleanup": True}):
-        damage(tmp_path, "tokenizer.json", raw | {"decoder": decoder})
-        with pytest.raises(InputError, match="is neither byte-level nor sentencepiece"):
-            Tokenizer(tmp_path)
-
-
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"holds no tokenizer.json and no tokenizer.model"):
         Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["llama-2, sentencepiece", "llama-2, json", "llama-3"])
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_a_file_with_flipped_bytes_or_a_cut_end_never_gives_a_traceback(folders, tmp_path_factory, kind, data):
-    folder = tmp_path_factory.mktemp("damaged")
-    write(folder, **copy_of(folders[kind], folder))
-    path = next(path for path in folder.iterdir() if path.name in ("tokenizer.json", "tokenizer.model"))
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(0, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.sampled_from([None, -1, -100, len(content) // 2]))])
-    try:
-        tokenizer = Tokenizer(folder)
-        tokenizer.decode(tokenizer.encode("The fox </s> naïve"))
-    except InputError as error:
-        assert "\n" not in str(error)

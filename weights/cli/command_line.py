@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from model.errors import InputError
 from weights.cli.files import one_line
@@ -49,9 +49,13 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
     """
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    repair_standard_streams()
     status, complaint = 2, None
     try:
+        if None in (sys.stdin, sys.stdout, sys.stderr):
+            raise InputError("standard input, output or error is closed: give /dev/null instead")
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # characters that the terminal cannot show
         try:
             return work() or 0
         finally:
@@ -62,48 +66,20 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
         status, complaint = 130, interrupted
     except BrokenPipeError:
         status = 0
-    except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # rich ends so on a closed pipe
-            raise
-        status = 0
     except OSError as error:
         place = "standard output" if error.filename is None else error.filename
         complaint = f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
-    except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:  # of a device, by its name, since torch may not be loaded; of the host
+        named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+        if not named and "DefaultCPUAllocator" not in str(error):
             raise
         complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
-    _finish(sys.stdout)
     if complaint is not None:
         with suppress(OSError):
             print(complaint, file=sys.stderr)
-    _finish(sys.stderr)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # drop the buffer, which the interpreter would otherwise report at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
-
-
-def repair_standard_streams() -> None:
-    """Open /dev/null in place of closed standard streams, and replace characters that the others cannot show.
-
-    The next opened file would otherwise get the number of a closed stream, and with it the messages of libraries.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open to the end
-        stream = getattr(sys, name)
-        if mode == "w" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory of a device ran out, or of the host, for which torch raises a plain RuntimeError."""
-    named = type(error).__name__ == "OutOfMemoryError"  # by name, since torch may not be loaded
-    return named or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _finish(stream: TextIO) -> None:
-    """Flush a stream; where that fails, drop its buffer, which the interpreter would otherwise report at exit."""
-    try:
-        stream.flush()
-    except OSError:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())

@@ -5,32 +5,24 @@ from __future__ import annotations
 import ctypes
 import platform
 import re
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from model import InputError
-from weights.cli.files import one_line
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # numbers of mallopt's settings
 
 
 def pick_device(name: str | None) -> torch.device:
     """Device of this name; None is a GPU where there is one. Raises InputError when the device is not available."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error is enough
-            device = torch.device(name)
+    with suppress(RuntimeError, AssertionError):  # torch's for an unknown name and for a missing GPU
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type in ("cpu", "cuda"):
             torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise InputError(f"device {name!r} is not there: {one_line(error):.120}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {name!r} is not supported: give cpu or cuda")
-    return device
+            return device
+    raise InputError(f"device {name!r} is not there: give cpu, or cuda on a machine with a GPU")
 
 
 def processor() -> str:

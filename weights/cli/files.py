@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,9 +40,8 @@ def read_json(path: Path) -> Any:
     """Parsed JSON of a file. Raises InputError with the path when it cannot be read or parsed."""
     if not path.exists():
         raise InputError(f"{path} does not exist")
-    text = read_text(path)
     with explaining(f"{path} is not valid JSON", (ValueError, RecursionError)):
-        return json.loads(text)
+        return json.loads(read_text(path))
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -66,7 +64,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def check_place(path: Path) -> None:
-    """Raises InputError, before a long run, when a file at ``path`` could not be written."""
+    """Raises InputError when no file can be written at ``path``: a folder, a device, or below a read-only folder."""
     if not path.name:
         raise InputError("the name of a file to write is empty or '.': give the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -87,8 +85,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     check_place(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        temporary.touch(exist_ok=False)
-        permissions = stat.S_IMODE(temporary.stat().st_mode)
+        temporary.touch()
+        permissions = temporary.stat().st_mode
         yield temporary
         temporary.chmod(permissions)
         temporary.replace(path)
@@ -104,7 +102,5 @@ def write_json(path: Path, value: Any) -> None:
 
 def check_utf8(name: str, value: str) -> None:
     """Raises InputError for text made from bytes that are not UTF-8."""
-    try:
+    with explaining(f"the {name} is not UTF-8", (UnicodeEncodeError,)):
         value.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"the {name} holds bytes that are not UTF-8: {value!a:.80}") from None

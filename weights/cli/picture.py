@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from matplotlib import cycler, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
@@ -14,28 +14,20 @@ from matplotlib.ticker import MaxNLocator
 
 from weights.cli.files import atomic_path
 
-INK, MUTED, RULE = "#22242a", "#5d636e", "#e2e3e6"
-BLUE, AMBER, GREEN, RED, VIOLET, TEAL = "#3b6fd4", "#e0912f", "#3c9d63", "#c8453a", "#8a63c9", "#3fa7b8"
+INK, MUTED, RULE, BLUE, RED = "#22242a", "#5d636e", "#e2e3e6", "#3b6fd4", "#c8453a"
 SCALE = LinearSegmentedColormap.from_list("amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"])  # few to many
 STYLE = {
     "font.size": 10.5,
     "text.color": INK,
     "axes.labelcolor": MUTED,
-    "axes.edgecolor": "#b9bdc6",
-    "axes.titlecolor": INK,
     "axes.titlelocation": "left",
-    "axes.titlepad": 10,
     "axes.titlesize": 11.5,
     "axes.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "axes.prop_cycle": cycler(color=[BLUE, AMBER, GREEN, RED, VIOLET, TEAL]),
     "grid.color": RULE,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
     "legend.frameon": False,
-    "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.w_pad": 0.15,  # inches of margin
     "figure.constrained_layout.h_pad": 0.12,

@@ -34,9 +34,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None, 
 
     ``chat`` None is a chat where the model has a chat template. Raises InputError for a ``system`` message without one.
     """
-    if chat is None:
-        chat = tokenizer.chat_template is not None
-    if not chat:
+    if not (tokenizer.chat_template is not None if chat is None else chat):
         if system is not None:
             raise InputError("--system needs a chat: leave out --no-chat, or use a model with a chat template")
         return tokenizer.encode(text)
@@ -49,6 +47,5 @@ def check_prompt(ids: Sequence[int], config: ModelConfig, folder: Path) -> None:
     if not ids or max(ids) >= config.vocab_size:
         raise InputError(f"{folder}: the tokenizer does not belong to this model: it gives ids that the model lacks")
     if len(ids) >= config.max_positions:
-        raise InputError(
-            f"the prompt has {len(ids)} tokens, the model's context {config.max_positions}: shorten the prompt"
-        )
+        limit = f"{len(ids)} tokens, the model's context {config.max_positions}"
+        raise InputError(f"the prompt has {limit}: shorten the prompt")

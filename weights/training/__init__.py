@@ -1,1 +1,1 @@
-"""Text, options, files and reports of training. Begin with ``train.py``, which holds the recipe and its loop."""
+"""Text and files of training. Begin with ``train.py``, which holds the recipe and its loop."""

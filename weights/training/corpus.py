@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import zlib
 from array import array
@@ -12,24 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
 import torch
+from tokenizers import models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from model import InputError
 from weights.cli.files import atomic_path, read_json_lines, read_text, write_json
 from weights.tokenizer import Tokenizer
+from weights.vocabulary import byte_level_tokenizer
 
 TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)  # whole lines, cut only where one is longer
 HELD_OUT_SHARE = 50  # one document in 50 is held out
+BEGIN, END = "<s>", "</s>"  # ids 0 and 1
 TOKENIZER_SETTINGS = {
-    "tokenizer_class": "LlamaTokenizer",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "add_bos_token": True,
-    "add_eos_token": False,
-    "legacy": True,  # transformers then puts a space before a text after a control token, as ``Tokenizer`` does
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": BEGIN,
+    "eos_token": END,
     "clean_up_tokenization_spaces": False,
     # A turn is its text and an empty line, as read_documents joins a prompt and its response.
     "chat_template": "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}",
@@ -39,23 +36,15 @@ TOKENIZER_SETTINGS = {
 def read_documents(paths: Sequence[Path]) -> list[str]:
     """Documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or ``prompt`` and ``response``.
 
-    Raises InputError with file and line for unreadable input, and for too few documents to hold any out.
+    Raises InputError with file and line for unreadable input.
     """
     documents: list[str] = []
     for path in paths:
         if path.suffix == ".jsonl":
             documents += [_document_of(row, place) for place, row in read_json_lines(path)]
-        elif path.suffix == ".txt":
-            documents += [match[0] for match in TXT_DOCUMENT.finditer(read_text(path))]
         else:
-            raise InputError(f"{path} is neither .txt nor .jsonl")
-    documents = [document for document in documents if document.strip()]
-    if len({_is_held_out(document) for document in documents}) < 2:
-        raise InputError(
-            f"{len(set(documents))} different documents are too few to hold one in {HELD_OUT_SHARE} out: give at least "
-            f"{4 * HELD_OUT_SHARE} (a .txt file is cut into documents of 4000 characters)"
-        )
-    return documents
+            documents += [match[0] for match in TXT_DOCUMENT.finditer(read_text(path))]
+    return [document for document in documents if document.strip()]
 
 
 def _document_of(row: Any, place: str) -> str:
@@ -74,40 +63,20 @@ def _is_held_out(document: str) -> bool:
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> None:
-    """Train a sentencepiece BPE tokenizer of up to ``vocab_size`` tokens, and write it into ``folder``.
+    """Train a byte-level BPE tokenizer of up to ``vocab_size`` tokens, at least 258, and write it into ``folder``.
 
-    It can encode any text: a rare character falls back to its bytes, as in Llama 2. A short text supports fewer tokens.
-    Raises InputError when ``vocab_size`` is too small.
+    It can encode any text: its first tokens are the control tokens and all bytes. A short text supports fewer tokens.
     """
-    learnt = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for document in documents for line in document.splitlines()),
-            model_writer=learnt,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,
-            byte_fallback=True,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            split_digits=True,
-            max_sentence_length=1 << 30,  # bytes: longer lines would be left out
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            minloglevel=2,
-        )
-    except (RuntimeError, ValueError):
-        raise InputError(
-            f"no tokenizer of {vocab_size} tokens can be learnt from this text: --vocab-size must be 259 (bytes and "
-            "control tokens) and one per different character, or more"
-        ) from None
+    tokenizer = byte_level_tokenizer(models.BPE())
+    alphabet, control = pre_tokenizers.ByteLevel.alphabet(), [BEGIN, END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=control, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     write_json(folder / "tokenizer_config.json", TOKENIZER_SETTINGS)
-    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    with atomic_path(folder / "tokenizer.model") as temporary:
-        temporary.write_bytes(learnt.getvalue())
+    with atomic_path(folder / "tokenizer.json") as temporary:
+        tokenizer.save(str(temporary))
 
 
 class Rows:
@@ -141,7 +110,7 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     train, held_out = ids[False], ids[True]
     if min(len(train), len(held_out)) <= context:
         raise InputError(
-            f"{len(train)} tokens to train on and {len(held_out)} held out are too few for --context {context}: "
-            "add text, or lower it"
+            f"{len(set(documents))} different documents, with {len(train)} tokens to train on and {len(held_out)} held "
+            f"out, are too few for --context {context}: give at least {4 * HELD_OUT_SHARE} documents, or lower it"
         )
     return Rows(np.asarray(train), end, context + 1), Rows(np.asarray(held_out), end, context + 1)
