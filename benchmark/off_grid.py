@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from decoding.run.acceptance import Continuation
 from decoding.run.calibration import calibration_texts, input_squares, linear_layers
@@ -43,9 +44,13 @@ def off_grid_folder(folder: Path) -> Path:
         held_out = calibration_texts(*write, SamplingParams(), prompts=[two for p in PROMPTS.values() for two in p[:2]])
         add_noise(model, [text for each in texts for text in each], seed=0)
         save_model(model, copy, tokenizer_from=folder)
-        note = {"same": share_of_equal(model, held_out)}
+        noised, checkpoint = greedy_tokens(model, held_out), [torch.tensor(text.written) for text in held_out]
+        round_to_nearest(model)
+        rounded = greedy_tokens(model, held_out)
+        note = {"same": share_of_equal(noised, checkpoint), "rounded": share_of_equal(noised, rounded)}
         write_json(copy / NOTE, note)
-    say(f"{copy.name}: its greedy token is the checkpoint's at {note['same']:.2f} of the positions")
+    same = f"{copy.name}: its greedy token is the checkpoint's at {note['same']:.2f} of the positions"
+    say(f"{same}, and at {note['rounded']:.2f} its own after rounding to the nearest four bits")
     return copy
 
 
@@ -63,17 +68,37 @@ def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
         if name != "head":
             vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
             weak = vectors[:, : len(vectors) // 2]
-            groups = layer.weight.cpu().float().split(GROUP, 1)
-            ranges = [(part.amax(1, True) - part.amin(1, True)).expand_as(part) for part in groups]
-            noise = (torch.rand(layer.weight.shape, generator=generator) - 0.5) * torch.cat(ranges, 1) / LEVELS
-            layer.weight += (math.sqrt(2) * noise @ weak @ weak.T).to(layer.weight)
+            noise = (torch.rand(layer.weight.shape, generator=generator) - 0.5) * four_bit_grid(layer.weight.cpu())[1]
+            layer.weight.copy_(layer.weight + (math.sqrt(2) * noise @ weak @ weak.T).to(layer.weight.device))
+
+
+def four_bit_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Lowest weight, and step of an even grid of 16 values, of each weight's group of columns: two ``[out, in]``."""
+    groups = weight.float().split(GROUP, 1)
+    low, high = (
+        torch.cat([end(part, 1, True).expand_as(part) for part in groups], 1) for end in (torch.amin, torch.amax)
+    )
+    return low, (high - low) / LEVELS
+
+
+@torch.no_grad()
+def round_to_nearest(model: Decoder) -> None:
+    """Round every matrix of a layer to the nearest value of its groups' grids, in place."""
+    for layer in linear_layers(model).values():
+        low, step = four_bit_grid(layer.weight)
+        layer.weight.copy_(((layer.weight - low) / step.clamp(min=1e-30)).round() * step + low)
 
 
 @torch.inference_mode()
-def share_of_equal(model: Decoder, texts: Sequence[Continuation]) -> float:
-    """Share of the tokens of some texts that are the model's greedy ones, given the text before them."""
-    equal = []
+def greedy_tokens(model: Decoder, texts: Sequence[Continuation]) -> list[Tensor]:
+    """Likeliest token at every written position of each text, given the text before it."""
+    found = []
     for prompt, written in ((text.prompt, text.written) for text in texts):
         states = model.hidden(torch.tensor([[*prompt, *written[:-1]]], device=model.device))[:, len(prompt) - 1 :]
-        equal.append(model.logits(states)[0].argmax(-1).cpu() == torch.tensor(written))
-    return torch.cat(equal).float().mean().item()
+        found.append(model.logits(states)[0].argmax(-1).cpu())
+    return found
+
+
+def share_of_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Share of positions at which two models chose the same token."""
+    return (torch.cat([*first]) == torch.cat([*second])).float().mean().item()
