@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from model import Decoder, InputError
-from model.layers import place
+from model.layers import Positions, rotary_angles
 from weights.cli.command_line import run_command
 from weights.cli.device import keep_freed_memory, pick_device
 from weights.cli.picture import write_picture
@@ -84,7 +84,7 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
     ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the layer, without rescaling.
     """
     x = model.embed(tokens)
-    positions = place(model.config, 0, tokens.shape[1], x)
+    positions = Positions(0, *rotary_angles(model.config, 0, tokens.shape[1], x))
     for layer, block in enumerate(model.layers):
         rows = None if kept is None or kept[layer].all() else kept[layer].nonzero()[:, 0]
         if rows is None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import RMSNorm, place
+from model.layers import Positions, RMSNorm, attend_causally, rotary_angles
 from model.plan import LayerPlan
-from model.quantise import Quantised, rounded
+from model.quantise import rounded
 from model.twins import Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -33,6 +33,7 @@ class Decoder(nn.Module):
     embedding_scale = 1.0
     fast_bits: tuple[int, ...] = ()
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
+    attend, rounded = staticmethod(attend_causally), staticmethod(rounded)  # ``model.fast`` puts faster functions here
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,10 +44,6 @@ class Decoder(nn.Module):
         )
         self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """Low-bit weights of a linear layer, or of an embedding that is the head; see ``model.quantise``."""
-        return rounded(product, bits)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""
@@ -108,7 +105,7 @@ class Decoder(nn.Module):
         if cache is None and start:
             raise ValueError("without a cache no token comes before the given ones: start must be 0")
         plan, x = plan or LayerPlan.full(self.num_layers), self.embed(tokens)
-        positions = place(self.config, start, tokens.shape[1], x)
+        positions = Positions(start, *rotary_angles(self.config, start, tokens.shape[1], x), self.attend)
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = self.twins.block(layer, attention, mlp)
             x = block(x, positions, cache, attention=attention > 0, mlp=mlp > 0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from torch.func import functional_call
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast.tinygemm import LowBits
-from model.layers import Mask, Positions, additive, allowed_keys, rotary_table, wide_dtype
+from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.twins import Twins
 
@@ -51,8 +52,10 @@ class StaticEntries:
         return self.keys, self.values
 
 
-def attend_statically(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, soft_cap: float | None) -> Tensor:
-    """``model.layers.attend`` with the mask of a static step, written out: a compiler fuses it.
+def attend_statically(
+    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """``model.layers.attend`` with the mask ``[G · rows, S]`` of a static step, written out: a compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the wide dtype.
     """
@@ -60,17 +63,16 @@ def attend_statically(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: flo
     scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores + mask.values.flatten(0, 1), dim=-1).to(q.dtype)
+    weights = torch.softmax(scores + mask, dim=-1).to(q.dtype)
     return (weights @ v).reshape(q.shape)
 
 
 def run_block(
-    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], mask: Mask,
+    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor,
     entries: StaticEntries, attention: bool, mlp: bool,
 ) -> Tensor:  # fmt: skip
     """Readable block with the ``weights`` of another layer: the function that is compiled."""
-    window = block.self_attn.config.windows[block.self_attn.layer]
-    positions = Positions(0, *angles, {window: mask})
+    positions = Positions(0, *angles, partial(attend_statically, mask))
     return functional_call(block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp})
 
 
@@ -93,7 +95,6 @@ class StaticStep:
             block, kinds = model.twins.block(layer, *pair), tuple(bits not in (0, FULL) for bits in pair)
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
-                templates[kinds].self_attn.attend = attend_statically
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
         self.replay: Callable[[], None] | None = None  # of the captured step
 
@@ -105,10 +106,7 @@ class StaticStep:
         angles = tuple(table.index_select(0, index) for table in self.angles)
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups, dtype = config.num_heads // config.num_kv_heads, wide_dtype(model.dtype)
-        masks = {
-            window: Mask(self.rows, padding, additive(allowed_keys(places, keys, window, groups), dtype))
-            for window in set(config.windows)
-        }
+        masks = {window: causal_mask(places, keys, window, dtype).repeat(groups, 1) for window in set(config.windows)}
         x = model.embed(self.tokens)
         for layer, (template, weights) in enumerate(self.blocks):
             runs = self.plan.attention[layer] > 0, self.plan.mlp[layer] > 0

@@ -12,7 +12,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
 from model import LayerPlan, build, parse_config
-from model.layers import place
+from model.layers import Positions, rotary_angles
 from tests.configs import LLAMA3_ROPE, small
 from tests.oracle import (
     FAMILIES,
@@ -198,5 +198,5 @@ def test_a_layer_of_published_shape_equals_transformers(raw):
         hidden = (behind < 0) | (behind >= (config.windows[layer] or length))
         mask = torch.zeros(length, length).masked_fill(hidden, float("-inf"))[None, None]
         expected = oracle[layer](x, attention_mask=mask, position_embeddings=rotary)
-        x = ours[layer](x, place(config, 0, length, x), None, attention=True, mlp=True)
+        x = ours[layer](x, Positions(0, *rotary_angles(config, 0, length, x)), None, attention=True, mlp=True)
         assert_close(x, expected, 1e-4)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, njit, types, uint32
 from numba.extending import intrinsic
 
-from model.fast.cpu.dot import BF16, BLOCK, F16, GROUP, INT4, LANES, PAIRS
+from model.fast.cpu.dot import BF16, BLOCK, F16, F32, GROUP, INT4, LANES, PAIRS
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -47,6 +47,18 @@ def pointer_to(typing: Any, address: Any):
         return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate
+
+
+@compiled()
+def floats_at(place: int, count: int) -> np.ndarray:
+    """Array of the ``count`` float32 numbers at an address."""
+    return carray(pointer_to(place), count, np.float32)
+
+
+@compiled()
+def halves_at(place: int, count: int) -> np.ndarray:
+    """Array of the bits, uint16, of the ``count`` bfloat16 or float16 numbers at an address."""
+    return carray(pointer_to(place), count, np.uint16)
 
 
 @compiled()
@@ -121,6 +133,33 @@ def round_to(kind: int, number: float) -> float:
 
 
 @compiled()
+def store(kind: int, numbers: np.ndarray, place: int) -> None:
+    """Store a query, key or value ``[D]`` of one head at an address, in the cache's dtype."""
+    floats, halves = floats_at(place, len(numbers)), halves_at(place, len(numbers))
+    for index in range(len(numbers)):
+        if kind == F32:
+            floats[index] = numbers[index]
+        elif kind == BF16:
+            halves[index] = bfloat16_bits(numbers[index])
+        else:
+            halves[index] = float16_bits(numbers[index])
+
+
+@compiled()
+def load(kind: int, place: int, scale: float, out: np.ndarray) -> None:
+    """Weights of this kind at an address, times ``scale``, into ``out``."""
+    floats, halves = floats_at(place, len(out)), halves_at(place, len(out))
+    for index in range(len(out)):
+        if kind == F32:
+            number = floats[index]
+        elif kind == BF16:
+            number = number_of(uint32(halves[index]) << uint32(16))
+        else:
+            number = from_float16(uint32(halves[index]))
+        out[index] = number * scale
+
+
+@compiled()
 def total(numbers: np.ndarray) -> float:
     """Sum of ``numbers`` in a fixed order: every 16th number first, then the 16 sums."""
     lanes, whole = np.zeros(LANES, np.float32), len(numbers) // LANES * LANES
@@ -136,6 +175,17 @@ def total(numbers: np.ndarray) -> float:
 
 
 @compiled()
+def softmax(scores: np.ndarray) -> float:
+    """Sum of the exponentials of ``scores`` less the largest, which replace the scores: the divisor of a softmax."""
+    largest = np.float32(-np.inf)
+    for index in range(len(scores)):
+        largest = scores[index] if scores[index] > largest else largest
+    for index in range(len(scores)):
+        scores[index] = exponential(scores[index] - largest)
+    return total(scores)
+
+
+@compiled()
 def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """RMSNorm (arXiv 1910.07467) of each row ``[rows, size]``, scaled by ``weight`` ``[size]``."""
     size, squares = x.shape[1], np.empty(x.shape[1], np.float32)
@@ -145,6 +195,16 @@ def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) ->
         inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps)
         for column in range(size):
             out[row, column] = x[row, column] * inverse * weight[column]
+
+
+@compiled()
+def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Rotary embedding of a head ``[D]``, in place: ``model.layers.rotate``."""
+    half = len(head) // 2
+    for index in range(half):
+        a, b = head[index], head[index + half]
+        head[index] = a * cos[index] - b * sin[index]
+        head[index + half] = b * cos[index] + a * sin[index]
 
 
 @compiled()
@@ -183,11 +243,11 @@ def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
         if kind >= INT4:  # low bits
             round_to_int8(x[row], columns, address(inputs[row]))
         elif kind == BF16 and PAIRS:
-            halves = carray(pointer_to(address(inputs[row])), columns, np.uint16)
+            halves = halves_at(address(inputs[row]), columns)
             for column in range(columns):
                 halves[column] = bfloat16_bits(x[row, column])
         else:
-            floats = carray(pointer_to(address(inputs[row])), columns, np.float32)
+            floats = floats_at(address(inputs[row]), columns)
             for column in range(columns):
                 floats[column] = round_to(kind, x[row, column])
 
@@ -203,8 +263,8 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
     groups = padded // GROUP
     words = carray(pointer_to(place), padded // 4, np.int32)
     sums = carray(pointer_to(place + padded), padded // 4, np.int32)
-    scales = carray(pointer_to(place + 2 * padded), groups, np.float32)
-    totals = carray(pointer_to(place + 2 * padded + 4 * groups), in_lanes(groups), np.float32)
+    scales = floats_at(place + 2 * padded, groups)
+    totals = floats_at(place + 2 * padded + 4 * groups, (groups + LANES - 1) // LANES * LANES)  # whole vectors
     numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
     group_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
     numbers[:columns] = x[:columns]
@@ -225,12 +285,6 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
             total_code += word_sum
         scales[group] = scale
         totals[group] = scale * np.float32(total_code)
-
-
-@compiled()
-def in_lanes(groups: int) -> int:
-    """Number of groups, rounded up to whole vectors."""
-    return (groups + LANES - 1) // LANES * LANES
 
 
 @compiled()
