@@ -37,7 +37,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.vocab_size = config, config.vocab_size
+        self.max_positions, self.num_layers = config.max_positions, config.num_layers
         # Uninitialised: drawing random numbers that a checkpoint replaces would cost a second.
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
@@ -62,18 +63,6 @@ class Decoder(nn.Module):
                 nn.init.zeros_(module.bias)
             if isinstance(module, RMSNorm):
                 nn.init.constant_(module.weight, module.neutral)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_positions
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
 
     @property
     def device(self) -> torch.device:

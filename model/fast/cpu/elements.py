@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, njit, types, uint32
 from numba.extending import intrinsic
 
-from model.fast.cpu.dot import BF16, BLOCK, F16, F32, GROUP, INT4, LANES, PAIRS
+from model.fast.cpu.dot import BF16, BLOCK, F16, F32, FLOAT, GROUP, I8, I32, INT4, LANES, PAIRS
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -30,13 +30,13 @@ compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=Tru
 @intrinsic
 def bits_of(typing: Any, number: Any):
     """Bits of a float32, as uint32."""
-    return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.IntType(32))
+    return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], I32)
 
 
 @intrinsic
 def number_of(typing: Any, bits: Any):
     """Float32 with these bits."""
-    return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.FloatType())
+    return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], FLOAT)
 
 
 @intrinsic
@@ -44,7 +44,7 @@ def pointer_to(typing: Any, address: Any):
     """Pointer to an address, for ``carray``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: list[ir.Value]) -> ir.Value:
-        return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
+        return builder.inttoptr(given[0], I8.as_pointer())
 
     return types.voidptr(types.int64), generate
 

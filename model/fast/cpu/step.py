@@ -126,27 +126,16 @@ def attend_head(
 
 
 @compiled(parallel=True)
-def attend(
-    kind: int,
-    queries: np.ndarray,
-    entries: np.ndarray,
-    head_bytes: np.ndarray,
-    layer: int,
-    positions: np.ndarray,
-    texts: np.ndarray,
-    kv_heads: int,
-    window: int,
-    scale: float,
-    cap: float,
-    out: np.ndarray,
-) -> None:
+def attend(weights: Weights, layer: int, queries: np.ndarray, cache: Cache, rows: Rows, out: np.ndarray) -> None:
     """Causal grouped-query attention (arXiv 2305.13245) of each row to its text's entries, up to its position.
 
-    ``queries`` ``[rows, H, bytes]`` in the cache's dtype; ``entries`` and ``head_bytes`` as in ``Cache``. Writes
-    ``out`` ``[rows, H, D]``.
+    ``queries`` ``[rows, H, bytes]`` in the cache's dtype. Writes ``out`` ``[rows, H, D]``.
     """
+    kind, window = weights.kind, weights.windows[layer]
+    scale, cap = weights.attention_scale, weights.attention_cap
+    entries, head_bytes, positions, texts = cache.entries, cache.head_bytes, rows.positions, rows.texts
     heads, entry_bytes, place = out.shape[1], queries.shape[2], address(queries)
-    groups = heads // kv_heads
+    groups = heads // weights.kv_heads
     for index in prange(len(out) * heads):
         task = np.int64(index)
         row, head = task // heads, task % heads
@@ -189,10 +178,7 @@ def attention(
                 place = cache.entries[text, layer, which] + group * cache.head_bytes[text]
                 elements.store(kind, numbers, place + position * entry_bytes)
     attended = np.empty((count, heads, size), np.float32)
-    attend(
-        kind, queries, cache.entries, cache.head_bytes, layer, rows.positions, rows.texts, kv_heads,
-        weights.windows[layer], weights.attention_scale, weights.attention_cap, attended,
-    )  # fmt: skip
+    attend(weights, layer, queries, cache, rows, attended)
     project(matrices[O : O + 1], attended.reshape(count, heads * size), heads * size, inputs, out)
 
 
