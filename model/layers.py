@@ -99,7 +99,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask`` ``[T, S]`` is added to
     the scores of every head; None masks nothing. A soft cap turns scores into cap · tanh(score / cap) before the mask
-    (Gemma 2, arXiv 2408.00118, section 2). No fused kernel of torch computes that: then the formula is written out.
+    (Gemma 2, arXiv 2408.00118, section 2). No fused kernel of torch computes that, so the formula is written out.
     """
     batch, heads, count, size = q.shape
     # The G query heads of a key head are laid end to end, as if they were more tokens: no key is copied.
@@ -109,18 +109,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
     if soft_cap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = torch.tanh(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * (scale / soft_cap))
-        scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
-        weights = torch.softmax(scores, dim=-1)  # computed in the wide dtype, by torch
-        out = torch.bmm(weights, v.flatten(0, 1))
+        scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)  # in the wide dtype, by torch
+        out = weights @ v
     return out.reshape(batch, heads, count, size)
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Additive causal mask ``[T, N]`` of queries and keys, given by their positions ``[T]`` and ``[N]``.
 
-    It is 0 where query i may attend to key j, which is where j <= i and, with a window, i - window < j; -inf elsewhere.
-    For queries at positions 2 to 4 and keys at 0 to 4, without a window and with a window of two tokens:
+    Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and -inf elsewhere. For
+    three queries at positions 2 to 4 and five keys at 0 to 4, without a window and with a window of two tokens:
 
                    key 0     1     2     3     4          key 0     1     2     3     4
         query 2        0     0     0  -inf  -inf           -inf     0     0  -inf  -inf
@@ -134,7 +133,7 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.
 
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)  # the cached tensors must serve training too
-def last_rows(count: int, size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def mask_table(count: int, size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Causal mask ``[count, size]`` of the last ``count`` of ``size`` positions.
 
     A mask depends on distances only. So its last S columns are the mask of the last ``count`` of S positions.
@@ -146,7 +145,7 @@ def last_rows(count: int, size: int, window: int | None, dtype: torch.dtype, dev
 def attend_causally(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """``attend`` for the last T of S positions: each attends to itself and the positions before it, in its window.
+    """Causal attention of the last T of S positions, by ``attend`` and ``causal_mask``.
 
     Long prompts are divided into chunks of queries, so that the scores of all queries and keys are never held at once.
     Keys outside of a chunk's windows are not multiplied at all.
@@ -163,7 +162,7 @@ def attend_causally(
         mask = None  # a single query attends to all of these keys
         if rows > 1:
             columns = 1 << (end - first - 1).bit_length()  # sizes double, so that few masks are made
-            mask = last_rows(rows, columns, window, q.dtype, q.device)[:, first - end :]
+            mask = mask_table(rows, columns, window, q.dtype, q.device)[:, first - end :]
         queries = q[:, :, begin : begin + rows]
         out.append(attend(queries, k[:, :, first:end], v[:, :, first:end], mask, scale=scale, soft_cap=soft_cap))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
@@ -202,8 +201,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
         c = self.config
-        constants = {"scale": c.attention_scale, "soft_cap": c.attention_soft_cap}
-        out = positions.attend(q, k, v, c.windows[self.layer], **constants)
+        out = positions.attend(q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
 
     def project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:

@@ -105,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 machine_settings = settings(
-    max_examples=60, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=CHECKS
+    max_examples=30, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=CHECKS
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,12 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model import Decoder, LayerPlan, build, parse_config
+from model import Decoder, build, parse_config
 from model.config import Rope
 from model.diagnose import explain_nonfinite
-from model.fast import accelerate
-from model.fast.flash import attend_causally
-from model.layers import RMSNorm, attend_in_chunks, causal_mask, inverse_frequencies, normalise
+from model.fast.flash import attend_by_flash
+from model.layers import RMSNorm, attend_causally, causal_mask, inverse_frequencies, normalise, rotary_table
 from tests.configs import small
 from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
 
@@ -49,7 +49,7 @@ def attention_formula(
     return out
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 3),
@@ -71,29 +71,18 @@ def test_attention_is_its_formula_for_any_start_and_number_of_tokens(
         torch.randn(batch, heads, length, 4, dtype=torch.float64, generator=generator)
         for heads, length in ((kv_heads * groups, count), (kv_heads, start + count), (kv_heads, start + count))
     )
-    mask = causal_mask(start, count, window, groups, q, rows)
     expected = attention_formula(q, k, v, start, scale, window, soft_cap)
-    for function in (attend_in_chunks, attend_causally):
-        out = function(q, k, v, mask, scale=scale, soft_cap=soft_cap)
-        assert out.shape == q.shape
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    with patch("model.layers.QUERIES", rows):
+        for function in (attend_causally, attend_by_flash):
+            out = function(q, k, v, window, scale=scale, soft_cap=soft_cap)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(start=st.integers(0, 9), count=st.integers(1, 6), rows=st.integers(1, 7), window=st.none() | st.integers(1, 12))
-def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(start, count, rows, window):
-    """And no chunk reaches a key to which none of its queries attends."""
-    mask = causal_mask(start, count, window, 1, torch.zeros(0), rows)
-    for begin in range(0, count, mask.rows):
-        tokens = range(start + begin, start + min(count, begin + mask.rows))
-        keys = range(max(0, tokens.start - mask.reach), tokens.stop)
-        values = torch.zeros(1, 1, len(keys)) if mask.values is None else mask.values
-        values = values[0, -len(tokens) :, -len(keys) :]
-        for i, row in zip(tokens, values.tolist(), strict=True):
-            allowed = {key for key, value in zip(keys, row, strict=True) if value == 0}
-            assert allowed == {j for j in range(i + 1) if window is None or i - window < j}
-            assert not mask.is_causal or allowed == set(range(i + 1))
-        assert (values == 0).any(0).all()
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
+def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(window):
+    mask = causal_mask(torch.arange(3, 8), torch.arange(8), window, torch.float32)
+    for i, row in enumerate(mask.tolist(), 3):
+        assert row == [0 if j <= i and (window is None or i - window < j) else -math.inf for j in range(8)]
 
 
 def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
@@ -146,7 +135,7 @@ def test_gradients_flow_after_decoding_in_inference_mode(family):
     """Tensors cached in inference mode, such as rotary frequencies, must serve training."""
     model = random_model(family, rope_theta=77.0)
     tokens = torch.tensor([[1, 2, 3]])
-    inverse_frequencies.cache_clear()
+    rotary_table.cache_clear()
     with torch.inference_mode():
         expected = model(tokens)
     logits = model(tokens)
@@ -156,7 +145,7 @@ def test_gradients_flow_after_decoding_in_inference_mode(family):
 
 
 @both_families
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_the_error_names_the_first_sublayer_with_a_non_finite_number(family, data):
     model = build(parse_config(data.draw(configs(family)))).double()
@@ -187,15 +176,3 @@ def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
     error = explain_nonfinite(model, model.new_cache(1100), tokens)
     assert "in the MLP of layer 1: " in str(error)
     assert "too large for float16: fetch it again, or give --dtype bfloat16 or float32" in str(error)
-
-
-@pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["as loaded", "prepared for speed"])
-def test_the_error_does_not_name_a_sublayer_that_the_plan_skips(prepare):
-    model = random_model("llama")
-    with torch.no_grad():
-        model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
-        model.layers[2].self_attn.o_proj.weight[0, 0] = math.nan
-    model = prepare(model.requires_grad_(False))
-    plan = LayerPlan.skipping(3, attention=[1], mlp=[0])
-    error = explain_nonfinite(model, model.new_cache(5), torch.arange(5), plan)
-    assert "in the attention of layer 2: " in str(error)

@@ -24,7 +24,8 @@ from tests.oracle import randomise
 
 numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip install -r requirements.txt")
 
-from model.fast.cpu import compile, dot, elements  # noqa: E402
+from model.fast import cpu  # noqa: E402
+from model.fast.cpu import decoder, dot, elements, step  # noqa: E402
 from model.fast.cpu.decoder import FastDecoder  # noqa: E402
 from model.fast.cpu.pack import packed  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
@@ -171,10 +172,9 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 
 
 @torch.inference_mode()
-def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps() -> None:
+def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
-    step = model.step
-    model.step = lambda *given: (seen.append(len(given[2].tokens)), step(*given))
+    monkeypatch.setattr(decoder, "step", lambda *given: (seen.append(len(given[2].tokens)), step.step(*given)))
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100
@@ -321,30 +321,14 @@ def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
     assert np.isnan(power[-5]) and power[-4] == power[-2] < np.inf and 0 < power[-3] == power[-1]
 
 
-def test_kernels_are_kept_by_sources_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edited dot product is compiled again, though the file of the step is unchanged."""
     sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
-    folder = compile.kernel_folder(sources)
-    assert folder.parent == tmp_path / "kept" and folder.is_dir()
-    monkeypatch.setattr(compile, "FEATURES", frozenset({"avx2"}))
-    assert compile.kernel_folder(sources) != folder
-    monkeypatch.setattr(compile, "FEATURES", dot.FEATURES)
-    assert compile.kernel_folder(sources) == folder
+    folder = cpu.kernel_folder(sources)
+    assert folder.parent == tmp_path / "kept" and folder.is_dir() and cpu.kernel_folder(sources) == folder
     (sources / "dot.py").write_text("# edited")
-    assert compile.kernel_folder(sources) != folder
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [({"CPU_NAME": "haswell"}, set()), ({"CPU_FEATURES": "+avx2,-avx512f,+fma"}, {"avx2", "fma"})],
-)
-def test_instructions_are_those_compiled_for(
-    asked: dict[str, str], expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in asked.items():
-        monkeypatch.setattr(numba.config, name, value)
-    assert dot.compiled_features() == expected
+    assert cpu.kernel_folder(sources) != folder
 
 
 def test_where_numba_is_missing_the_readable_blocks_run(
