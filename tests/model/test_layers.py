@@ -1,4 +1,4 @@
-"""Layers: attention against its formula, masks, rotary frequencies, norms; initial weights; non-finite numbers."""
+"""Layers: attention against its formula, masks, rotary frequencies, norms, initial weights, gradients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from model import Decoder, build, parse_config
 from model.config import Rope
-from model.diagnose import explain_nonfinite
 from model.fast.flash import attend_by_flash
 from model.layers import RMSNorm, attend_causally, causal_mask, inverse_frequencies, normalise, rotary_table
 from tests.configs import small
-from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
+from tests.oracle import FAMILIES, VOCAB, randomise
 
 both_families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -142,37 +141,3 @@ def test_gradients_flow_after_decoding_in_inference_mode(family):
     logits.logsumexp(-1).sum().backward()
     torch.testing.assert_close(logits.detach(), expected)
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
-@both_families
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_the_error_names_the_first_sublayer_with_a_non_finite_number(family, data):
-    model = build(parse_config(data.draw(configs(family)))).double()
-    randomise(model, 0)
-    tokens = data.draw(texts())[0]
-    name = data.draw(st.sampled_from([name for name, _ in model.named_parameters()]))
-    with torch.no_grad():
-        model.get_parameter(name).fill_(math.nan)
-        # torch's fused attention on a CPU treats NaN queries as masked ones
-        assume(model(tokens[None]).isnan().any())
-    error = explain_nonfinite(model, model.new_cache(len(tokens)), tokens)
-    parts = name.split(".")
-    if parts[0] != "layers":
-        where = "the embedding" if parts[0] == "embed_tokens" else "the final norm and head"
-    else:
-        in_mlp = parts[2] == "mlp" or "feedforward" in parts[2]
-        in_mlp |= family == "llama" and parts[2] == "post_attention_layernorm"
-        where = f"the {'MLP' if in_mlp else 'attention'} of layer {parts[1]}"
-    assert f" in {where}: the checkpoint is damaged there" in str(error)
-    assert "\n" not in str(error)
-
-
-def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
-    model = random_model("gemma2", hidden=16).half()
-    with torch.no_grad():
-        model.layers[1].post_feedforward_layernorm.weight.fill_(60000)
-    tokens = torch.arange(1100) % VOCAB
-    error = explain_nonfinite(model, model.new_cache(1100), tokens)
-    assert "in the MLP of layer 1: " in str(error)
-    assert "too large for float16: fetch it again, or give --dtype bfloat16 or float32" in str(error)

@@ -23,7 +23,6 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, InputError, LayerPlan, parse_config
-from model.diagnose import explain_nonfinite
 from model.parallel import Shard
 from tests.configs import small
 from tests.laws import COSTS, REAL_DRAFTERS, deviation
@@ -182,17 +181,6 @@ class Rows:
     @torch.inference_mode()
     def row(self, history: Any) -> torch.Tensor:
         return self.model(torch.tensor([history]))[0, -1]
-
-
-def explanation(config: dict[str, Any]) -> str:
-    model = split_model(config)
-    model.layers[1].mlp.gate_proj.weight.fill_(float("inf"))
-    return str(explain_nonfinite(model, model.new_cache(8), torch.tensor([1, 2, 3, 1])))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_non_finite_number_is_found_in_a_split_model(ranks: Ranks, family: str) -> None:
-    assert all("in the MLP of layer 1:" in said for said in ranks.run(explanation, config(family, ranks.size)))
 
 
 @pytest.mark.parametrize(
