@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import Positions, RMSNorm, attend_causally, rotary_angles
+from model.layers import Positions, attend_causally, rotary_angles
 from model.plan import LayerPlan
 from model.quantise import rounded
 from model.twins import Twins
@@ -39,10 +39,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
         self.max_positions, self.num_layers = config.max_positions, config.num_layers
-        # Uninitialised: drawing random numbers that a checkpoint replaces would cost a second.
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size), freeze=False
-        )
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -55,14 +52,12 @@ class Decoder(nn.Module):
         self.twins.clear()
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Set initial weights for training: matrices and embedding normal with ``std``, biases 0, norms neutral."""
+        """Set a new model's weights for training: matrices and embedding normal with ``std``, biases 0."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-            if isinstance(module, RMSNorm):
-                nn.init.constant_(module.weight, module.neutral)
 
     @property
     def device(self) -> torch.device:
@@ -74,10 +69,8 @@ class Decoder(nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Empty cache for ``capacity`` positions, in the model's dtype and on its device."""
-        c = self.config
-        return KVCache(
-            c.num_layers, c.num_kv_heads, c.head_dim, capacity, batch=batch, dtype=self.dtype, device=self.device
-        )
+        shape = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
+        return KVCache(self.num_layers, shape, self.dtype, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""

@@ -214,7 +214,6 @@ class StaticDecoder:
         if static is None:
             return None
         if self.trouble is None and plan not in static.steps:
-            lengths = list(cache.lengths)
             try:
                 step = StaticStep(self.model, static.cache, plan, self.run)
                 self._check(step)
@@ -224,7 +223,6 @@ class StaticDecoder:
                 static.steps[plan] = step
             except FAILURES as error:
                 self.trouble = f"steps are the readable blocks': {first_line(error)}"
-            cache.lengths = lengths
         return None if self.trouble else static.steps[plan]
 
     def _check(self, step: StaticStep) -> None:
@@ -232,16 +230,14 @@ class StaticDecoder:
 
         Raises RuntimeError where they differ by more than rounding.
         """
-        cache = self.model.new_cache(2 * ROWS)
+        cache, kept = (self.model.new_cache(2 * ROWS) for _ in range(2))
         tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
         expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
-        kept = [entries[:, :, : 2 * ROWS].clone() for entries in (*step.cache.keys, *step.cache.values)]
-        for target, entries in zip((*step.cache.keys, *step.cache.values), (*cache.keys, *cache.values), strict=True):
-            target[:, :, : 2 * ROWS] = entries
+        kept.copy(step.cache, 2 * ROWS)
+        step.cache.copy(cache, 2 * ROWS)
         found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
         alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        for target, entries in zip((*step.cache.keys, *step.cache.values), kept, strict=True):
-            target[:, :, : 2 * ROWS] = entries
+        step.cache.copy(kept, 2 * ROWS)
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
             raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the readable blocks'")

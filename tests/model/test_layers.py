@@ -116,7 +116,7 @@ def test_a_softmax_of_bfloat16_rounds_but_once(keys):
 
 @both_families
 def test_initial_weights_have_the_given_spread_and_neutral_norms(family):
-    model = random_model(family, hidden=32, layers=2, head_dim=16, attention_bias=True)
+    model = build(parse_config(small(family, hidden=32, layers=2, head_dim=16, attention_bias=True)))
     model.initialise(std=0.1, generator=torch.Generator().manual_seed(0))
     for module in model.modules():
         if isinstance(module, RMSNorm):
