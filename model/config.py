@@ -113,8 +113,8 @@ def parse_config(raw: Any) -> ModelConfig:
         family,
         **values,
         attention_scale=_read(raw, "query_pre_attn_scalar", int, 256) ** -0.5,
-        attention_soft_cap=_read_or_off(raw, "attn_logit_softcapping", float, 50.0),
-        final_soft_cap=_read_or_off(raw, "final_logit_softcapping", float, 30.0),
+        attention_soft_cap=_read(raw, "attn_logit_softcapping", float, 50.0, optional=True),
+        final_soft_cap=_read(raw, "final_logit_softcapping", float, 30.0, optional=True),
         windows=_windows(raw, values["num_layers"]),
     )
 
@@ -143,7 +143,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Sliding window of each Gemma-2 layer: by ``layer_types`` if given, else every even layer has one."""
-    windows = {"sliding_attention": _read_or_off(raw, "sliding_window", int, 4096), "full_attention": None}
+    windows = {"sliding_attention": _read(raw, "sliding_window", int, 4096, optional=True), "full_attention": None}
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = (list(windows) * num_layers)[:num_layers]
@@ -184,9 +184,15 @@ def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:
     return value
 
 
-def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """Field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent or null."""
-    value = default if raw.get(key) is None else raw[key]
+def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None, *, optional: bool = False) -> Any:
+    """Field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent.
+
+    Where it is null, it is None if it is ``optional``, else the default.
+    """
+    value = raw.get(key, default)
+    if value is None and optional:
+        return None
+    value = default if value is None else value
     fits, wanted = {
         int: (type(value) is int and 1 <= value <= LARGEST, f"a whole number from 1 to {LARGEST}"),
         float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
@@ -195,8 +201,3 @@ def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None) -> Any
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
     return kind(value)
-
-
-def _read_or_off(raw: dict[str, Any], key: str, kind: type, default: Any) -> Any:
-    """Field as in ``_read``, but None where it is null: null turns it off."""
-    return None if key in raw and raw[key] is None else _read(raw, key, kind, default)

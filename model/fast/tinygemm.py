@@ -50,7 +50,7 @@ class LowBits:
         if fits and weight.shape[0] % ROWS == weight.shape[1] % COLUMNS == 0:
             return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
         self.trouble = (
-            f"drafts in {bits} bits use weights of the checkpoint here: there are fast kernels for 4 bits only, in "
+            "low-bit drafts use some of the checkpoint's weights here: there are fast kernels for 4 bits only, in "
             f"bfloat16 on CUDA, for multiples of {ROWS}×{COLUMNS} weights"
         )
         return product if isinstance(product, nn.Linear) else partial(F.linear, weight=product.weight)

@@ -63,18 +63,6 @@ def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(fa
 
 
 @both_families
-@over_configs
-@given(data=st.data())
-def test_float32_logits_are_close_to_transformers(family, data):
-    oracle = oracle_model(data.draw(configs(family)), torch.float32, seed=data.draw(seeds))
-    ours = our_model(oracle)
-    tokens = data.draw(texts())
-    expected = oracle_logits(oracle, tokens)
-    assert_close(ours(tokens), expected, 1e-4)
-    assert_close(in_chunks(ours, tokens, data.draw(cuts(tokens.shape[1]))), expected, 1e-4)
-
-
-@both_families
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "dynamic"])
 @pytest.mark.parametrize("transformers_version", [4, 5])
 def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, transformers_version):
@@ -163,11 +151,11 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
 
 
 LLAMA_8B = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
-LLAMA_8B |= {"intermediate_size": 14336, "max_position_embeddings": 131072, "rope_theta": 500000.0}
+LLAMA_8B |= {"intermediate_size": 512, "max_position_embeddings": 131072, "rope_theta": 500000.0}
 LLAMA_8B |= {"rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}}
 GEMMA_9B = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
-GEMMA_9B |= {"intermediate_size": 14336, "sliding_window": 8}
-PUBLISHED = {  # but for depth and vocabulary, and for Gemma's window, which a short text must exceed
+GEMMA_9B |= {"intermediate_size": 512, "sliding_window": 8}
+PUBLISHED = {  # but for depth, MLP and vocabulary, and for Gemma's window, which a short text must exceed
     "llama-3.1-8b": small("llama", hidden=4096, layers=1, **LLAMA_8B),
     "gemma-2-9b": small("gemma2", hidden=3584, layers=2, **GEMMA_9B),
 }

@@ -153,6 +153,7 @@ def split_deviation(config: dict[str, Any], drafter: str, asked: Request) -> flo
     return deviation(lambda randomness: run_loop(model, asked, Setup(REAL_DRAFTERS[drafter]), randomness), expected)
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)
 @pytest.mark.parametrize(
     ("drafter", "asked"),
     [
@@ -164,8 +165,6 @@ def split_deviation(config: dict[str, Any], drafter: str, asked: Request) -> flo
 )
 def test_the_law_of_a_split_model_is_plain_samplings(ranks: Ranks, drafter: str, asked: Request) -> None:
     """Enumerated on every rank; the expected law is computed from the whole model."""
-    if ranks.size > 2:
-        pytest.skip("a law is the same walk over two processes as over three")
     assert max(ranks.run(split_deviation, config("gemma2", ranks.size, vocab_size=3), drafter, asked)) < EXACT
 
 

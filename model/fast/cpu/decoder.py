@@ -19,7 +19,7 @@ from model.fast.cpu import KERNELS
 from model.fast.cpu.dot import BF16, F16, F32, LOW_BITS
 from model.fast.cpu.pack import packed
 from model.fast.cpu.rounding import round_groups
-from model.fast.cpu.step import ABSENT, MATRICES, Cache, O, Rows, Weights, step
+from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, step
 from model.fast.flash import attend_by_flash
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
@@ -79,14 +79,14 @@ class FastDecoder:
             for layer, bits in enumerate(plan.attention):
                 if bits:
                     cache.claim(layer, start, tokens.shape[1])
-        places, rows = lay_out(calls)
+        rows, entries, head_bytes = lay_out(calls)
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        logits = torch.empty(len(rows.tokens), self.model.vocab_size)
+        logits = torch.empty(rows.shape[1], self.model.vocab_size)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         for first in range(0, len(logits), MOST_ROWS):  # a text's earlier tokens first
             part = slice(first, first + MOST_ROWS)
             with STEPPING:
-                step(weights, places, Rows(*(column[part] for column in rows)), logits[part].numpy())
+                step(weights, Batch(*rows[:, part], entries, head_bytes), logits[part].numpy())
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -151,8 +151,8 @@ def scale_of(norm: RMSNorm) -> np.ndarray:
     return (norm.weight.detach().float() + (1 - norm.neutral)).numpy()
 
 
-def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[Cache, Rows]:
-    """Caches and rows of a step, text by text, the tokens of each in order."""
+def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, positions and texts ``[3, rows]`` of all calls, text by text; entries and head bytes as in ``Batch``."""
     entries, head_bytes, columns, texts = [], [], [], 0
     for tokens, cache, start in calls:
         batch, count = tokens.shape
@@ -164,5 +164,4 @@ def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[Cache, Rows]:
         places = np.arange(start, start + count), np.arange(texts, texts + batch)[:, None]
         columns.append([np.broadcast_to(each, tokens.shape).ravel() for each in (tokens.numpy(), *places)])
         texts += batch
-    rows = Rows(*map(np.concatenate, zip(*columns, strict=True)))
-    return Cache(np.concatenate(entries), np.concatenate(head_bytes)), rows
+    return np.concatenate(columns, 1), np.concatenate(entries), np.concatenate(head_bytes)

@@ -56,21 +56,16 @@ class Weights(NamedTuple):
     sin: np.ndarray
 
 
-class Rows(NamedTuple):
-    """Tokens of a step: their ids, positions and the indices of their texts, all ``[rows]`` int64."""
+class Batch(NamedTuple):
+    """Rows of a step, and the caches of their texts.
+
+    ``tokens`` (ids), ``positions`` and ``texts`` (indices) are ``[rows]`` int64. ``entries`` ``[texts, layers, 2]``
+    holds the addresses of keys and values, ``head_bytes`` ``[texts]`` the bytes from one head to the next.
+    """
 
     tokens: np.ndarray
     positions: np.ndarray
     texts: np.ndarray
-
-
-class Cache(NamedTuple):
-    """Caches of a step's texts, by address.
-
-    ``entries`` ``[texts, layers, 2]``: addresses of keys and values; ``head_bytes`` ``[texts]``: bytes from one head
-    to the next.
-    """
-
     entries: np.ndarray
     head_bytes: np.ndarray
 
@@ -126,14 +121,14 @@ def attend_head(
 
 
 @compiled(parallel=True)
-def attend(weights: Weights, layer: int, queries: np.ndarray, cache: Cache, rows: Rows, out: np.ndarray) -> None:
+def attend(weights: Weights, layer: int, queries: np.ndarray, batch: Batch, out: np.ndarray) -> None:
     """Causal grouped-query attention (arXiv 2305.13245) of each row to its text's entries, up to its position.
 
     ``queries`` ``[rows, H, bytes]`` in the cache's dtype. Writes ``out`` ``[rows, H, D]``.
     """
     kind, window = weights.kind, weights.windows[layer]
     scale, cap = weights.attention_scale, weights.attention_cap
-    entries, head_bytes, positions, texts = cache.entries, cache.head_bytes, rows.positions, rows.texts
+    entries, head_bytes, positions, texts = batch.entries, batch.head_bytes, batch.positions, batch.texts
     heads, entry_bytes, place = out.shape[1], queries.shape[2], address(queries)
     groups = heads // weights.kv_heads
     for index in prange(len(out) * heads):
@@ -156,9 +151,7 @@ def add(x: np.ndarray, y: np.ndarray) -> None:
 
 
 @compiled(inline="always")
-def attention(
-    weights: Weights, layer: int, x: np.ndarray, cache: Cache, rows: Rows, inputs: np.ndarray, out: np.ndarray
-) -> None:
+def attention(weights: Weights, layer: int, x: np.ndarray, batch: Batch, inputs: np.ndarray, out: np.ndarray) -> None:
     """Attention sublayer (``model.layers.Attention``) of ``x`` ``[rows, hidden]``, into ``out`` of the same shape."""
     kind, heads, kv_heads, size, count = weights.kind, weights.heads, weights.kv_heads, weights.head_dim, len(x)
     matrices, entry_bytes = weights.matrices[layer], size * BYTES_OF[weights.kind]
@@ -166,7 +159,7 @@ def attention(
     project(matrices[Q : V + 1], x, weights.hidden, inputs, qkv)
     queries = np.empty((count, heads, entry_bytes), np.uint8)
     for row in range(count):
-        position, text = rows.positions[row], rows.texts[row]
+        position, text = batch.positions[row], batch.texts[row]
         for head in range(heads + 2 * kv_heads):
             numbers = qkv[row, head * size : (head + 1) * size]
             if head < heads + kv_heads:
@@ -175,10 +168,10 @@ def attention(
                 elements.store(kind, numbers, address(queries[row, head]))
             else:
                 which, group = divmod(head - heads, kv_heads)  # key heads, then value heads
-                place = cache.entries[text, layer, which] + group * cache.head_bytes[text]
+                place = batch.entries[text, layer, which] + group * batch.head_bytes[text]
                 elements.store(kind, numbers, place + position * entry_bytes)
     attended = np.empty((count, heads, size), np.float32)
-    attend(weights, layer, queries, cache, rows, attended)
+    attend(weights, layer, queries, batch, attended)
     project(matrices[O : O + 1], attended.reshape(count, heads * size), heads * size, inputs, out)
 
 
@@ -193,18 +186,18 @@ def gated_mlp(weights: Weights, layer: int, x: np.ndarray, inputs: np.ndarray, o
 
 
 @compiled(cache=True, no_cpython_wrapper=False)
-def step(weights: Weights, cache: Cache, rows: Rows, logits: np.ndarray) -> None:
+def step(weights: Weights, batch: Batch, logits: np.ndarray) -> None:
     """Logits ``[rows, vocab]`` of the rows; writes their keys and values into the cache.
 
     Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one before, one behind).
     """
-    count, hidden = len(rows.tokens), weights.hidden
+    count, hidden = len(batch.tokens), weights.hidden
     widest = max(hidden, weights.mlp, weights.heads * weights.head_dim)
     inputs = np.empty((count, elements.input_bytes(widest)), np.uint8)
     x, normed = np.empty((count, hidden), np.float32), np.empty((count, hidden), np.float32)
     out = np.empty((count, hidden), np.float32)
     for row in range(count):
-        place = weights.embedding + rows.tokens[row] * hidden * BYTES_OF[weights.kind]
+        place = weights.embedding + batch.tokens[row] * hidden * BYTES_OF[weights.kind]
         elements.load(weights.kind, place, weights.embedding_scale, x[row])
     for layer in range(len(weights.matrices)):
         for number, sublayer in enumerate((Q, GATE)):
@@ -213,7 +206,7 @@ def step(weights: Weights, cache: Cache, rows: Rows, logits: np.ndarray) -> None
             norm = weights.norms[layer, (2 if weights.is_gemma else 1) * number]
             elements.normalise(x, norm, weights.eps, normed)
             if sublayer == Q:
-                attention(weights, layer, normed, cache, rows, inputs, out)
+                attention(weights, layer, normed, batch, inputs, out)
             else:
                 gated_mlp(weights, layer, normed, inputs, out)
             if weights.is_gemma:
