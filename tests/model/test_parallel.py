@@ -190,25 +190,3 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     said = f"{heads} query heads and {shared} key/value heads do not divide over {size} processes: start {fit}$"
     with pytest.raises(InputError, match=said):
         Shard(config, 0, size)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [2, 3, 6])
-def test_shards_partition_every_parameter_except_shared_key_heads(family: str, size: int) -> None:
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3 if size == 3 else 1}
-    whole = parse_config(config(family, 3, vocab_size=12, **heads))
-
-    def held(name: str) -> list[int]:
-        return [index for rank in range(size) for index in Shard(whole, rank, size).cut(name)[1]]
-
-    for name, length in (
-        ("self_attn.q_proj.weight", 24),
-        ("self_attn.o_proj.weight", 24),
-        ("mlp.gate_proj.bias", 10),
-        ("mlp.down_proj.weight", 10),
-        ("embed_tokens.weight", 12),
-        ("lm_head.weight", 12),
-    ):
-        assert held(name) == list(range(length)), name
-    assert set(held("self_attn.k_proj.bias")) == set(range(4 * whole.num_kv_heads))
-    assert Shard(whole, 1, size).cut("self_attn.o_proj.bias") is None

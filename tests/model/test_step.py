@@ -243,8 +243,8 @@ def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(monkeypatch
     """With the processor's special instructions and without: the same integer sums, and the same bits in any tile."""
 
     @numba.njit
-    def prepare(kind, x, columns, inputs):
-        elements.prepare(kind, x, columns, inputs)
+    def prepare(kind, x, inputs):
+        elements.prepare(kind, x, inputs)
 
     found = {}
     for special in (True, False):
@@ -271,7 +271,7 @@ def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(monkeypatch
                 assert np.array_equal(np.concatenate(alone), rows)
             for bits, kind in dot.LOW_BITS.items():
                 rounded, inputs = quantise(weight, bits), np.zeros((7, 8 * columns + 1024), np.uint8)
-                prepare(kind, x.numpy(), columns, inputs)
+                prepare(kind, x.numpy(), inputs)
                 low = multiply(kind, packed(rounded), inputs, -(-columns // 64) * 64)
                 exact = round_inputs(x).double() @ rounded.dequantised(torch.float32)[0].double()
                 np.testing.assert_allclose(low, exact.numpy(), atol=0.02 * exact.abs().max().item())

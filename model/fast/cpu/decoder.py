@@ -112,11 +112,9 @@ class FastDecoder:
         norms = [[scale_of(part) for part in block.children() if isinstance(part, RMSNorm)] for block in model.layers]
         return Weights(
             kind=KINDS[model.dtype],
-            hidden=config.hidden_size,
             mlp=config.intermediate_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             embedding=model.embed_tokens.weight.data_ptr(),
             embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),

@@ -237,11 +237,12 @@ def in_blocks(columns: int) -> int:
 
 
 @compiled()
-def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
+def prepare(kind: int, x: np.ndarray, inputs: np.ndarray) -> None:
     """Convert ``x`` ``[rows, columns]`` to operands of a product of this kind, ``inputs`` ``[rows, bytes]``."""
+    columns = x.shape[1]
     for row in range(len(x)):
         if kind >= INT4:  # low bits
-            round_to_int8(x[row], columns, address(inputs[row]))
+            round_to_int8(x[row], address(inputs[row]))
         elif kind == BF16 and PAIRS:
             halves = halves_at(address(inputs[row]), columns)
             for column in range(columns):
@@ -253,12 +254,13 @@ def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
 
 
 @compiled()
-def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
+def round_to_int8(x: np.ndarray, place: int) -> None:
     """Round one row of inputs to int8 with a scale per group: an operand of ``dot.multiply_codes``, at an address.
 
     First come the codes, the words of four codes of two groups alternating; then -128 times the sum of each word,
     int32; the scales, float32; and the sum of each group times its scale, float32, padded to whole vectors.
     """
+    columns = len(x)
     padded = in_blocks(columns)
     groups = padded // GROUP
     words = carray(pointer_to(place), padded // 4, np.int32)
@@ -267,7 +269,7 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
     totals = floats_at(place + 2 * padded + 4 * groups, (groups + LANES - 1) // LANES * LANES)  # whole vectors
     numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
     group_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
-    numbers[:columns] = x[:columns]
+    numbers[:columns] = x
     totals[:] = 0
     for group in range(groups):
         first, largest = group * GROUP, uint32(0)

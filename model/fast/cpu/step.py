@@ -35,11 +35,9 @@ class Weights(NamedTuple):
     """
 
     kind: int
-    hidden: int
     mlp: int
     heads: int
     kv_heads: int
-    head_dim: int
     embedding: int
     embedding_scale: np.float32
     eps: np.float32
@@ -87,10 +85,10 @@ def multiply(matrices: np.ndarray, inputs: np.ndarray, columns: int, out: np.nda
 
 
 @compiled(inline="always")
-def project(matrices: np.ndarray, x: np.ndarray, columns: int, inputs: np.ndarray, out: np.ndarray) -> None:
+def project(matrices: np.ndarray, x: np.ndarray, inputs: np.ndarray, out: np.ndarray) -> None:
     """Linear layers on the same inputs: ``x`` ``[rows, columns]`` -> ``out`` ``[rows, neurons of all layers]``."""
-    elements.prepare(matrices[0, KIND], x, columns, inputs)
-    multiply(matrices, inputs, columns, out)
+    elements.prepare(matrices[0, KIND], x, inputs)
+    multiply(matrices, inputs, x.shape[1], out)
     first = 0
     for matrix in range(len(matrices)):
         count = matrices[matrix, ROWS]
@@ -153,10 +151,10 @@ def add(x: np.ndarray, y: np.ndarray) -> None:
 @compiled(inline="always")
 def attention(weights: Weights, layer: int, x: np.ndarray, batch: Batch, inputs: np.ndarray, out: np.ndarray) -> None:
     """Attention sublayer (``model.layers.Attention``) of ``x`` ``[rows, hidden]``, into ``out`` of the same shape."""
-    kind, heads, kv_heads, size, count = weights.kind, weights.heads, weights.kv_heads, weights.head_dim, len(x)
-    matrices, entry_bytes = weights.matrices[layer], size * BYTES_OF[weights.kind]
+    kind, heads, kv_heads, size, count = weights.kind, weights.heads, weights.kv_heads, 2 * weights.cos.shape[1], len(x)
+    matrices, entry_bytes = weights.matrices[layer], size * BYTES_OF[kind]
     qkv = np.empty((count, (heads + 2 * kv_heads) * size), np.float32)
-    project(matrices[Q : V + 1], x, weights.hidden, inputs, qkv)
+    project(matrices[Q : V + 1], x, inputs, qkv)
     queries = np.empty((count, heads, entry_bytes), np.uint8)
     for row in range(count):
         position, text = batch.positions[row], batch.texts[row]
@@ -172,7 +170,7 @@ def attention(weights: Weights, layer: int, x: np.ndarray, batch: Batch, inputs:
                 elements.store(kind, numbers, place + position * entry_bytes)
     attended = np.empty((count, heads, size), np.float32)
     attend(weights, layer, queries, batch, attended)
-    project(matrices[O : O + 1], attended.reshape(count, heads * size), heads * size, inputs, out)
+    project(matrices[O : O + 1], attended.reshape(count, heads * size), inputs, out)
 
 
 @compiled(inline="always")
@@ -180,9 +178,9 @@ def gated_mlp(weights: Weights, layer: int, x: np.ndarray, inputs: np.ndarray, o
     """MLP sublayer (``model.layers.GatedMLP``) of ``x`` ``[rows, hidden]``, into ``out`` of the same shape."""
     matrices, size = weights.matrices[layer], weights.mlp
     gate_up, activated = np.empty((len(x), 2 * size), np.float32), np.empty((len(x), size), np.float32)
-    project(matrices[GATE : UP + 1], x, weights.hidden, inputs, gate_up)
+    project(matrices[GATE : UP + 1], x, inputs, gate_up)
     elements.activate(gate_up, weights.is_gemma, activated)
-    project(matrices[DOWN : DOWN + 1], activated, size, inputs, out)
+    project(matrices[DOWN : DOWN + 1], activated, inputs, out)
 
 
 @compiled(cache=True, no_cpython_wrapper=False)
@@ -191,8 +189,8 @@ def step(weights: Weights, batch: Batch, logits: np.ndarray) -> None:
 
     Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one before, one behind).
     """
-    count, hidden = len(batch.tokens), weights.hidden
-    widest = max(hidden, weights.mlp, weights.heads * weights.head_dim)
+    count, hidden = len(batch.tokens), len(weights.final_norm)
+    widest = max(hidden, weights.mlp, weights.heads * 2 * weights.cos.shape[1])
     inputs = np.empty((count, elements.input_bytes(widest)), np.uint8)
     x, normed = np.empty((count, hidden), np.float32), np.empty((count, hidden), np.float32)
     out = np.empty((count, hidden), np.float32)
@@ -215,7 +213,7 @@ def step(weights: Weights, batch: Batch, logits: np.ndarray) -> None:
             else:
                 add(x, out)
     elements.normalise(x, weights.final_norm, weights.eps, normed)
-    project(weights.head, normed, hidden, inputs, logits)
+    project(weights.head, normed, inputs, logits)
     if weights.final_cap:
         for row in range(count):
             elements.soft_cap(logits[row], weights.final_cap)
