@@ -172,8 +172,8 @@ def attend_causally(
 class Positions:
     """Positions of the T new tokens of a forward pass.
 
-    ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles. ``attend`` is their
-    attention, called as ``attend_causally`` is.
+    ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles. ``attend`` computes their
+    attention: it is ``attend_causally``, or a function with its parameters that is faster or has another mask.
     """
 
     start: int

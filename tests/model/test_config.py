@@ -95,7 +95,6 @@ REFUSED = {
     "groups that do not divide": (LLAMA | {"num_key_value_heads": 3}, "4 heads of size 4 with 3 key heads are not"),
     "a size that is a float": (LLAMA | {"hidden_size": 16.0}, "hidden_size must be a whole number from 1"),
     "no vocabulary": ({**LLAMA, "vocab_size": None}, "vocab_size must be a whole number .*, found None"),
-    "a soft cap of 0": (GEMMA | {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a number above 0"),
     "tied to a string": (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     "too few layer types": (GEMMA | {"layer_types": ["full_attention"]}, "must name the kind of each of 4 layers"),
     "an unknown layer type": (GEMMA | {"layer_types": ["chunked"] * 4}, "layer type 'chunked' is not supported"),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from model import LayerPlan
 from tests.configs import LLAMA3_ROPE, small
 from tests.oracle import (
     FAMILIES,
@@ -113,18 +112,6 @@ def test_a_draft_reads_the_full_models_cache_and_its_own_entries_after_it(family
     ours.prefill(text, cache)
     for step, token in enumerate(draft[0].split(1)):
         assert_close(ours(token[None], cache, text.shape[1] + step, plan), expected[step], 1e-9)
-
-
-@both_families
-def test_an_early_exit_is_the_final_norm_and_head_on_an_earlier_layers_output(family):
-    tokens = torch.arange(9)[None]
-    with lifted():
-        oracle = oracle_model(small(family, hidden=16, layers=4, vocab_size=VOCAB, pad_token_id=None))
-        streams = oracle.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
-        expected = oracle.lm_head(oracle.model.norm(streams[3]))
-        cap = getattr(oracle.config, "final_logit_softcapping", None)
-        expected = expected if cap is None else cap * torch.tanh(expected / cap)
-    assert_close(our_model(oracle)(tokens, plan=LayerPlan.early_exit(4, 3)), expected, 1e-9)
 
 
 @both_families
