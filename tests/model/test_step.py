@@ -25,7 +25,7 @@ from tests.oracle import randomise
 numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip install -r requirements.txt")
 
 from model.fast import cpu  # noqa: E402
-from model.fast.cpu import decoder, dot, elements, step  # noqa: E402
+from model.fast.cpu import dot, elements  # noqa: E402
 from model.fast.cpu.decoder import FastDecoder  # noqa: E402
 from model.fast.cpu.pack import packed  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
@@ -174,7 +174,8 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 @torch.inference_mode()
 def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
-    monkeypatch.setattr(decoder, "step", lambda *given: (seen.append(len(given[1].tokens)), step.step(*given)))
+    step = model.step
+    monkeypatch.setattr(model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given)))
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100

@@ -38,7 +38,7 @@ class FastDecoder:
     a plan first asks for them.
     """
 
-    why_rows_vary = None
+    step, why_rows_vary = staticmethod(step), None
     fast_bits = tuple(LOW_BITS)
 
     def __init__(self, model: Decoder) -> None:
@@ -86,7 +86,7 @@ class FastDecoder:
         for first in range(0, len(logits), MOST_ROWS):  # a text's earlier tokens first
             part = slice(first, first + MOST_ROWS)
             with STEPPING:
-                step(weights, Batch(*rows[:, part], entries, head_bytes), logits[part].numpy())
+                self.step(weights, Batch(*rows[:, part], entries, head_bytes), logits[part].numpy())
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
