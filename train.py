@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from model import Decoder, InputError
-from model.layers import place
+from model.layers import Positions, rotary_angles
 from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
 from weights.load import model_folder
@@ -84,7 +84,7 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
     it is computed for them in vain, which costs little at the usual rates.
     """
     x = model.embed(tokens)
-    positions = place(model.config, 0, tokens.shape[1], x)
+    positions = Positions(0, *rotary_angles(model.config, 0, tokens.shape[1], x))
     for layer, block in enumerate(model.layers):
         passed = block(x, positions, None, attention=True, mlp=True)
         x = passed if kept is None else torch.where(kept[layer, :, None, None], passed, x)

@@ -16,7 +16,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Text
 from decoding.verify import Verify, verify_by_ratio
-from model.diagnose import explain_nonfinite
+from model.errors import NON_FINITE, InputError
 
 # A callback that records: each round's draft, the target's logits and probabilities [k + 1, vocab], the number of
 # accepted tokens, and the token after them. It cannot change the round.
@@ -59,7 +59,7 @@ def speculate(
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
         verdict = read_verdict(draft, accepted, token, logits, probs, policy)
         if verdict.nonfinite:
-            raise explain_nonfinite(target, cache, context[: position + verdict.accepted])
+            raise InputError(NON_FINITE)
         extension = text.extend(verdict.tokens)
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))

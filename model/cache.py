@@ -9,7 +9,7 @@ from torch import Tensor
 class KVCache:
     """Keys and values of every layer, written at explicit positions.
 
-    The tensors are allocated once, ``[batch, kv_heads, capacity, head_dim]`` per layer. ``lengths[layer]``
+    The tensors are allocated once, of the shape ``[batch, kv_heads, capacity, head_dim]`` per layer. ``lengths[layer]``
     is the number of valid entries of a layer; entries behind them are ignored. So a rollback sets a number.
     A draft that skips the attention of some layers and shares this cache with its target leaves their lengths
     as the target set them.
@@ -19,18 +19,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        *,
-        batch: int = 1,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (batch, num_kv_heads, capacity, head_dim)
-        self.capacity = capacity
+        self.capacity = shape[2]
         self.lengths = [0] * num_layers
         self.keys, self.values = (
             [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)

@@ -18,21 +18,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``work`` on the device; on a GPU by CUDA events, to the microsecond."""
-    if device.type != "cuda":
-        began = now(device)
-        work()
-        return now(device) - began
-    with torch.cuda.device(device):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-    return began.elapsed_time(ended) / 1000
-
-
 @dataclass(frozen=True)
 class Timing:
     """Median, minimum and maximum of ``count`` measurements, in seconds."""
@@ -59,5 +44,7 @@ def take_turns(
         if repeat and now(device) - began > patience:
             break
         for step, times in zip(steps, seconds, strict=True):
-            times.append(seconds_of(step, device))
+            start = now(device)
+            step()
+            times.append(now(device) - start)
     return [Timing(statistics.median(times), min(times), max(times), len(times)) for times in seconds]

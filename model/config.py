@@ -5,7 +5,7 @@ Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``r
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,13 @@ FIELDS: dict[str, tuple[str, type, Any, Any]] = {
     "attention_bias": ("attention_bias", bool, False, False),
     "mlp_bias": ("mlp_bias", bool, False, False),
 }
-POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
-# Limits, so that a damaged file cannot ask for a billion layers.
-LARGEST = {"num_hidden_layers": 1000, **dict.fromkeys(POSITIONS, 2**31)}
-LARGEST_SIZE = 2**20  # all other whole numbers
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "dynamic": (),
 }
+LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
 
 
 @dataclass(frozen=True)
@@ -89,25 +86,35 @@ def parse_config(raw: Any) -> ModelConfig:
     """
     if not isinstance(raw, dict):
         raise InputError("config.json must hold one JSON object")
-    family = raw.get("model_type")
-    if family not in tuple(FAMILIES):
-        supported = " and ".join(map(repr, FAMILIES))
-        raise InputError(f"config.json: model_type {family!r:.80} is not supported; this project runs {supported}")
     if raw.get("quantization_config"):
         raise InputError("config.json: the checkpoint is quantised: use the original one, in plain float weights")
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or FAMILIES[family][1]
-    if activation != FAMILIES[family][1]:
-        raise InputError(
-            f"config.json: activation {activation!r:.80} is not supported for {family}; {FAMILIES[family][1]!r} is"
-        )
-    values = _common(raw, family)
+    family = _one_of("model_type", raw.get("model_type"), FAMILIES)
+    activation = FAMILIES[family][1]
+    _one_of("activation", raw.get("hidden_activation") or raw.get("hidden_act") or activation, [activation])
+    heads = _read(raw, "num_attention_heads", int)
+    fallback = {"num_key_value_heads": heads}
     if family == "llama":
-        return ModelConfig(**values, attention_scale=values["head_dim"] ** -0.5, windows=(None,) * values["num_layers"])
+        fallback["head_dim"] = _read(raw, "hidden_size", int) // heads
+    values = {
+        name: _read(raw, key, kind, fallback.get(key, defaults[family == "gemma2"]))
+        for key, (name, kind, *defaults) in FIELDS.items()
+    }
+    head_dim = values["head_dim"]
+    if heads % values["num_kv_heads"] or head_dim % 2:
+        raise InputError(
+            f"config.json: {heads} heads of size {head_dim} with {values['num_kv_heads']} key heads are not supported; "
+            "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even"
+        )
+    values["rope"], values["max_positions"] = _rope(raw, values["max_positions"])
+    if family == "llama":
+        windows = (None,) * values["num_layers"]
+        return ModelConfig(family, **values, attention_scale=head_dim**-0.5, windows=windows)
     return ModelConfig(
+        family,
         **values,
-        attention_scale=_read(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
-        attention_soft_cap=_read_or_off(raw, "attn_logit_softcapping", float, 50.0),
-        final_soft_cap=_read_or_off(raw, "final_logit_softcapping", float, 30.0),
+        attention_scale=_read(raw, "query_pre_attn_scalar", int, 256) ** -0.5,
+        attention_soft_cap=_read(raw, "attn_logit_softcapping", float, 50.0, optional=True),
+        final_soft_cap=_read(raw, "final_logit_softcapping", float, 30.0, optional=True),
         windows=_windows(raw, values["num_layers"]),
     )
 
@@ -115,7 +122,7 @@ def parse_config(raw: Any) -> ModelConfig:
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """``config.json`` that ``parse_config`` reads as this config; transformers 4 and 5 read it too."""
     architecture, activation = FAMILIES[config.family]
-    raw: dict[str, Any] = {"architectures": [architecture], "model_type": config.family}
+    raw: dict[str, Any] = {"architectures": [architecture], "model_type": config.family, "hidden_act": activation}
     raw |= {key: getattr(config, name) for key, (name, *_) in FIELDS.items()}
     rope = config.rope
     scaling = {"rope_type": rope.kind, **{name: getattr(rope, name) for name in ROPE_FACTORS[rope.kind]}}
@@ -123,11 +130,10 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         scaling["original_max_position_embeddings"] = rope.original_max_positions
     raw |= {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
     if config.family == "llama":
-        return raw | {"hidden_act": activation}
-    scalar = config.attention_scale**-2
+        return raw
     return raw | {
         "hidden_activation": activation,
-        "query_pre_attn_scalar": round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-12) else scalar,
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.final_soft_cap,
         "sliding_window": next((window for window in config.windows if window), config.max_positions),
@@ -135,39 +141,15 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _common(raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """Checked fields of ModelConfig that both families have."""
-    fallback = {"num_key_value_heads": _read(raw, "num_attention_heads", int)}
-    if family == "llama":
-        fallback["head_dim"] = _read(raw, "hidden_size", int) // _read(raw, "num_attention_heads", int)
-    values = {
-        name: _read(raw, key, kind, fallback.get(key, default[family == "gemma2"]))
-        for key, (name, kind, *default) in FIELDS.items()
-    }
-    heads, key_heads = values["num_heads"], values["num_kv_heads"]
-    if heads % key_heads:
-        raise InputError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}"
-        )
-    if values["head_dim"] % 2:
-        raise InputError(f"config.json: head_dim {values['head_dim']} is odd; rotary embeddings turn pairs")
-    rope, values["max_positions"] = _rope(raw, values["max_positions"])
-    return values | {"family": family, "rope": rope}
-
-
 def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Sliding window of each Gemma-2 layer: by ``layer_types`` if given, else every even layer has one."""
+    windows = {"sliding_attention": _read(raw, "sliding_window", int, 4096, optional=True), "full_attention": None}
     kinds = raw.get("layer_types")
     if kinds is None:
-        kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
-    window = _read_or_off(raw, "sliding_window", int, 4096)
-    windows = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(windows) for kind in kinds):
-        raise InputError(
-            f"config.json: layer_types must name {' or '.join(windows)} for each of {num_layers} layers, "
-            f"found {kinds!r:.80}"
-        )
-    return tuple(windows[kind] for kind in kinds)
+        kinds = (list(windows) * num_layers)[:num_layers]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise InputError(f"config.json: layer_types must name the kind of each of {num_layers} layers")
+    return tuple(windows[_one_of("layer type", kind, windows)] for kind in kinds)
 
 
 def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
@@ -179,19 +161,14 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise InputError(f"config.json: rope_scaling must be null or one object for all layers, found {scaling!r:.80}")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in tuple(ROPE_FACTORS):
-        raise InputError(
-            f"config.json: rope type {kind!r:.80} is not supported; default, linear, llama3 and dynamic (up to its "
-            "trained context) are"
-        )
+    kind = _one_of("rope type", scaling.get("rope_type") or scaling.get("type") or "default", ROPE_FACTORS)
     raw = raw | scaling  # some fields occur in either
-    if raw.get("partial_rotary_factor") not in (None, 1):
-        raise InputError("config.json: partial_rotary_factor is not supported: whole heads are rotated here")
-    theta, trained = _read(raw, "rope_theta", float, 10000.0), _read(raw, POSITIONS[1], int, max_positions)
-    factors = {name: _read(raw, name, float) for name in ROPE_FACTORS[kind]}
+    _one_of("partial_rotary_factor", raw.get("partial_rotary_factor"), [1, None])
+    theta = _read(raw, "rope_theta", float, 10000.0)
+    trained = _read(raw, "original_max_position_embeddings", int, max_positions)
     if kind == "dynamic":
         return Rope(theta), min(max_positions, trained)
+    factors = {name: _read(raw, name, float) for name in ROPE_FACTORS[kind]}
     if kind != "llama3":
         return Rope(theta, kind, **factors), max_positions
     if factors["high_freq_factor"] <= factors["low_freq_factor"]:
@@ -199,22 +176,28 @@ def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
     return Rope(theta, kind, **factors, original_max_positions=trained), max_positions
 
 
-def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """Field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent or null."""
-    value = default if raw.get(key) is None else raw[key]
-    if value is None:
-        raise InputError(f"config.json: {key} is missing")
-    largest = LARGEST.get(key, LARGEST_SIZE)
+def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:
+    """``value``, if this project supports it."""
+    if value not in list(supported):
+        known = " and ".join(map(repr, supported))
+        raise InputError(f"config.json: {name} {value!r:.80} is not supported; this project runs {known}")
+    return value
+
+
+def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None, *, optional: bool = False) -> Any:
+    """Field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent.
+
+    Where it is null, it is None if it is ``optional``, else the default.
+    """
+    value = raw.get(key, default)
+    if value is None and optional:
+        return None
+    value = default if value is None else value
     fits, wanted = {
-        int: (type(value) is int and 1 <= value <= largest, f"a whole number from 1 to {largest}"),
+        int: (type(value) is int and 1 <= value <= LARGEST, f"a whole number from 1 to {LARGEST}"),
         float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
         bool: (type(value) is bool, "true or false"),
     }[kind]
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
     return kind(value)
-
-
-def _read_or_off(raw: dict[str, Any], key: str, kind: type, default: Any) -> Any:
-    """Field as in ``_read``, but None where it is null: null turns it off."""
-    return None if key in raw and raw[key] is None else _read(raw, key, kind, default)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import RMSNorm, place
+from model.layers import Positions, attend_causally, rotary_angles
 from model.plan import LayerPlan
-from model.quantise import Quantised, rounded
+from model.quantise import rounded
 from model.twins import Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -33,20 +33,15 @@ class Decoder(nn.Module):
     embedding_scale = 1.0
     fast_bits: tuple[int, ...] = ()
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
+    attend, rounded = staticmethod(attend_causally), staticmethod(rounded)  # ``model.fast`` puts faster functions here
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
-        # Uninitialised: drawing random numbers that a checkpoint replaces would cost a second.
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size), freeze=False
-        )
+        self.config, self.vocab_size = config, config.vocab_size
+        self.max_positions, self.num_layers = config.max_positions, config.num_layers
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """Low-bit weights of a linear layer, or of an embedding that is the head; see ``model.quantise``."""
-        return rounded(product, bits)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""
@@ -57,26 +52,12 @@ class Decoder(nn.Module):
         self.twins.clear()
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Set initial weights for training: matrices and embedding normal with ``std``, biases 0, norms neutral."""
+        """Set a new model's weights for training: matrices and embedding normal with ``std``, biases 0."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
-            if isinstance(module, RMSNorm):
-                nn.init.constant_(module.weight, module.neutral)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_positions
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
 
     @property
     def device(self) -> torch.device:
@@ -88,10 +69,8 @@ class Decoder(nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Empty cache for ``capacity`` positions, in the model's dtype and on its device."""
-        c = self.config
-        return KVCache(
-            c.num_layers, c.num_kv_heads, c.head_dim, capacity, batch=batch, dtype=self.dtype, device=self.device
-        )
+        shape = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
+        return KVCache(self.num_layers, shape, self.dtype, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""
@@ -108,7 +87,7 @@ class Decoder(nn.Module):
         if cache is None and start:
             raise ValueError("without a cache no token comes before the given ones: start must be 0")
         plan, x = plan or LayerPlan.full(self.num_layers), self.embed(tokens)
-        positions = place(self.config, start, tokens.shape[1], x)
+        positions = Positions(start, *rotary_angles(self.config, start, tokens.shape[1], x), self.attend)
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = self.twins.block(layer, attention, mlp)
             x = block(x, positions, cache, attention=attention > 0, mlp=mlp > 0)

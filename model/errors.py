@@ -1,5 +1,10 @@
 """Exception for errors that a user can fix."""
 
+NON_FINITE = (
+    "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its numbers are too large "
+    "for its dtype: fetch it again, or give --dtype bfloat16 or float32"
+)
+
 
 class InputError(ValueError):
     """Wrong input: a file, an option, a prompt, a model that does not fit.

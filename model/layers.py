@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.config import ModelConfig, Rope
 
-QUERIES = 128  # per chunk of attention
+QUERIES = 128  # per chunk of a long prompt
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +47,6 @@ class RMSNorm(nn.Module):
         return self.weight * normalise(x, self.eps).to(x.dtype)
 
 
-@lru_cache(maxsize=64)
 def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq. 15).
 
@@ -98,118 +97,93 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
     """Masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
 
-    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask`` ``[..., G · T, S]`` is
-    added to the scores; None masks nothing. For three queries at positions 2 to 4 and five keys at positions 0 to 4
-    (G = 1) it is, without a window and with a window of two tokens:
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask`` ``[T, S]`` is added to
+    the scores of every head; None masks nothing. A soft cap turns scores into cap · tanh(score / cap) before the mask
+    (Gemma 2, arXiv 2408.00118, section 2). No fused kernel of torch computes that, so the formula is written out.
+    """
+    batch, heads, count, size = q.shape
+    # The G query heads of a key head are laid end to end, as if they were more tokens: no key is copied.
+    groups = heads // k.shape[1]
+    q = q.reshape(batch, k.shape[1], groups * count, size)
+    mask = None if mask is None else mask.repeat(groups, 1)
+    if soft_cap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    else:
+        scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)  # in the wide dtype, by torch
+        out = weights @ v
+    return out.reshape(batch, heads, count, size)
+
+
+def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive causal mask ``[T, N]`` of queries and keys, given by their positions ``[T]`` and ``[N]``.
+
+    Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and -inf elsewhere. For
+    three queries at positions 2 to 4 and five keys at 0 to 4, without a window and with a window of two tokens:
 
                    key 0     1     2     3     4          key 0     1     2     3     4
         query 2        0     0     0  -inf  -inf           -inf     0     0  -inf  -inf
         query 3        0     0     0     0  -inf           -inf  -inf     0     0  -inf
         query 4        0     0     0     0     0           -inf  -inf  -inf     0     0
-
-    A soft cap turns scores into cap·tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2). No fused
-    kernel of torch computes that: then the formula is written out.
     """
-    batch, heads, count, size = q.shape
-    # The G query heads of a key head are laid end to end, as if they were more tokens: no key is copied.
-    q = q.reshape(batch, k.shape[1], -1, size)
-    if soft_cap is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    else:
-        scores = torch.tanh(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)) * (scale / soft_cap))
-        scores = scores.unflatten(0, (batch, -1))
-        scores = scores * soft_cap if mask is None else torch.add(mask, scores, alpha=soft_cap)
-        weights = torch.softmax(scores, dim=-1)  # computed in the wide dtype, by torch
-        out = torch.bmm(weights.flatten(0, 1), v.flatten(0, 1))
-    return out.reshape(batch, heads, count, size)
+    distance = queries[:, None] - keys
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
-@dataclass(frozen=True)
-class Mask:
-    """Additive attention mask for chunks of ``rows`` queries.
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # the cached tensors must serve training too
+def mask_table(count: int, size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Causal mask ``[count, size]`` of the last ``count`` of ``size`` positions.
 
-    A chunk attends to its own positions and to the ``reach`` positions before them. ``values`` ``[..., G, rows, reach +
-    rows]``, 0 or -inf, fits the last chunk; chunks with fewer queries or keys take its last rows and columns. None
-    masks nothing. ``is_causal`` says that each query attends to all keys up to its own position, without a window.
+    A mask depends on distances only. So its last S columns are the mask of the last ``count`` of S positions.
     """
-
-    rows: int
-    reach: int
-    values: Tensor | None
-    is_causal: bool = False
+    positions = torch.arange(size, device=device)
+    return causal_mask(positions[size - count :], positions, window, dtype)
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask of a boolean one: 0 where it is true, -inf elsewhere."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
+def attend_causally(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """Causal attention of the last T of S positions, by ``attend`` and ``causal_mask``.
 
-
-def allowed_keys(query: Tensor, key: Tensor, window: int | None, groups: int) -> Tensor:
-    """Boolean mask ``[groups, T, N]`` of queries at positions ``query`` ``[T]`` and keys at positions ``key`` ``[N]``.
-
-    Query i attends to key j if j <= i and, with a window, i - window < j.
+    Long prompts are divided into chunks of queries, so that the scores of all queries and keys are never held at once.
+    Keys outside of a chunk's windows are not multiplied at all.
     """
-    allowed = key <= query[:, None]
-    if window is not None:
-        allowed &= key > query[:, None] - window
-    return allowed.repeat(groups, 1, 1)
-
-
-def causal_mask(start: int, count: int, window: int | None, groups: int, like: Tensor, rows: int = QUERIES) -> Mask:
-    """Causal mask of ``count`` new tokens at ``start``, in chunks of up to ``rows``; device and dtype of ``like``."""
-    rows, values = min(count, rows), None
-    reach = start + (count - 1) // rows * rows  # of the last chunk
-    if window is not None:
-        reach = min(reach, window - 1)
-    if count > 1:  # a single token attends to all keys in reach
-        key = torch.arange(reach + rows, device=like.device)  # counted from the first key in reach of the last chunk
-        values = additive(allowed_keys(key[reach:], key, window, groups), like.dtype)
-    return Mask(rows, reach, values, window is None or start + count <= window)
-
-
-def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, soft_cap: float | None) -> Tensor:
-    """``attend`` of the last T of S positions, chunk by chunk: scores of all queries and keys are never held at once.
-
-    Keys out of a chunk's reach are not multiplied at all.
-    """
-    count, before, out = q.shape[2], k.shape[2] - q.shape[2], []
-    if mask.is_causal and not before and soft_cap is None:  # a prompt's first pass: torch's causal kernel
-        groups = q.shape[1] // k.shape[1]
-        k, v = (entries[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for entries in (k, v))
+    count, size = q.shape[2], k.shape[2]
+    if count == size and soft_cap is None and (window is None or size <= window):  # torch has a kernel for this
+        k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    for begin in range(0, count, mask.rows):
-        end = min(count, begin + mask.rows)
-        first, last = max(0, before + begin - mask.reach), before + end
-        values = None if mask.values is None else mask.values[..., begin - end :, first - last :].flatten(-3, -2)
-        queries, keys, entries = q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
-        out.append(attend(queries, keys, entries, values, scale=scale, soft_cap=soft_cap))
+    out = []
+    for begin in range(0, count, QUERIES):
+        rows = min(QUERIES, count - begin)
+        end = size - count + begin + rows
+        first = 0 if window is None else max(0, end - rows + 1 - window)
+        mask = None  # a single query attends to all of these keys
+        if rows > 1:
+            columns = 1 << (end - first - 1).bit_length()  # sizes double, so that few masks are made
+            mask = mask_table(rows, columns, window, q.dtype, q.device)[:, first - end :]
+        queries = q[:, :, begin : begin + rows]
+        out.append(attend(queries, k[:, :, first:end], v[:, :, first:end], mask, scale=scale, soft_cap=soft_cap))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the T new tokens of a forward pass: the first one, rotary angles and attention masks.
+    """Positions of the T new tokens of a forward pass.
 
-    ``cos`` and signed ``sin`` are ``[T, D]``. ``masks`` holds one mask per window size that the layers use.
+    ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles. ``attend`` computes their
+    attention: it is ``attend_causally``, or a function with its parameters that is faster or has another mask.
     """
 
     start: int
     cos: Tensor
     sin: Tensor
-    masks: dict[int | None, Mask]
-
-
-def place(config: ModelConfig, start: int, count: int, like: Tensor) -> Positions:
-    """Positions of ``count`` new tokens at ``start``; tensors have the device and the dtype of ``like``."""
-    groups = config.num_heads // config.num_kv_heads
-    masks = {window: causal_mask(start, count, window, groups, like) for window in set(config.windows)}
-    return Positions(start, *rotary_angles(config, start, count, like), masks)
+    attend: Callable[..., Tensor] = attend_causally
 
 
 class Attention(nn.Module):
     """Attention sublayer: projections, rotary embedding, cache, attention. Parameter names are Hugging Face's."""
-
-    attend = staticmethod(attend_in_chunks)  # ``model.fast`` puts a faster function here
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -226,8 +200,8 @@ class Attention(nn.Module):
         q, k, v = self.project(x, positions)
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
-        mask = positions.masks[self.config.windows[self.layer]]
-        out = self.attend(q, k, v, mask, scale=self.config.attention_scale, soft_cap=self.config.attention_soft_cap)
+        c = self.config
+        out = positions.attend(q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap)
         return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
 
     def project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,5 +96,5 @@ def split(model: Decoder, shard: Shard) -> Decoder:
                 bias.zero_()  # rank 0 adds it
     padding = vocab.start, size - vocab.stop
     model.register_forward_hook(lambda module, inputs, logits: exchange(dist.all_reduce, F.pad(logits, padding)))
-    model.config = replace(model.config, vocab_size=size)
+    model.config, model.vocab_size = replace(model.config, vocab_size=size), size
     return model

@@ -47,8 +47,8 @@ class LayerPlan:
         """
         if not 1 <= exit_layer <= num_layers:
             raise InputError(f"exit layer {exit_layer} is not in 1..{num_layers}, the layers of this model")
-        runs = (FULL,) * exit_layer + (0,) * (num_layers - exit_layer)
-        return LayerPlan(runs, runs)
+        skipped = range(exit_layer, num_layers)
+        return LayerPlan.skipping(num_layers, skipped, skipped)
 
     @staticmethod
     def skipping(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> LayerPlan:

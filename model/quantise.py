@@ -41,18 +41,12 @@ class Quantised:
     zero: Tensor
     bits: int
 
-    @property
-    def group(self) -> int:
-        """Columns that share scale and zero."""
-        return self.codes.shape[1] if self.bits == 8 else GROUP
-
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Weights of these codes, ``[out, in]``."""
-        columns = self.codes.shape[1]
-        codes = self.codes if columns % self.group == 0 else F.pad(self.codes, (0, -columns % self.group))
-        codes = codes.unflatten(1, (-1, self.group))
-        weights = torch.addcmul(self.zero.float()[..., None], codes, self.scale.float()[..., None])
-        return weights.flatten(1)[:, :columns].to(dtype)
+        scale, zero = self.scale.float(), self.zero.float()
+        if self.bits != 8:
+            scale, zero = (each.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]] for each in (scale, zero))
+        return torch.addcmul(zero, self.codes, scale).to(dtype)
 
 
 def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,10 +85,7 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
 
 @torch.no_grad()
 def quantise(
-    weight: Tensor,
-    bits: int,
-    importance: Tensor | None = None,
-    round_groups: RoundGroups = round_groups,
+    weight: Tensor, bits: int, importance: Tensor | None = None, round_groups: RoundGroups = round_groups
 ) -> Quantised:
     """Rounded ``[out, in]`` weights, in codes of 4, 6 or 8 bits.
 

@@ -16,8 +16,6 @@ from model.quantise import Quantised, round_inputs
 if TYPE_CHECKING:
     from model.decoder import Decoder
 
-SUBLAYERS = ("self_attn", "mlp")  # their names in every block
-
 
 class Twins:
     """Blocks of a model under any plan. A twin is made when a plan first asks for it, and kept.
@@ -29,17 +27,12 @@ class Twins:
     def __init__(self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None) -> None:
         self.model, self.new_product = model, new_product or self.round
         self.blocks: dict[tuple[int, ...], Any] = {}
-        self.sublayers: dict[tuple[int, str, int], Any] = {}
-        self.heads: dict[int, Any] = {}
+        self.products: dict[tuple[nn.Module, int], Any] = {}
 
     @property
     def trouble(self) -> str | None:
         """One line that says why some twins use the checkpoint's weights; None if none does."""
         return getattr(self.new_product, "trouble", None)
-
-    def round(self, product: nn.Linear | nn.Embedding, bits: int) -> RoundedLinear:
-        """Reference of a low-bit product."""
-        return RoundedLinear(product, self.model.rounded(product, bits))
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the twins of a plan now."""
@@ -49,41 +42,39 @@ class Twins:
 
     def clear(self) -> None:
         """Free all twins."""
-        for kept in (self.blocks, self.sublayers, self.heads):
-            kept.clear()
+        self.blocks.clear()
+        self.products.clear()
 
     def block(self, layer: int, attention: int, mlp: int) -> Any:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits must not be called."""
-        block = self.model.layers[layer]
         if {attention, mlp} <= {0, FULL}:
-            return block
-        key = (layer, attention, mlp)
+            return self.model.layers[layer]
+        key = layer, attention, mlp
         if key not in self.blocks:
-            twin = shallow(block)
-            for name, bits in zip(SUBLAYERS, (attention, mlp), strict=True):
+            block = self.blocks[key] = shallow(self.model.layers[layer])
+            for name, bits in (("self_attn", attention), ("mlp", mlp)):
                 if bits not in (0, FULL):
-                    setattr(twin, name, self._sublayer(layer, name, bits))
-            self.blocks[key] = twin
+                    sublayer = shallow(getattr(block, name))
+                    for each, product in sublayer.named_children():
+                        if isinstance(product, nn.Linear):
+                            sublayer._modules[each] = self.product(product, bits)
+                    setattr(block, name, sublayer)
         return self.blocks[key]
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
         """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the checkpoint's weights."""
-        if bits == FULL:
-            return None
-        if bits not in self.heads:
-            head = self.model.lm_head
-            self.heads[bits] = self.new_product(self.model.embed_tokens if head is None else head, bits)
-        return self.heads[bits]
+        return None if bits == FULL else self.product(self.model.lm_head or self.model.embed_tokens, bits)
 
-    def _sublayer(self, layer: int, name: str, bits: int) -> Any:
-        key = (layer, name, bits)
-        if key not in self.sublayers:
-            twin = shallow(getattr(self.model.layers[layer], name))
-            for product_name, product in list(twin.named_children()):
-                if isinstance(product, nn.Linear):
-                    setattr(twin, product_name, self.new_product(product, bits))
-            self.sublayers[key] = twin
-        return self.sublayers[key]
+    def product(self, product: nn.Linear | nn.Embedding, bits: int) -> Any:
+        """Low-bit twin of a linear layer, or of an embedding that is the head."""
+        key = product, bits
+        if key not in self.products:
+            self.products[key] = self.new_product(product, bits)
+        return self.products[key]
+
+    def round(self, product: nn.Linear | nn.Embedding, bits: int) -> RoundedLinear:
+        """Reference of a low-bit product."""
+        return RoundedLinear(product, self.model.rounded(product, bits))
 
 
 def shallow(part: nn.Module) -> nn.Module:

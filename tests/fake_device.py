@@ -45,9 +45,6 @@ class FakeTensor(Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
-    def __repr__(self) -> str:
-        return f"FakeTensor({self.held})"
-
 
 def run(function: Any, *given: Any, **named: Any) -> Any:
     """The result of an operator on tensors of this device.

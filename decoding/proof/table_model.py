@@ -33,7 +33,7 @@ class TableModel:
         self.states, self.vocab_size = target.shape
 
     def new_cache(self, capacity: int) -> KVCache:
-        return KVCache(2, 1, 1, capacity, dtype=torch.float64)
+        return KVCache(2, (1, 1, capacity, 1), torch.float64, self.device)
 
     def row(self, history: Sequence[int], plan: LayerPlan | None = None) -> Tensor:
         """Logits ``[vocab]`` after a history: the row number is a hash of all its tokens and their order."""

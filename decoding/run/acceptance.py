@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, KVCache, LayerPlan, ModelConfig
-from model.layers import Mask, Positions, additive, place
+from model.layers import Positions, attend, rotary_angles
 from model.twins import Twins
 
 DEPTHS = 3  # deeper drafts are taken to be accepted like the last: an error of .01 at most on SmolLM2
@@ -86,7 +87,7 @@ def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths:
     the pass. The mask has this pattern, so that the result equals the loop's.
     """
     target_length = first + count
-    angles = place(config, 0, target_length, like)
+    cos, sin = rotary_angles(config, 0, target_length, like)
     depth = torch.arange(depths, device=like.device).repeat_interleave(count)[:, None]
     at = first + torch.arange(count, device=like.device).repeat(depths)[:, None]
     began = at - depth
@@ -98,9 +99,12 @@ def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths:
         seen = torch.cat((of_target, of_draft), 1)
         if window is not None:
             seen &= torch.cat((key.expand_as(of_target), at.T.expand_as(of_draft)), 1) > at - window
-        values = additive(seen, like.dtype).repeat(config.num_heads // config.num_kv_heads, 1, 1)
-        masks[window] = Mask(len(at), target_length, values)
-    return Positions(0, angles.cos[at[:, 0]], angles.sin[at[:, 0]], masks)
+        masks[window] = torch.where(seen, 0.0, -torch.inf).to(like.dtype)
+
+    def attend_at_depths(q: Tensor, k: Tensor, v: Tensor, window: int | None, **constants: Any) -> Tensor:
+        return attend(q, k, v, masks[window], **constants)
+
+    return Positions(0, cos[at[:, 0]], sin[at[:, 0]], attend_at_depths)
 
 
 class TargetPass:

@@ -18,7 +18,7 @@ from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Rules
 from model import Decoder, InputError
-from model.diagnose import explain_nonfinite
+from model.errors import NON_FINITE
 from weights.cli.files import atomic_path
 from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
@@ -74,9 +74,8 @@ def sample_texts(
     model.prefill(tokens[:, : first - 1], cache)
     for position in range(first, capacity):
         logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
-        finite = logits.isfinite().all(-1)
-        if not finite.all():
-            raise explain_nonfinite(model, model.new_cache(position), tokens[~finite][0, :position])
+        if not logits.isfinite().all():
+            raise InputError(NON_FINITE)
         drawn = inverse_cdf(_distributions(logits, tokens[:, :position], params), uniform[:, position])
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])

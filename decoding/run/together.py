@@ -173,7 +173,7 @@ class Conductor:
             task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)
         except BaseException as error:
             task.error = error
-            task.row.prompt = []  # explaining non-finite numbers has used the cache
+            task.row.prompt = []  # the cache may hold anything
         task.ended, self.running = True, None
         self.paused.release()
 

@@ -33,7 +33,6 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
     if find_spec("numba") is None:
         print("numba is not installed: steps are the readable blocks', several times slower", file=sys.stderr)
         return model
-    from model.fast.cpu.compile import compiled_functions
     from model.fast.cpu.decoder import FastDecoder
 
-    return FastDecoder(model, *compiled_functions())
+    return FastDecoder(model)

@@ -10,19 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.layers import Mask, attend_in_chunks
+from model.layers import attend_causally
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def attend_causally(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, soft_cap: float | None) -> Tensor:
-    """``model.layers.attend_in_chunks``, without a mask where the last T of S positions attend to all before them.
+def attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """``model.layers.attend_causally``, without a mask where the last T of S positions attend to all before them.
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
     """
-    before = k.shape[2] - q.shape[2]
-    if not (mask.is_causal and before and q.shape[2] > 1 and soft_cap is None):
-        return attend_in_chunks(q, k, v, mask, scale=scale, soft_cap=soft_cap)
+    count, size = q.shape[2], k.shape[2]
+    if count in (1, size) or soft_cap is not None or (window is not None and size > window):
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
+    before = size - count
     chunk = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
     earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)
     out, log_sums = (torch.stack(pair) for pair in zip(chunk, earlier, strict=True))

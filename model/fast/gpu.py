@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from torch.func import functional_call
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast.tinygemm import LowBits
-from model.layers import Mask, Positions, additive, allowed_keys, rotary_table, wide_dtype
+from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.twins import Twins
 
@@ -51,8 +52,10 @@ class StaticEntries:
         return self.keys, self.values
 
 
-def attend_statically(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, soft_cap: float | None) -> Tensor:
-    """``model.layers.attend`` with the mask of a static step, written out: a compiler fuses it.
+def attend_statically(
+    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """``model.layers.attend`` with the mask ``[G · rows, S]`` of a static step, written out: a compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the wide dtype.
     """
@@ -60,17 +63,16 @@ def attend_statically(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: flo
     scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = torch.softmax(scores + mask.values.flatten(0, 1), dim=-1).to(q.dtype)
+    weights = torch.softmax(scores + mask, dim=-1).to(q.dtype)
     return (weights @ v).reshape(q.shape)
 
 
 def run_block(
-    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], mask: Mask,
+    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor,
     entries: StaticEntries, attention: bool, mlp: bool,
 ) -> Tensor:  # fmt: skip
     """Readable block with the ``weights`` of another layer: the function that is compiled."""
-    window = block.self_attn.config.windows[block.self_attn.layer]
-    positions = Positions(0, *angles, {window: mask})
+    positions = Positions(0, *angles, partial(attend_statically, mask))
     return functional_call(block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp})
 
 
@@ -93,7 +95,6 @@ class StaticStep:
             block, kinds = model.twins.block(layer, *pair), tuple(bits not in (0, FULL) for bits in pair)
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
-                templates[kinds].self_attn.attend = attend_statically
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
         self.replay: Callable[[], None] | None = None  # of the captured step
 
@@ -105,10 +106,7 @@ class StaticStep:
         angles = tuple(table.index_select(0, index) for table in self.angles)
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups, dtype = config.num_heads // config.num_kv_heads, wide_dtype(model.dtype)
-        masks = {
-            window: Mask(self.rows, padding, additive(allowed_keys(places, keys, window, groups), dtype))
-            for window in set(config.windows)
-        }
+        masks = {window: causal_mask(places, keys, window, dtype).repeat(groups, 1) for window in set(config.windows)}
         x = model.embed(self.tokens)
         for layer, (template, weights) in enumerate(self.blocks):
             runs = self.plan.attention[layer] > 0, self.plan.mlp[layer] > 0
@@ -216,7 +214,6 @@ class StaticDecoder:
         if static is None:
             return None
         if self.trouble is None and plan not in static.steps:
-            lengths = list(cache.lengths)
             try:
                 step = StaticStep(self.model, static.cache, plan, self.run)
                 self._check(step)
@@ -226,7 +223,6 @@ class StaticDecoder:
                 static.steps[plan] = step
             except FAILURES as error:
                 self.trouble = f"steps are the readable blocks': {first_line(error)}"
-            cache.lengths = lengths
         return None if self.trouble else static.steps[plan]
 
     def _check(self, step: StaticStep) -> None:
@@ -234,16 +230,14 @@ class StaticDecoder:
 
         Raises RuntimeError where they differ by more than rounding.
         """
-        cache = self.model.new_cache(2 * ROWS)
+        cache, kept = (self.model.new_cache(2 * ROWS) for _ in range(2))
         tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
         expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
-        kept = [entries[:, :, : 2 * ROWS].clone() for entries in (*step.cache.keys, *step.cache.values)]
-        for target, entries in zip((*step.cache.keys, *step.cache.values), (*cache.keys, *cache.values), strict=True):
-            target[:, :, : 2 * ROWS] = entries
+        kept.copy(step.cache, 2 * ROWS)
+        step.cache.copy(cache, 2 * ROWS)
         found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
         alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        for target, entries in zip((*step.cache.keys, *step.cache.values), kept, strict=True):
-            target[:, :, : 2 * ROWS] = entries
+        step.cache.copy(kept, 2 * ROWS)
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
             raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the readable blocks'")

@@ -46,13 +46,11 @@ class LowBits:
     @torch.no_grad()
     def __call__(self, product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
         weight = product.weight.detach()
-        if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-            reason = "there are kernels for bfloat16 on CUDA only"
-        elif bits != 4:
-            reason = "there are fast kernels for 4 bits only"
-        elif weight.shape[0] % ROWS or weight.shape[1] % COLUMNS:
-            reason = f"the kernel does not take a {weight.shape[0]}×{weight.shape[1]} product"
-        else:
+        fits = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and bits == 4
+        if fits and weight.shape[0] % ROWS == weight.shape[1] % COLUMNS == 0:
             return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
-        self.trouble = self.trouble or f"drafts in {bits} bits run in the checkpoint's own here: {reason}"
+        self.trouble = (
+            "low-bit drafts use some of the checkpoint's weights here: there are fast kernels for 4 bits only, in "
+            f"bfloat16 on CUDA, for multiples of {ROWS}×{COLUMNS} weights"
+        )
         return product if isinstance(product, nn.Linear) else partial(F.linear, weight=product.weight)

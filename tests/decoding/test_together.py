@@ -235,7 +235,7 @@ def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
     step, hidden = model.step, model.model.hidden
-    patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[2].tokens))), step(*all)))
+    patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[1].tokens))), step(*all)))
     patch.setattr(
         model.model, "hidden", lambda tokens, *more: (seen.append(("chunk", tokens.shape[1])), hidden(tokens, *more))
     )

@@ -7,12 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.llama import modeling_llama
+from transformers import DynamicCache
 
-from model import LayerPlan, build, parse_config
-from model.layers import place
 from tests.configs import LLAMA3_ROPE, small
 from tests.oracle import (
     FAMILIES,
@@ -30,7 +26,7 @@ from tests.oracle import (
 )
 
 both_families = pytest.mark.parametrize("family", FAMILIES)
-over_configs = settings(max_examples=100, deadline=None, derandomize=True)
+over_configs = settings(max_examples=40, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
 
@@ -60,18 +56,6 @@ def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(fa
     assert_close(ours(tokens), expected, 1e-9)
     assert_close(in_chunks(ours, tokens, [(i, i + 1) for i in range(length)]), expected, 1e-9)
     assert_close(in_chunks(ours, tokens, data.draw(cuts(length))), expected, 1e-9)
-
-
-@both_families
-@over_configs
-@given(data=st.data())
-def test_float32_logits_are_close_to_transformers(family, data):
-    oracle = oracle_model(data.draw(configs(family)), torch.float32, seed=data.draw(seeds))
-    ours = our_model(oracle)
-    tokens = data.draw(texts())
-    expected = oracle_logits(oracle, tokens)
-    assert_close(ours(tokens), expected, 1e-4)
-    assert_close(in_chunks(ours, tokens, data.draw(cuts(tokens.shape[1]))), expected, 1e-4)
 
 
 @both_families
@@ -131,18 +115,6 @@ def test_a_draft_reads_the_full_models_cache_and_its_own_entries_after_it(family
 
 
 @both_families
-def test_an_early_exit_is_the_final_norm_and_head_on_an_earlier_layers_output(family):
-    tokens = torch.arange(9)[None]
-    with lifted():
-        oracle = oracle_model(small(family, hidden=16, layers=4, vocab_size=VOCAB, pad_token_id=None))
-        streams = oracle.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
-        expected = oracle.lm_head(oracle.model.norm(streams[3]))
-        cap = getattr(oracle.config, "final_logit_softcapping", None)
-        expected = expected if cap is None else cap * torch.tanh(expected / cap)
-    assert_close(our_model(oracle)(tokens, plan=LayerPlan.early_exit(4, 3)), expected, 1e-9)
-
-
-@both_families
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
     sizes = {"vocab_size": 200, "head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
     more = {"sliding_window": 16, "query_pre_attn_scalar": 24} if family == "gemma2" else {"mlp_bias": True}
@@ -160,43 +132,3 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
         errors += torch.stack([(logits.double() - truth).abs().mean() for logits in rounded])
     assert errors[0] > 0
     assert errors[0] <= 1.2 * errors[1], f"ours {errors[0] / 4:.4g}, transformers {errors[1] / 4:.4g}"
-
-
-LLAMA_8B = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
-LLAMA_8B |= {"intermediate_size": 14336, "max_position_embeddings": 131072, "rope_theta": 500000.0}
-LLAMA_8B |= {"rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}}
-GEMMA_9B = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
-GEMMA_9B |= {"intermediate_size": 14336, "sliding_window": 8}
-PUBLISHED = {  # but for depth and vocabulary, and for Gemma's window, which a short text must exceed
-    "llama-3.1-8b": small("llama", hidden=4096, layers=1, **LLAMA_8B),
-    "gemma-2-9b": small("gemma2", hidden=3584, layers=2, **GEMMA_9B),
-}
-
-
-@pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED.keys())
-def test_a_layer_of_published_shape_equals_transformers(raw):
-    """All layers share one set of weights, so that the test needs the memory of one."""
-    config, length = parse_config(raw), 24
-    with torch.device("meta"):
-        ours = build(config).layers
-    weights = ours[0].to_empty(device="cpu").requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in weights.parameters():
-        width = parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 4
-        parameter.uniform_(-1.7 / width, 1.7 / width, generator=generator)
-    oracle_config = AutoConfig.for_model(**raw, attn_implementation="eager")
-    module = {"llama": modeling_llama, "gemma2": modeling_gemma2}[config.family]
-    prefix = {"llama": "Llama", "gemma2": "Gemma2"}[config.family]
-    with torch.device("meta"):
-        oracle = [getattr(module, f"{prefix}DecoderLayer")(oracle_config, layer) for layer in range(config.num_layers)]
-    x = torch.randn(1, length, config.hidden_size, generator=generator)
-    rotary = getattr(module, f"{prefix}RotaryEmbedding")(oracle_config)(x, torch.arange(length)[None])
-    for layer in range(config.num_layers):
-        for block in (ours[layer], oracle[layer]):
-            block.load_state_dict(weights.state_dict(), assign=True)
-        behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        hidden = (behind < 0) | (behind >= (config.windows[layer] or length))
-        mask = torch.zeros(length, length).masked_fill(hidden, float("-inf"))[None, None]
-        expected = oracle[layer](x, attention_mask=mask, position_embeddings=rotary)
-        x = ours[layer](x, place(config, 0, length, x), None, attention=True, mlp=True)
-        assert_close(x, expected, 1e-4)

@@ -36,7 +36,7 @@ def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
     text = torch.randint(19, (2, length), generator=torch.Generator().manual_seed(length))
     expected = readable.new_cache(64, 2)
     readable(text, expected)
-    with patch("model.decoder.PREFILL_CHUNK", chunk), patch.object(layers.causal_mask, "__defaults__", (rows,)):
+    with patch("model.decoder.PREFILL_CHUNK", chunk), patch("model.layers.QUERIES", rows):
         for model in (readable, fast):
             cache = model.new_cache(64, 2)
             model.prefill(text, cache)

@@ -1,23 +1,22 @@
-"""Layers: attention against its formula, masks, rotary frequencies, norms; initial weights; non-finite numbers."""
+"""Layers: attention against its formula, masks, rotary frequencies, norms, initial weights, gradients."""
 
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model import Decoder, LayerPlan, build, parse_config
+from model import Decoder, build, parse_config
 from model.config import Rope
-from model.diagnose import explain_nonfinite
-from model.fast import accelerate
-from model.fast.flash import attend_causally
-from model.layers import RMSNorm, attend_in_chunks, causal_mask, inverse_frequencies, normalise
+from model.fast.flash import attend_by_flash
+from model.layers import RMSNorm, attend_causally, causal_mask, inverse_frequencies, normalise, rotary_table
 from tests.configs import small
-from tests.oracle import FAMILIES, VOCAB, configs, randomise, texts
+from tests.oracle import FAMILIES, VOCAB, randomise
 
 both_families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -31,25 +30,17 @@ def random_model(family: str, **changes: object) -> Decoder:
 def attention_formula(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, soft_cap: float | None
 ) -> Tensor:
-    """Attention of one query to one key of one head at a time."""
-    out = torch.zeros_like(q)
-    groups = q.shape[1] // k.shape[1]
-    for batch in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            for t in range(q.shape[2]):
-                i = start + t
-                scores = {}
-                for j in range(i + 1):
-                    if window is None or i - window < j:
-                        score = scale * sum((q[batch, head, t] * k[batch, head // groups, j]).tolist())
-                        scores[j] = score if soft_cap is None else soft_cap * math.tanh(score / soft_cap)
-                total = sum(math.exp(score) for score in scores.values())
-                for j, score in scores.items():
-                    out[batch, head, t] += math.exp(score) / total * v[batch, head // groups, j]
-    return out
+    """Softmax of the masked scores of all queries and keys, times the values."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    scores = scale * q @ k.mT
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    i, j = torch.arange(start, k.shape[2])[:, None], torch.arange(k.shape[2])
+    hidden = (j > i) | (j <= i - (window or math.inf))
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 3),
@@ -71,29 +62,18 @@ def test_attention_is_its_formula_for_any_start_and_number_of_tokens(
         torch.randn(batch, heads, length, 4, dtype=torch.float64, generator=generator)
         for heads, length in ((kv_heads * groups, count), (kv_heads, start + count), (kv_heads, start + count))
     )
-    mask = causal_mask(start, count, window, groups, q, rows)
     expected = attention_formula(q, k, v, start, scale, window, soft_cap)
-    for function in (attend_in_chunks, attend_causally):
-        out = function(q, k, v, mask, scale=scale, soft_cap=soft_cap)
-        assert out.shape == q.shape
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    with patch("model.layers.QUERIES", rows):
+        for function in (attend_causally, attend_by_flash):
+            out = function(q, k, v, window, scale=scale, soft_cap=soft_cap)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(start=st.integers(0, 9), count=st.integers(1, 6), rows=st.integers(1, 7), window=st.none() | st.integers(1, 12))
-def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(start, count, rows, window):
-    """And no chunk reaches a key to which none of its queries attends."""
-    mask = causal_mask(start, count, window, 1, torch.zeros(0), rows)
-    for begin in range(0, count, mask.rows):
-        tokens = range(start + begin, start + min(count, begin + mask.rows))
-        keys = range(max(0, tokens.start - mask.reach), tokens.stop)
-        values = torch.zeros(1, 1, len(keys)) if mask.values is None else mask.values
-        values = values[0, -len(tokens) :, -len(keys) :]
-        for i, row in zip(tokens, values.tolist(), strict=True):
-            allowed = {key for key, value in zip(keys, row, strict=True) if value == 0}
-            assert allowed == {j for j in range(i + 1) if window is None or i - window < j}
-            assert not mask.is_causal or allowed == set(range(i + 1))
-        assert (values == 0).any(0).all()
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
+def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(window):
+    mask = causal_mask(torch.arange(3, 8), torch.arange(8), window, torch.float32)
+    for i, row in enumerate(mask.tolist(), 3):
+        assert row == [0 if j <= i and (window is None or i - window < j) else -math.inf for j in range(8)]
 
 
 def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
@@ -119,16 +99,9 @@ def test_norms_compute_in_float32_for_narrower_dtypes_and_in_float64_for_float64
         torch.testing.assert_close(normed.double(), exact, rtol=0, atol=tolerance * 10)
 
 
-@pytest.mark.parametrize("keys", [1, 7, 64, 191, 1088])
-def test_a_softmax_of_bfloat16_rounds_but_once(keys):
-    """torch computes it in float32, which attention relies on."""
-    scores = (torch.randn(50, keys, generator=torch.Generator().manual_seed(0)) * 9).bfloat16()
-    assert torch.equal(torch.softmax(scores, -1), torch.softmax(scores.float(), -1).bfloat16())
-
-
 @both_families
 def test_initial_weights_have_the_given_spread_and_neutral_norms(family):
-    model = random_model(family, hidden=32, layers=2, head_dim=16, attention_bias=True)
+    model = build(parse_config(small(family, hidden=32, layers=2, head_dim=16, attention_bias=True)))
     model.initialise(std=0.1, generator=torch.Generator().manual_seed(0))
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -146,56 +119,10 @@ def test_gradients_flow_after_decoding_in_inference_mode(family):
     """Tensors cached in inference mode, such as rotary frequencies, must serve training."""
     model = random_model(family, rope_theta=77.0)
     tokens = torch.tensor([[1, 2, 3]])
-    inverse_frequencies.cache_clear()
+    rotary_table.cache_clear()
     with torch.inference_mode():
         expected = model(tokens)
     logits = model(tokens)
     logits.logsumexp(-1).sum().backward()
     torch.testing.assert_close(logits.detach(), expected)
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
-
-
-@both_families
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_the_error_names_the_first_sublayer_with_a_non_finite_number(family, data):
-    model = build(parse_config(data.draw(configs(family)))).double()
-    randomise(model, 0)
-    tokens = data.draw(texts())[0]
-    name = data.draw(st.sampled_from([name for name, _ in model.named_parameters()]))
-    with torch.no_grad():
-        model.get_parameter(name).fill_(math.nan)
-        # torch's fused attention on a CPU treats NaN queries as masked ones
-        assume(model(tokens[None]).isnan().any())
-    error = explain_nonfinite(model, model.new_cache(len(tokens)), tokens)
-    parts = name.split(".")
-    if parts[0] != "layers":
-        where = "the embedding" if parts[0] == "embed_tokens" else "the final norm and head"
-    else:
-        in_mlp = parts[2] == "mlp" or "feedforward" in parts[2]
-        in_mlp |= family == "llama" and parts[2] == "post_attention_layernorm"
-        where = f"the {'MLP' if in_mlp else 'attention'} of layer {parts[1]}"
-    assert f" in {where}: the checkpoint is damaged there" in str(error)
-    assert "\n" not in str(error)
-
-
-def test_an_overflow_is_found_where_it_begins_and_the_dtype_named():
-    model = random_model("gemma2", hidden=16).half()
-    with torch.no_grad():
-        model.layers[1].post_feedforward_layernorm.weight.fill_(60000)
-    tokens = torch.arange(1100) % VOCAB
-    error = explain_nonfinite(model, model.new_cache(1100), tokens)
-    assert "in the MLP of layer 1: " in str(error)
-    assert "too large for float16: fetch it again, or give --dtype bfloat16 or float32" in str(error)
-
-
-@pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["as loaded", "prepared for speed"])
-def test_the_error_does_not_name_a_sublayer_that_the_plan_skips(prepare):
-    model = random_model("llama")
-    with torch.no_grad():
-        model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
-        model.layers[2].self_attn.o_proj.weight[0, 0] = math.nan
-    model = prepare(model.requires_grad_(False))
-    plan = LayerPlan.skipping(3, attention=[1], mlp=[0])
-    error = explain_nonfinite(model, model.new_cache(5), torch.arange(5), plan)
-    assert "in the attention of layer 2: " in str(error)

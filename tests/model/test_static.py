@@ -1,9 +1,8 @@
-"""Static steps of a GPU, run here without capturing, and their one block compiled for a CPU."""
+"""Static steps of a GPU, run here without capturing, and the graph of their one block."""
 
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -32,9 +31,9 @@ def static(family: str = "llama") -> StaticDecoder:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=8, derandomize=True, deadline=None)
 @given(
-    steps=st.lists(st.tuples(plans(), st.sampled_from([1, 2, 5, ROWS, ROWS + 1])), min_size=1, max_size=4),
+    steps=st.lists(st.tuples(plans(), st.sampled_from([1, 2, 5, ROWS, ROWS + 1])), min_size=1, max_size=3),
     prompt=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
@@ -63,26 +62,16 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
     assert model.trouble is None and model.why_rows_vary is None
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: install g++"),
-        ),
-    ],
-)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_one_compiled_block_serves_all_layers(family: str, backend: str) -> None:
+def test_one_compiled_block_serves_all_layers(family: str) -> None:
     """In one graph without a break, with the readable block's logits; no layer compiles it again."""
     torch._dynamo.reset()
     graphs = []
 
     def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
         graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     model, tokens = static(family), torch.tensor([[1, 2, 3, 4, 5]])
     model.run = torch.compile(gpu.run_block, fullgraph=True, dynamic=False, backend=counting)
@@ -142,7 +131,7 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
         assert model.step_of(cache, plan).rows == 1 and model.step_of(cache, LayerPlan.full(3)).rows == ROWS
         tokens = torch.tensor([[1, 2, 3]])
         torch.testing.assert_close(model(tokens, cache, 0, plan), model(tokens, cache, 0), rtol=0, atol=1e-10)
-    assert "drafts in 4 bits run in the checkpoint's own here" in model.twins.trouble and model.fast_bits == ()
+    assert "there are fast kernels for 4 bits only" in model.twins.trouble and model.fast_bits == ()
 
 
 @pytest.mark.parametrize(
@@ -150,10 +139,9 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
     [
         (RuntimeError("no Triton"), "no Triton"),
         (AssertionError(), "AssertionError"),
-        (ImportError("no module"), "no module"),
         (None, "a static step's logits are"),
     ],
-    ids=["compiler", "assertion", "import", "wrong numbers"],
+    ids=["compiler", "assertion", "wrong numbers"],
 )
 def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     broken: Exception | None, said: str

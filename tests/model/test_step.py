@@ -24,7 +24,8 @@ from tests.oracle import randomise
 
 numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip install -r requirements.txt")
 
-from model.fast.cpu import compile, dot, elements  # noqa: E402
+from model.fast import cpu  # noqa: E402
+from model.fast.cpu import dot, elements  # noqa: E402
 from model.fast.cpu.decoder import FastDecoder  # noqa: E402
 from model.fast.cpu.pack import packed  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
@@ -171,10 +172,10 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 
 
 @torch.inference_mode()
-def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps() -> None:
+def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
     step = model.step
-    model.step = lambda *given: (seen.append(len(given[2].tokens)), step(*given))
+    monkeypatch.setattr(model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given)))
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100
@@ -239,48 +240,43 @@ def dots(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., np.ndar
     return multiply
 
 
-def prepared(kind: int, x: Tensor) -> np.ndarray:
-    """Operands of a product of this kind, from rows of inputs."""
+def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the processor's special instructions and without: the same integer sums, and the same bits in any tile."""
 
     @numba.njit
-    def run(kind, x, columns, inputs):
-        elements.prepare(kind, x, columns, inputs)
+    def prepare(kind, x, inputs):
+        elements.prepare(kind, x, inputs)
 
-    inputs = np.zeros((len(x), 8 * x.shape[1] + 1024), np.uint8)
-    run(kind, x.numpy(), x.shape[1], inputs)
-    return inputs
-
-
-@pytest.mark.parametrize("columns", [5, 64, 200])
-def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the processor's special instructions and without: the same integer sums, and the same bits in any tile."""
-    generator = torch.Generator().manual_seed(columns)
-    x, weight = torch.randn(7, columns, generator=generator), torch.randn(1, columns, generator=generator)
-    narrow, found = x.bfloat16().view(torch.int16).numpy(), {}
-    floats = {dot.BF16: (torch.bfloat16, narrow), dot.F16: (torch.float16, x.numpy()), dot.F32: (x.dtype, x.numpy())}
+    found = {}
     for special in (True, False):
         for name in ("PAIRS", "BYTES"):
             monkeypatch.setattr(dot, name, getattr(dot, name) and special)
         low_bits = dict.fromkeys(dot.LOW_BITS.values(), (dot.INT8, (1,)))
         multiply = dots(
-            {dot.BF16: (dot.BF16, (4, 2, 1)), dot.F16: (dot.F32, (2, 1)), dot.F32: (dot.F32, (4, 1)), **low_bits}
+            {dot.BF16: (dot.BF16, (4, 1)), dot.F16: (dot.F32, (2, 1)), dot.F32: (dot.F32, (1,)), **low_bits}
         )
-        for kind, (dtype, inputs) in floats.items():
-            rows = multiply(kind, weight.to(dtype), inputs, columns)
-            exact = (x.bfloat16() if kind == dot.BF16 else x).double() @ weight[0].to(dtype).double()
-            np.testing.assert_allclose(rows, exact.numpy(), atol=1e-4)
-            alone = [multiply(kind, weight.to(dtype), inputs[row : row + 1], columns) for row in range(7)]
-            assert np.array_equal(np.concatenate(alone), rows)
-        for bits, kind in dot.LOW_BITS.items():
-            rounded = quantise(weight, bits)
-            low = multiply(kind, packed(rounded), prepared(kind, x), -(-columns // 64) * 64)
-            exact = round_inputs(x).double() @ rounded.dequantised(torch.float32)[0].double()
-            np.testing.assert_allclose(low, exact.numpy(), atol=0.02 * exact.abs().max().item())
-            found[special, bits] = low
-    for bits in dot.LOW_BITS:
-        assert np.array_equal(found[True, bits], found[False, bits])
+        for columns in (5, 64, 200):
+            generator = torch.Generator().manual_seed(columns)
+            x, weight = torch.randn(7, columns, generator=generator), torch.randn(1, columns, generator=generator)
+            narrow = x.bfloat16().view(torch.int16).numpy()
+            floats = {
+                torch.bfloat16: (dot.BF16, narrow),
+                torch.float16: (dot.F16, x.numpy()),
+                x.dtype: (dot.F32, x.numpy()),
+            }
+            for dtype, (kind, inputs) in floats.items():
+                rows = multiply(kind, weight.to(dtype), inputs, columns)
+                exact = (x.bfloat16() if kind == dot.BF16 else x).double() @ weight[0].to(dtype).double()
+                np.testing.assert_allclose(rows, exact.numpy(), atol=1e-4)
+                alone = [multiply(kind, weight.to(dtype), inputs[row : row + 1], columns) for row in range(7)]
+                assert np.array_equal(np.concatenate(alone), rows)
+            for bits, kind in dot.LOW_BITS.items():
+                rounded, inputs = quantise(weight, bits), np.zeros((7, 8 * columns + 1024), np.uint8)
+                prepare(kind, x.numpy(), inputs)
+                low = multiply(kind, packed(rounded), inputs, -(-columns // 64) * 64)
+                exact = round_inputs(x).double() @ rounded.dequantised(torch.float32)[0].double()
+                np.testing.assert_allclose(low, exact.numpy(), atol=0.02 * exact.abs().max().item())
+                assert np.array_equal(low, found.setdefault((columns, bits), low))
 
 
 def test_narrow_numbers_are_rounded_as_torch_rounds_them() -> None:
@@ -321,30 +317,14 @@ def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
     assert np.isnan(power[-5]) and power[-4] == power[-2] < np.inf and 0 < power[-3] == power[-1]
 
 
-def test_kernels_are_kept_by_sources_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edited dot product is compiled again, though the file of the step is unchanged."""
     sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
-    folder = compile.kernel_folder(sources)
-    assert folder.parent == tmp_path / "kept" and folder.is_dir()
-    monkeypatch.setattr(compile, "FEATURES", frozenset({"avx2"}))
-    assert compile.kernel_folder(sources) != folder
-    monkeypatch.setattr(compile, "FEATURES", dot.FEATURES)
-    assert compile.kernel_folder(sources) == folder
+    folder = cpu.kernel_folder(sources)
+    assert folder.parent == tmp_path / "kept" and folder.is_dir() and cpu.kernel_folder(sources) == folder
     (sources / "dot.py").write_text("# edited")
-    assert compile.kernel_folder(sources) != folder
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [({"CPU_NAME": "haswell"}, set()), ({"CPU_FEATURES": "+avx2,-avx512f,+fma"}, {"avx2", "fma"})],
-)
-def test_instructions_are_those_compiled_for(
-    asked: dict[str, str], expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in asked.items():
-        monkeypatch.setattr(numba.config, name, value)
-    assert dot.compiled_features() == expected
+    assert cpu.kernel_folder(sources) != folder
 
 
 def test_where_numba_is_missing_the_readable_blocks_run(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numba
@@ -13,18 +15,18 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoder import Decoder
+from model.fast.cpu import KERNELS
 from model.fast.cpu.dot import BF16, F16, F32, LOW_BITS
 from model.fast.cpu.pack import packed
-from model.fast.cpu.tables import ABSENT, MOST_ROWS, Cache, Rows, Weights
-from model.fast.flash import attend_causally
+from model.fast.cpu.rounding import round_groups
+from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, step
+from model.fast.flash import attend_by_flash
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
-from model.quantise import Quantised, RoundGroups, rounded
+from model.quantise import rounded
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
-Step = Callable[[Weights, Cache, Rows, np.ndarray], None]
-MATRICES = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-
+MOST_ROWS = 64  # tokens per step
 STEPPING = threading.Lock()  # Numba's threads run one step at a time
 
 
@@ -36,24 +38,19 @@ class FastDecoder:
     a plan first asks for them.
     """
 
-    why_rows_vary = None
+    step, why_rows_vary = staticmethod(step), None
     fast_bits = tuple(LOW_BITS)
 
-    def __init__(self, model: Decoder, step: Step, round_groups: RoundGroups) -> None:
-        """``step`` and ``round_groups``: see ``model.fast.cpu.compile``."""
-        self.model, self.step, self.round_groups = model, step, round_groups
-        for block in model.layers:
-            block.self_attn.attend = attend_causally
+    def __init__(self, model: Decoder) -> None:
+        if not step.signatures and not any(KERNELS.glob("*.nbc")):
+            print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
+        self.model, model.attend, model.rounded = model, attend_by_flash, partial(rounded, round_groups=round_groups)
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
-        self.biases = [np.zeros(0, np.float32)]
+        self.biases: dict[nn.Module, Tensor] = {}  # in float32
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
-
-    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        """``Decoder.rounded``, by a compiled function."""
-        return rounded(product, bits, self.round_groups)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now."""
@@ -82,14 +79,14 @@ class FastDecoder:
             for layer, bits in enumerate(plan.attention):
                 if bits:
                     cache.claim(layer, start, tokens.shape[1])
-        places, rows = lay_out(calls)
+        rows, entries, head_bytes = lay_out(calls)
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        logits = torch.empty(len(rows.tokens), self.model.vocab_size)
+        logits = torch.empty(rows.shape[1], self.model.vocab_size)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         for first in range(0, len(logits), MOST_ROWS):  # a text's earlier tokens first
             part = slice(first, first + MOST_ROWS)
             with STEPPING:
-                self.step(weights, places, Rows(*(column[part] for column in rows)), logits[part].numpy())
+                self.step(weights, Batch(*rows[:, part], entries, head_bytes), logits[part].numpy())
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -106,25 +103,18 @@ class FastDecoder:
         model, config = self.model, self.model.config
         matrices = np.full((config.num_layers, 7, 5), ABSENT)
         for layer, (block, *bits) in enumerate(zip(model.layers, plan.attention, plan.mlp, strict=True)):
-            products = (
-                (getattr(getattr(block, name), product), each)
-                for (name, products), each in zip(MATRICES.items(), bits, strict=True)
-                for product in products
-            )
-            for number, (product, each) in enumerate(products):
-                if each:
-                    matrices[layer, number] = self._matrix(product, each)
+            for number, name in enumerate(MATRICES):
+                if each := bits[number > O]:
+                    matrices[layer, number] = self._matrix(block.get_submodule(name), each)
         head = np.array([self._matrix(model.lm_head or model.embed_tokens, plan.head)])
         cos, sin = rotary_table(config.rope, config.head_dim, positions, torch.float32, model.device)
         half = config.head_dim // 2
         norms = [[scale_of(part) for part in block.children() if isinstance(part, RMSNorm)] for block in model.layers]
         return Weights(
             kind=KINDS[model.dtype],
-            hidden=config.hidden_size,
             mlp=config.intermediate_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             embedding=model.embed_tokens.weight.data_ptr(),
             embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),
@@ -134,7 +124,6 @@ class FastDecoder:
             is_gemma=config.family == "gemma2",
             matrices=matrices,
             head=head,
-            biases=np.concatenate(self.biases),
             norms=np.stack(norms),
             final_norm=scale_of(model.norm),
             windows=np.array([window or 0 for window in config.windows]),
@@ -143,18 +132,16 @@ class FastDecoder:
         )
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
-        """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, index of its bias."""
-        weight, kind = product.weight, KINDS[self.model.dtype]
+        """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, address of its bias."""
+        weight, kind, bias = product.weight, KINDS[self.model.dtype], ABSENT
         if bits != FULL:
             kind = LOW_BITS[bits]
             if (product, bits) not in self.low_bits:
                 self.low_bits[product, bits] = packed(self.rounded(product, bits))
             weight = self.low_bits[product, bits]
-        bias, place = getattr(product, "bias", None), ABSENT
-        if bias is not None:
-            place = sum(map(len, self.biases))
-            self.biases.append(bias.float().numpy())
-        return [kind, weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), place]
+        if getattr(product, "bias", None) is not None:
+            bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
+        return [kind, weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), bias]
 
 
 def scale_of(norm: RMSNorm) -> np.ndarray:
@@ -162,8 +149,8 @@ def scale_of(norm: RMSNorm) -> np.ndarray:
     return (norm.weight.detach().float() + (1 - norm.neutral)).numpy()
 
 
-def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[Cache, Rows]:
-    """Caches and rows of a step, text by text, the tokens of each in order."""
+def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, positions and texts ``[3, rows]`` of all calls, text by text; entries and head bytes as in ``Batch``."""
     entries, head_bytes, columns, texts = [], [], [], 0
     for tokens, cache, start in calls:
         batch, count = tokens.shape
@@ -175,5 +162,4 @@ def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[Cache, Rows]:
         places = np.arange(start, start + count), np.arange(texts, texts + batch)[:, None]
         columns.append([np.broadcast_to(each, tokens.shape).ravel() for each in (tokens.numpy(), *places)])
         texts += batch
-    rows = Rows(*map(np.concatenate, zip(*columns, strict=True)))
-    return Cache(np.concatenate(entries), np.concatenate(head_bytes)), rows
+    return np.concatenate(columns, 1), np.concatenate(entries), np.concatenate(head_bytes)

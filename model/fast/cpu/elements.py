@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import carray, njit, types, uint32
 from numba.extending import intrinsic
 
-from model.fast.cpu.dot import BF16, BLOCK, F16, GROUP, INT4, LANES, PAIRS
+from model.fast.cpu.dot import BF16, BLOCK, F16, F32, FLOAT, GROUP, I8, I32, INT4, LANES, PAIRS
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -30,13 +30,13 @@ compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=Tru
 @intrinsic
 def bits_of(typing: Any, number: Any):
     """Bits of a float32, as uint32."""
-    return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.IntType(32))
+    return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], I32)
 
 
 @intrinsic
 def number_of(typing: Any, bits: Any):
     """Float32 with these bits."""
-    return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], ir.FloatType())
+    return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], FLOAT)
 
 
 @intrinsic
@@ -44,9 +44,21 @@ def pointer_to(typing: Any, address: Any):
     """Pointer to an address, for ``carray``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: list[ir.Value]) -> ir.Value:
-        return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
+        return builder.inttoptr(given[0], I8.as_pointer())
 
     return types.voidptr(types.int64), generate
+
+
+@compiled()
+def floats_at(place: int, count: int) -> np.ndarray:
+    """Array of the ``count`` float32 numbers at an address."""
+    return carray(pointer_to(place), count, np.float32)
+
+
+@compiled()
+def halves_at(place: int, count: int) -> np.ndarray:
+    """Array of the bits, uint16, of the ``count`` bfloat16 or float16 numbers at an address."""
+    return carray(pointer_to(place), count, np.uint16)
 
 
 @compiled()
@@ -121,6 +133,33 @@ def round_to(kind: int, number: float) -> float:
 
 
 @compiled()
+def store(kind: int, numbers: np.ndarray, place: int) -> None:
+    """Store a query, key or value ``[D]`` of one head at an address, in the cache's dtype."""
+    floats, halves = floats_at(place, len(numbers)), halves_at(place, len(numbers))
+    for index in range(len(numbers)):
+        if kind == F32:
+            floats[index] = numbers[index]
+        elif kind == BF16:
+            halves[index] = bfloat16_bits(numbers[index])
+        else:
+            halves[index] = float16_bits(numbers[index])
+
+
+@compiled()
+def load(kind: int, place: int, scale: float, out: np.ndarray) -> None:
+    """Weights of this kind at an address, times ``scale``, into ``out``."""
+    floats, halves = floats_at(place, len(out)), halves_at(place, len(out))
+    for index in range(len(out)):
+        if kind == F32:
+            number = floats[index]
+        elif kind == BF16:
+            number = number_of(uint32(halves[index]) << uint32(16))
+        else:
+            number = from_float16(uint32(halves[index]))
+        out[index] = number * scale
+
+
+@compiled()
 def total(numbers: np.ndarray) -> float:
     """Sum of ``numbers`` in a fixed order: every 16th number first, then the 16 sums."""
     lanes, whole = np.zeros(LANES, np.float32), len(numbers) // LANES * LANES
@@ -136,6 +175,17 @@ def total(numbers: np.ndarray) -> float:
 
 
 @compiled()
+def softmax(scores: np.ndarray) -> float:
+    """Sum of the exponentials of ``scores`` less the largest, which replace the scores: the divisor of a softmax."""
+    largest = np.float32(-np.inf)
+    for index in range(len(scores)):
+        largest = scores[index] if scores[index] > largest else largest
+    for index in range(len(scores)):
+        scores[index] = exponential(scores[index] - largest)
+    return total(scores)
+
+
+@compiled()
 def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """RMSNorm (arXiv 1910.07467) of each row ``[rows, size]``, scaled by ``weight`` ``[size]``."""
     size, squares = x.shape[1], np.empty(x.shape[1], np.float32)
@@ -145,6 +195,16 @@ def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) ->
         inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps)
         for column in range(size):
             out[row, column] = x[row, column] * inverse * weight[column]
+
+
+@compiled()
+def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Rotary embedding of a head ``[D]``, in place: ``model.layers.rotate``."""
+    half = len(head) // 2
+    for index in range(half):
+        a, b = head[index], head[index + half]
+        head[index] = a * cos[index] - b * sin[index]
+        head[index + half] = b * cos[index] + a * sin[index]
 
 
 @compiled()
@@ -177,37 +237,39 @@ def in_blocks(columns: int) -> int:
 
 
 @compiled()
-def prepare(kind: int, x: np.ndarray, columns: int, inputs: np.ndarray) -> None:
+def prepare(kind: int, x: np.ndarray, inputs: np.ndarray) -> None:
     """Convert ``x`` ``[rows, columns]`` to operands of a product of this kind, ``inputs`` ``[rows, bytes]``."""
+    columns = x.shape[1]
     for row in range(len(x)):
         if kind >= INT4:  # low bits
-            round_to_int8(x[row], columns, address(inputs[row]))
+            round_to_int8(x[row], address(inputs[row]))
         elif kind == BF16 and PAIRS:
-            halves = carray(pointer_to(address(inputs[row])), columns, np.uint16)
+            halves = halves_at(address(inputs[row]), columns)
             for column in range(columns):
                 halves[column] = bfloat16_bits(x[row, column])
         else:
-            floats = carray(pointer_to(address(inputs[row])), columns, np.float32)
+            floats = floats_at(address(inputs[row]), columns)
             for column in range(columns):
                 floats[column] = round_to(kind, x[row, column])
 
 
 @compiled()
-def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
+def round_to_int8(x: np.ndarray, place: int) -> None:
     """Round one row of inputs to int8 with a scale per group: an operand of ``dot.multiply_codes``, at an address.
 
     First come the codes, the words of four codes of two groups alternating; then -128 times the sum of each word,
     int32; the scales, float32; and the sum of each group times its scale, float32, padded to whole vectors.
     """
+    columns = len(x)
     padded = in_blocks(columns)
     groups = padded // GROUP
     words = carray(pointer_to(place), padded // 4, np.int32)
     sums = carray(pointer_to(place + padded), padded // 4, np.int32)
-    scales = carray(pointer_to(place + 2 * padded), groups, np.float32)
-    totals = carray(pointer_to(place + 2 * padded + 4 * groups), in_lanes(groups), np.float32)
+    scales = floats_at(place + 2 * padded, groups)
+    totals = floats_at(place + 2 * padded + 4 * groups, (groups + LANES - 1) // LANES * LANES)  # whole vectors
     numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
     group_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
-    numbers[:columns] = x[:columns]
+    numbers[:columns] = x
     totals[:] = 0
     for group in range(groups):
         first, largest = group * GROUP, uint32(0)
@@ -225,12 +287,6 @@ def round_to_int8(x: np.ndarray, columns: int, place: int) -> None:
             total_code += word_sum
         scales[group] = scale
         totals[group] = scale * np.float32(total_code)
-
-
-@compiled()
-def in_lanes(groups: int) -> int:
-    """Number of groups, rounded up to whole vectors."""
-    return (groups + LANES - 1) // LANES * LANES
 
 
 @compiled()

@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import prange, uint32
+from numba import prange
 from torch import Tensor
 
-from model.fast.cpu.elements import bfloat16_bits, compiled, number_of
+from model.fast.cpu.dot import BF16
+from model.fast.cpu.elements import compiled, round_to
 from model.quantise import CUTS, FITS, GROUP
 
 STARTS = np.array(CUTS, np.float32)
@@ -23,12 +24,6 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
     scale, zero = np.empty((2, len(weight)), np.float32)
     fit_groups(weight.contiguous().numpy(), importance.contiguous().numpy(), 2**bits - 1, codes, scale, zero)
     return tuple(map(torch.from_numpy, (codes, scale, zero)))
-
-
-@compiled()
-def to_bfloat16(number: float) -> float:
-    """Float32 of ``number`` rounded to bfloat16."""
-    return number_of(bfloat16_bits(number) << uint32(16))
 
 
 @summing()
@@ -79,7 +74,7 @@ def fit_groups(
             scale = (high - low) * (np.float32(1) - np.float32(2) * cut / most) / most
             zero = (low + high - most * scale) / np.float32(2)
             for _ in range(FITS + 1):
-                scale, zero = to_bfloat16(scale), to_bfloat16(zero)
+                scale, zero = round_to(BF16, scale), round_to(BF16, zero)
                 error, sum_codes, sum_squares, sum_products = judge(weight, importance, scale, zero, most)
                 if error < least:
                     least, best_scale, best_zero = error, scale, zero
