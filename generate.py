@@ -1,7 +1,5 @@
 """Write text with a Llama or Gemma-2 checkpoint, speculatively or not: ``python generate.py "PROMPT"``."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before anything that takes long to import
     from weights.cli.start import start
 

@@ -6,8 +6,6 @@ micro-batch) alone. So a killed run continues to the same weights, and several p
 gradients as accumulation in one process, up to the order of sums.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before anything that takes long to import
     from weights.cli.start import start
 

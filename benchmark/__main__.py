@@ -4,8 +4,6 @@
 the machine slows all alike. Only ratios can be compared.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before anything that takes long to import
     from weights.cli.start import start
 

@@ -1,7 +1,5 @@
 """Contenders of this project: plain decoding, and the loop with each way to draft."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Contenders of other libraries: transformers on the same checkpoint, llama.cpp on a GGUF file of the model."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import islice
 from pathlib import Path

@@ -5,8 +5,6 @@ the model itself, which says little about other checkpoints. The copy gets noise
 half of the input directions that text uses least. It writes almost the same text, and rounding changes its weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

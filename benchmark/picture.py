@@ -1,7 +1,5 @@
 """Picture of a report: speed-ups, and texts written together."""
 
-from __future__ import annotations
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

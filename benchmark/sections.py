@@ -3,8 +3,6 @@
 The first line of a section's docstring is the title of its table.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from dataclasses import astuple

@@ -6,8 +6,6 @@ the drafter must forget later positions (0: another text begins). No method repo
 ``propose`` receives the text.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

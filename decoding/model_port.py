@@ -1,7 +1,5 @@
 """Interface of a model, as the loop, the drafters and the cost measurement use it."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """Search for stop strings and banned words at the end of a growing text, in bytes of UTF-8."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

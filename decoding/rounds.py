@@ -1,7 +1,5 @@
 """Record of one round of the loop, and statistics over such records."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -4,8 +4,6 @@ One function serves draft, target, residual and bonus token: speculation is exac
 means the same for all four.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The speculative loop: draft, verify, extend the text, roll back. The other files here support it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ it began is retracted, that token is forbidden at that position, and the loop dr
 forbidden token as a mask, like any constraint, and the cache is rolled back as after a rejection.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Timing of steps on a device: in turns, so that a busy moment of the machine slows all of them alike."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

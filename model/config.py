@@ -3,8 +3,6 @@
 Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any

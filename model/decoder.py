@@ -1,7 +1,5 @@
 """Decoder: base class of both model families, with the pass over its blocks for explicit positions, cache and plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

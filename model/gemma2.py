@@ -3,8 +3,6 @@
 The soft cap of attention scores and the sliding windows are part of ``model.layers.attend``; the rest is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -5,8 +5,6 @@ G = H / K query heads per key/value head, head size D. Norms, rotary angles and 
 float32 (``wide_dtype``), whatever the model's dtype; everything else stays in that dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

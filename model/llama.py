@@ -3,8 +3,6 @@
 Runs every checkpoint that declares ``LlamaForCausalLM``: Llama 1 to 3.2, CodeLlama, TinyLlama, SmolLM.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -14,8 +14,6 @@ So every rank has the whole residual stream and all logits. The blocks are those
 fewer heads. Every rank must call the model with the same tokens (see ``decoding.run.ranks``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

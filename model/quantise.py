@@ -12,8 +12,6 @@ llama.cpp). Scale and zero of a group are those with the least weighted error of
 less cut off at both ends, each then fitted to its codes by least squares.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ machine, its speed-up. Optuna searches the plans. The best ones then decode held
 as a plan file for generate.py.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before anything that takes long to import
     from weights.cli.start import start
 

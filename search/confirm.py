@@ -1,7 +1,5 @@
 """Confirmation of the best plans: decoding with them, beside plain decoding, on held-out prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Costs of a model's sublayers in draft steps, by their bits, measured on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Pictures of a search: the best plan, and all plans by cost and acceptance."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

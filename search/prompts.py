@@ -3,8 +3,6 @@
 Each is a user's turn of a chat; a model without a chat template continues it as text.
 """
 
-from __future__ import annotations
-
 LIGHTHOUSE = (
     "The lighthouse on Gull Rock was built in 1871 by the harbour company of Wexmouth. Its lamp burned rape "
     "oil at first and could be seen from eleven miles away. In 1902 the company replaced the lamp with a "

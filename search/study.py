@@ -4,8 +4,6 @@ The study is kept in a journal file, with the texts and costs of its predictions
 it, on one machine or several that share the file, and a killed search continues from its last trial.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

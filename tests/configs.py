@@ -1,7 +1,5 @@
 """The one factory of small configs: what every test that needs a model begins with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

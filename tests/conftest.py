@@ -1,7 +1,5 @@
 """What every test shares: two threads, examples that are the same every run, the real checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tiny random checkpoints on disk, laid out like those of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shared parts of the proofs of the loop: a tally of the proofs, tiny real modules, drafters and policies by name."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A mutant is a textual change to one production function. ``python -m tests.mutants`` prints the table.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import io

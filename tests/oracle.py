@@ -4,8 +4,6 @@ transformers computes norms, rotary angles and softmax in float32 for any dtype 
 casts go to float64, so that a float64 model is exact to float64 rounding.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

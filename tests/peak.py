@@ -1,7 +1,5 @@
 """Peak memory of some work, as allocated by torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

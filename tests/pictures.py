@@ -1,7 +1,5 @@
 """What the tests of pictures look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from matplotlib import rc_context

@@ -1,7 +1,5 @@
 """Several processes that share a model: forked from a server that has torch loaded, so that each takes moments."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

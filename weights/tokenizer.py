@@ -4,8 +4,6 @@
 because a token may end in the middle of a UTF-8 character.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Vocabularies of tokenizers, from ``tokenizer.json`` or ``tokenizer.model``, and the bytes of their tokens."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The file has a JSON object with "prompt" and "response" per line.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # before anything that takes long to import
     from weights.cli.start import start
 

@@ -1,7 +1,5 @@
 """Filter of written texts: by repetition, length, and mention of the prompt's subject."""
 
-from __future__ import annotations
-
 import re
 
 SEQUENCE = 4  # words per sequence, which is repeated if it occurred before

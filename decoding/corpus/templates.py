@@ -1,7 +1,5 @@
 """Requests for children's stories: sentence forms with blanks, and words to fill them."""
 
-from __future__ import annotations
-
 import random
 
 # Forms that state a length get stories with an end. Without one a small model writes until it repeats itself.

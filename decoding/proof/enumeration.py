@@ -6,8 +6,6 @@ probabilities along the path are multiplied. The sum over paths is no estimate: 
 float64 rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable

@@ -6,8 +6,6 @@
 uses the ratio rule, ``race_bias`` the race, with a table of two tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

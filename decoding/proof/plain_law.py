@@ -3,8 +3,6 @@
 It shares only the function ``distribution`` with the production loop, and has no rounds, drafts, caches or rollbacks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Table model: a table of probabilities with the interface of a model, small enough to compute its law exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

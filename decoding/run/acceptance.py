@@ -12,8 +12,6 @@ independent and of rate 1. Given that the target drew x, with probability p_x, s
 1 / Σ_y max(p_y, p_x·q_y/q_x), and 0 where q_x = 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Bits of a model's low-bit drafts, chosen by measurement: their cost, their acceptance, and the speed-up of both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

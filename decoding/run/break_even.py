@@ -1,7 +1,5 @@
 """Break-even: policy of the draft and the length of largest predicted speed-up, by costs and past acceptance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from decoding.policies import Offer, Policy

@@ -1,7 +1,5 @@
 """Calibration: texts that a model writes itself, and the mean squares of its linear layers' inputs on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path

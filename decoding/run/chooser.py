@@ -4,8 +4,6 @@
 ``FILE.py:Class`` names a class in a file of the user.
 """
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Comparison of speculation with plain decoding of the same request: speed-up, and equality of the texts."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from decoding.run.drafting import Drafting

@@ -1,7 +1,5 @@
 """Cost file: measurements in a model's folder, ``costs.json``, so that each is made once per machine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

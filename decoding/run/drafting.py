@@ -1,7 +1,5 @@
 """Drafting: a drafter with its policy, and the one of plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Optional: ``bits`` of the other sublayers, one number for all or one per layer, 
 ``model``, the fingerprint of the model for which the plan was made. Other keys are ignored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

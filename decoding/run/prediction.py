@@ -6,8 +6,6 @@ and that a round is here with d tokens drafted. It counts rounds by the number o
 multiplied in afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ those of rank 0, broadcast where they enter the loop. All other decisions depend
 finite, and each logit is computed by one rank. So no two ranks diverge, however their hardware rounds.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

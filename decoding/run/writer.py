@@ -4,8 +4,6 @@
 same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 ``requests`` reads JSON, ``worker`` writes texts, several at once, ``messages`` sends them to clients.
 """
 
-from __future__ import annotations
-
 from decoding.run.options import Request
 from model import InputError
 

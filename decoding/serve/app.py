@@ -1,7 +1,5 @@
 """Server: routes with the guard before them, memory for the texts, start and end."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Messages to clients: completions in OpenAI's JSON, and the parts of the live page, while texts are written."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from dataclasses import replace

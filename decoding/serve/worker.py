@@ -1,7 +1,5 @@
 """Queue of requests, and the worker that writes their texts, several at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

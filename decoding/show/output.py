@@ -1,7 +1,5 @@
 """Output of ``generate.py``: the samples as text or trace, their statistics, the page and the JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ the page shows it through ``textContent`` only. The page's content security poli
 no network.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

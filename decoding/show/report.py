@@ -1,7 +1,5 @@
 """Statistics of a written text: as a line, and as the JSON object of --json."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from decoding.run.writer import Sample

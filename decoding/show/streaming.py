@@ -1,7 +1,5 @@
 """Streamed text: the characters of a growing text that are certain to stay."""
 
-from __future__ import annotations
-
 import codecs
 
 from decoding.text import Text

@@ -3,8 +3,6 @@
 Begin with ``accelerate``. The readable files of ``model`` do not depend on this folder.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -5,8 +5,6 @@ queries to two sets of keys can be joined. So the keys before a prompt's chunk n
 kernel skips the masked half of the scores.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ Every step of a plan runs the same kernels on the same shapes. So the bits of a 
 is checked.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ It is faster for one row, as in a draft step. In six and eight bits, and for sha
 draft uses the checkpoint's weights: torch's eight-bit kernel on a GPU is many times slower than the bf16 product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Benchmark: contenders in turns, the columns of its tables, texts written together, pictures, and wrong input."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The off-grid copy: same seed, same weights; every matrix moves, along the directions that inputs use least."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmark.off_grid import add_noise, four_bit_grid, greedy_tokens, round_to_nearest, share_of_equal

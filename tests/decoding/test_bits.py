@@ -1,7 +1,5 @@
 """Bits of low-bit drafts, chosen by measurement; importance of inputs; calibration text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

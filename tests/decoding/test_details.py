@@ -1,7 +1,5 @@
 """The probabilities behind a round: true, and without any say in what is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafters draw from the distributions that they return, at the right positions, after any accepted tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The law of every drafter, policy and rule equals plain sampling's, by enumeration of the production loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whole texts on the fake device: they are the CPU's, and the host reads once per round."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

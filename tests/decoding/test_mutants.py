@@ -1,7 +1,5 @@
 """Every defect that applies to this design is caught: with it put in, the law test named beside it fails."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutants import MUTANTS, NOT_OURS, Mutant, kills

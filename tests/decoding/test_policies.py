@@ -1,7 +1,5 @@
 """Draft-length policies follow their formulas, and break-even follows its cost table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

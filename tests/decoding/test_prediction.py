@@ -1,7 +1,5 @@
 """The predicted rounds are the loop's: against a walk through every outcome, and against the loop itself."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

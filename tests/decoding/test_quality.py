@@ -1,7 +1,5 @@
 """Filter of the corpus writer: texts about their prompt, up to where they begin to repeat themselves."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

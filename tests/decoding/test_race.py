@@ -1,7 +1,5 @@
 """The exponential race: its law is plain sampling's, and the seed determines the text under any draft."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Distribution of the production randomness, which the enumerator replaces in every other proof."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

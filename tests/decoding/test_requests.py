@@ -1,7 +1,5 @@
 """Requests: any JSON is a checked request or a refusal, and no prompt is read as another's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``distribution`` equals transformers' processors, row by row, also at the edges."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The server: its texts are generate.py's, its streams a terminal's; requests neither end it nor reach each other."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

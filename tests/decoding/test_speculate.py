@@ -1,7 +1,5 @@
 """Laws of the loop beyond its distribution: greedy equality, budgets, caches, seeds, records, dead ends."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 The seeds are fixed, so each test either always passes or always fails. A correct one fails for one seed in a million.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The text and its rules: stop strings, bans and streaming agree with naive searches of the whole text."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

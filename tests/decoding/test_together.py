@@ -1,7 +1,5 @@
 """Texts written together are those written alone, token for token; a text that fails or leaves ends alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

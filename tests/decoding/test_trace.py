@@ -1,7 +1,5 @@
 """The live view: what it shows is the text, on every kind of console, and nothing in the text acts on it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """KV cache: after any writes, drafts and rollbacks, logits are those of a fresh run over the text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -1,7 +1,5 @@
 """config.json: defaults, variants, refusals with their messages, and writing it back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

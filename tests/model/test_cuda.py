@@ -1,7 +1,5 @@
 """Tests on a real GPU: commands of the documents, steps, texts, memory, training. Skipped where there is none."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Parity of both families with transformers, in whole and with skipped sublayers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Long prompts: cache entries and memory of readable and of prepared models."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

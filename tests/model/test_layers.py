@@ -1,7 +1,5 @@
 """Layers: attention against its formula, masks, rotary frequencies, norms, initial weights, gradients."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Tensor parallelism: logits, texts and laws of a decoder split over two and three processes are those of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

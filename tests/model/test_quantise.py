@@ -1,7 +1,5 @@
 """Quantisation: error bounds of weights and inputs, and edge cases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

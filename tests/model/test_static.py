@@ -1,7 +1,5 @@
 """Static steps of a GPU, run here without capturing, and the graph of their one block."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled step: the bits of a row do not depend on other rows, and its numbers are those of the readable blocks."""
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil

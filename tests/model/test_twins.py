@@ -1,7 +1,5 @@
 """Low-bit twins: a plan in low bits computes with rounded weights, and copies nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """``generate.py`` as a user meets it: refusals in one line, the JSON contract, seeds, stops, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Comparison with plain decoding: the same request, context and rules, in turns, after a warm-up."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from itertools import count

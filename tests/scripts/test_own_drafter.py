@@ -1,7 +1,5 @@
 """The documents' example: a drafter of your own, the proof that it is lossless, and a text written with it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

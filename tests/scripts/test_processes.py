@@ -1,7 +1,5 @@
 """The commands as processes: streams, exit status, signals; and every fault of a model folder in one line."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 ``make readme`` runs every command of theirs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import re

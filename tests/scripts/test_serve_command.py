@@ -1,7 +1,5 @@
 """``generate.py --serve`` as a process: its address, what it refuses to start with, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """``generate.py`` as torchrun starts it: the text of one process, told once; and whatever goes wrong, in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints that ship with the project: they work by name, also in transformers, and their plans fit them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

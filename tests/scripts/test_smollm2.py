@@ -1,7 +1,5 @@
 """Parity with transformers on the real checkpoint: logits, greedy texts, tokenizer, chat template."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How torch's threads wait is said before torch is loaded, by every command that decodes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

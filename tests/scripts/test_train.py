@@ -1,7 +1,5 @@
 """The training recipe against values computed by hand, and the run: reproducible, resumable, shared."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

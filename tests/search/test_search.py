@@ -1,7 +1,5 @@
 """Search: the optimum that it finds, its journal, confirmation, pictures, and wrong input."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Shared behaviour of command lines in a shell: exit status, one line per failure, closed streams."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Training text: reading files, training a tokenizer, held-out documents, rows, and wrong input."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

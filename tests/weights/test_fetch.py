@@ -1,7 +1,5 @@
 """Fetching: a folder is whole or absent; the changes that llama.cpp makes to a checkpoint are undone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

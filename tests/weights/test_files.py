@@ -1,7 +1,5 @@
 """User files: atomic writing, links, permissions, and reading with errors of one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

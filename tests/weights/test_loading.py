@@ -1,7 +1,5 @@
 """Loading: every checkpoint layout gives the tensors it holds; every fault gives one line that names it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

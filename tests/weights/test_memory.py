@@ -1,7 +1,5 @@
 """Memory estimate from the config: published sizes, peaks of torch's allocations, and the refusal."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints travel both ways between this project and transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

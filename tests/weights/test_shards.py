@@ -1,7 +1,5 @@
 """The shard of a model folder that one of several processes reads and holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

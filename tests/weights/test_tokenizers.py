@@ -1,7 +1,5 @@
 """Tokenizers of both families: ids and texts as the libraries and transformers have them, whatever a user types."""
 
-from __future__ import annotations
-
 import io
 import json
 from functools import cache

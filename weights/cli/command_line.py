@@ -1,7 +1,5 @@
 """Command lines: help, error lines, exit status, standard streams."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """Devices: choice by name, the name of the CPU, and settings of the CPU's memory allocator."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re

@@ -1,7 +1,5 @@
 """User files: reading of text and JSON with errors of one line, and atomic writing."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Common style of pictures: dark ink on a white background, for light and dark pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

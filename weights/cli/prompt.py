@@ -1,7 +1,5 @@
 """Prompts: their text, their token ids, and a check of their length."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

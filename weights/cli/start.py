@@ -1,7 +1,5 @@
 """Settings of a process that a command makes before it imports large libraries."""
 
-from __future__ import annotations
-
 import os
 import signal
 

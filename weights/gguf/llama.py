@@ -5,8 +5,6 @@ rows of q and k. llama.cpp rotates neighbouring pairs of rows, Hugging Face the 
 converter interleaves the halves. ``weights.fetch`` has compared the file's checksum, so nothing is checked here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

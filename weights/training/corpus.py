@@ -1,7 +1,5 @@
 """Training text: documents from files, a tokenizer trained on them, and rows of token ids."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from array import array

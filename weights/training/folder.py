@@ -1,7 +1,5 @@
 """Folder of a training run: its start, the saved model, log and state, and its continuation."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -5,8 +5,6 @@ Compiled code is kept in a folder whose name is a hash of these files, so stale 
 notices a change in the file of a function, but not in the files of the functions that it calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

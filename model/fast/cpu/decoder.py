@@ -1,7 +1,5 @@
 """Decoder on a CPU whose short steps are one compiled function; torch reads prompts, on the same weights."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Sequence

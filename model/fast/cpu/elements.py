@@ -5,8 +5,6 @@ their bits, ties to even. NaN and infinity stay, so that non-finite numbers are 
 with fast-math, so the bits are the same on every processor.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

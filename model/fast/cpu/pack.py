@@ -1,7 +1,5 @@
 """Packing of low-bit weights, in the order in which a step reads them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

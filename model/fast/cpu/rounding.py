@@ -1,7 +1,5 @@
 """Compiled rounding of weights to four or six bits: ``model.quantise.round_groups``, about ten times as fast."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -6,8 +6,6 @@ neurons, and ``attend``, over rows and heads. One thread computes a number from 
 neither on the other rows nor on the number of threads.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
