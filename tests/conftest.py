@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Threads spin while they wait for each other. On a busy machine they so take the core from the one they wait for, and a
 # product takes fifty times as long. Read when torch is loaded, so nothing here imports it before.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-settings.register_profile("reproducible", derandomize=True, deadline=None)
+# Without shrinking, since every mutant fails a law and nobody reads its example: --hypothesis-profile=default shrinks.
+settings.register_profile("reproducible", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("reproducible")
 
 

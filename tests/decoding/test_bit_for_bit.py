@@ -68,7 +68,7 @@ def loaded(request: pytest.FixtureRequest, smollm2: Path) -> Loaded:
     return Loaded.of(WEIGHTS / request.param)
 
 
-@pytest.mark.parametrize(("prompt", "params"), [*((prompt, "greedy") for prompt in range(3)), (0, "sampled")])
+@pytest.mark.parametrize(("prompt", "params"), [(0, "greedy"), (1, "greedy"), (2, "sampled")])
 def test_speculated_text_is_plain_text(loaded: Loaded, prompt: int, params: str) -> None:
     loaded.check(encode_prompt(loaded.tokenizer, SOME[prompt]), PARAMS[params])
 

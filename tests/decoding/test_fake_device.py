@@ -57,9 +57,8 @@ def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[s
     return rounds, counts
 
 
-@pytest.mark.parametrize("coupling", ["ratio", "race"])
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "coupling"), [("llama", "ratio"), ("gemma2", "race")])
 def test_a_text_is_the_cpus_and_the_host_reads_once_per_round(family: str, drafter: str, coupling: str) -> None:
     """Uploads are the new tokens of the text, drafts by lookup, and the keys of a race."""
     policy = "break-even" if drafter == "best of" else "fixed"

@@ -97,9 +97,11 @@ DRAFTERS: dict[str, Callable[[Recall, KVCache], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "model"])
-def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(family: str, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "family"),
+    [("none", "llama"), ("skip", "gemma2"), ("exit", "llama"), ("lookup", "gemma2"), ("model", "llama")],
+)
+def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(drafter: str, family: str) -> None:
     model, prompt = tiny_model(family, vocab=64, layers=4), [5, 9, 2, 7, 5, 9]
     small = tiny_model("llama", vocab=64, layers=1, seed=4)
     make = DRAFTERS.get(drafter) or (lambda target, cache: ModelDrafter(Recall(small), small.new_cache(16)))
