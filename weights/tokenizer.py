@@ -111,5 +111,8 @@ def _eos_ids(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = read_optional_json(folder / name).get("eos_token_id")
         if value is not None:
-            return value if isinstance(value, list) else [value]
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(each) is int for each in ids):
+                raise InputError(f"{folder / name}: eos_token_id must be token ids, found {value!r:.80}")
+            return ids
     return []

@@ -16,7 +16,7 @@ from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
 from decoding.run.calibration import calibration_texts, weigh_inputs
 from decoding.run.cost_file import kept
-from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs
+from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs, measure_shared
 from decoding.run.drafting import GAMMA, Drafting, model_drafter, plain
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
@@ -277,7 +277,8 @@ def costs_of(way: Drafting, setting: Setting) -> CostTable:
 
     def measure() -> CostTable:
         say(f"measuring once the costs of drafts on this machine after {context} tokens")
-        return measure_costs(model, way.model, plan, params, context=context)
+        costs = measure_costs(model, way.model, plan, params, context=context)
+        return measure_shared(model, way.model, plan, params, costs)
 
     return kept(setting.folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-REPEATS = 11
+REPEATS, SHARED_REPEATS = 11, 5
 IN_A_ROW = 4  # draft steps timed together, so that the processor's caches are in the state of a draft
 UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
@@ -136,32 +136,46 @@ def measure_costs(
     are timed after ``context`` tokens. ``verify``: costs of verification that are known already; ``patience``: the
     seconds after which no further repeat begins.
     """
-    shared = hasattr(target, "together") and verify is None
-    cache = filled_cache(target, SHARED_ROWS[-1] if shared else max(longest, IN_A_ROW), context)
-    rows_of_steps = SHARED_ROWS if shared else ()
-    rows_of_drafts = SHARED_DRAFTS if shared and draft_model is not None else ()
-    counts = (*range(1, longest + 2), *rows_of_steps) if verify is None else ()
-    steps = {"plain": plain_rounds(target, cache, params)}
-    steps |= {count: verification(target, count, cache, params, context) for count in counts}
+    cache = filled_cache(target, max(longest, IN_A_ROW), context)
+    counts = range(1, longest + 2) if verify is None else ()
+    steps = [plain_rounds(target, cache, params)]
+    steps += [verification(target, count, cache, params, context) for count in counts]
     if draft_model is not None:
-        draft_cache = cache if draft_model is target else filled_cache(draft_model, SHARED_DRAFTS[-1], context)
-        steps["draft"] = draft_steps(draft_model, draft_cache, plan, params, context=context)
-        for rows in rows_of_drafts:
-            steps["drafts", rows] = shared_draft(draft_model, rows, draft_cache, plan, params, context)
-    timings = dict(zip(steps, take_turns([*steps.values()], REPEATS, target.device, patience), strict=True))
+        draft_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
+        steps.append(draft_steps(draft_model, draft_cache, plan, params, context=context))
+    timings = take_turns(steps, REPEATS, target.device, patience)
     # The fastest repeats: other work only ever makes a step slower.
-    fastest = {name: timing.fastest for name, timing in timings.items()}
-    plain, beside = fastest["plain"] / IN_A_ROW, 0.0
+    plain, beside = timings[0].fastest / IN_A_ROW, 0.0
     if verify is None:
-        beside = max(0.0, plain - fastest[1])  # a round contains a step
-        plain = fastest[1] + beside
-        verify = (1.0, *((fastest[count] + beside) / plain for count in range(2, longest + 2)))
-    drifts = [took.median / took.fastest / (timings["plain"].median / fastest["plain"]) for took in timings.values()]
+        one, *more = (took.fastest for took in timings[1 : longest + 2])
+        beside = max(0.0, plain - one)  # a round contains a step
+        plain = one + beside
+        verify = (1.0, *((seconds + beside) / plain for seconds in more))
+    drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
-    draft = fastest.get("draft", 0.0) / IN_A_ROW / plain
-    steps_of_texts = tuple(fastest[rows] / plain for rows in rows_of_steps)
-    drafts_of_texts = tuple(fastest["drafts", rows] / plain for rows in rows_of_drafts)
-    return CostTable(draft, verify, beside / plain, steps_of_texts, drafts_of_texts, steady)
+    draft = timings[-1].fastest / IN_A_ROW / plain if draft_model is not None else 0.0
+    return CostTable(draft, verify, beside / plain, steady=steady)
+
+
+@torch.inference_mode()
+def measure_shared(
+    target: Model, draft_model: Model | None, plan: LayerPlan | None, params: SamplingParams, costs: CostTable
+) -> CostTable:
+    """``costs`` with those of steps that several texts share, for a target that has such steps.
+
+    Apart from the others, since the large steps would drive the small ones out of the processor's caches.
+    """
+    if not hasattr(target, "together"):
+        return costs
+    cache = filled_cache(target, SHARED_ROWS[-1])
+    steps = [verification(target, rows, cache, params) for rows in (1, *SHARED_ROWS)]
+    if draft_model is not None:
+        draft_cache = cache if draft_model is target else filled_cache(draft_model, SHARED_DRAFTS[-1])
+        steps += [shared_draft(draft_model, rows, draft_cache, plan, params) for rows in SHARED_DRAFTS]
+    one, *more = (took.fastest for took in take_turns(steps, SHARED_REPEATS, target.device, PATIENCE))
+    relative = tuple(seconds / one * (1 - costs.beside) for seconds in more)  # in plain rounds
+    count = len(SHARED_ROWS)
+    return replace(costs, steps=relative[:count], drafts=relative[count:])
 
 
 def plain_rounds(target: Model, cache: Any, params: SamplingParams) -> Callable[[], None]:
@@ -206,7 +220,7 @@ def draft_steps(
 
 
 def shared_draft(
-    model: Model, rows: int, cache: Any, plan: LayerPlan | None, params: SamplingParams, context: int
+    model: Model, rows: int, cache: Any, plan: LayerPlan | None, params: SamplingParams, context: int = CONTEXT
 ) -> Callable[[], None]:
     """A draft step that this number of texts share, with a draw for each."""
     randomness = SeededRandomness(0, model.device)

@@ -1,20 +1,22 @@
 """Many texts written in shared steps, each the text it would be alone.
 
-Several loops run side by side, each in a thread, and a conductor stands between them and the model. It waits until each
-loop has called the model, computes the calls that can share a step, and returns each loop its logits. A model without
-``together`` computes the calls in turn. Only one thread runs at a time: a text's, until it calls again, or the
-conductor's. No text depends on the others: the rows of a step do not depend on each other, prompts are read in the same
-chunks as alone, and under the ratio rule draft lengths follow from the past of the same text.
+Several loops run side by side, each in a greenlet, and a conductor stands between them and the model. It waits until
+each loop has called the model, computes the calls that can share a step, and returns each loop its logits. A model
+without ``together`` computes the calls in turn. There is one thread, since switching threads makes a step half as long
+again: it runs a text's loop until that calls the model, or the conductor. No text depends on the others: the rows of a
+step do not depend on each other, prompts are read in the same chunks as alone, and under the ratio rule draft lengths
+follow from the past of the same text.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from greenlet import greenlet
 from torch import Tensor
 
 from decoding.drafters import Drafter
@@ -48,9 +50,9 @@ class Call(NamedTuple):
 class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
-    The conductor's thread calls ``readers``, and ``on_draft`` with each draft before its verification; the text's
-    thread calls ``observer``. Once ``ended``, there is a ``sample`` or an ``error``, and readers of the last round find
-    it. Any thread may set ``cancelled``: the sample is then interrupted.
+    The conductor calls ``readers``, and ``on_draft`` with each draft before its verification. Once ``ended``, there is
+    a ``sample`` or an ``error``, and readers of the last round find it. Any thread may set ``cancelled``: the sample is
+    then interrupted.
     """
 
     text: Text
@@ -65,7 +67,7 @@ class Task:
     error: BaseException | None = None
     ended: bool = False
     cancelled: bool = False
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    loop: greenlet | None = None
     row: Row | None = None
     call: Call | None = None  # of the model, unanswered
     answer: Tensor | Exception | None = None
@@ -73,7 +75,7 @@ class Task:
 
 
 class Port:
-    """Stand-in for a model in a text's thread: the conductor computes its calls."""
+    """Stand-in for a model in a text's loop: the conductor computes its calls."""
 
     def __init__(self, model: Decoder, conductor: Conductor) -> None:
         self.model, self.conductor = model, conductor
@@ -117,8 +119,8 @@ class Conductor:
         self.rows = [Row(self) for _ in range(places)]
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
-        self.running: Task | None = None  # the text whose thread runs; None: the conductor's
-        self.paused = threading.Semaphore(0)
+        self.running: Task | None = None  # the text whose loop runs
+        self.interrupted = False  # by Ctrl-C, while a text's loop was running
         self.reading = 0.0  # seconds that readers took
 
     def submit(self, task: Task) -> None:
@@ -136,8 +138,6 @@ class Conductor:
                 self._read()
                 self._take_step()
         finally:
-            while self.running:  # interrupted while a text's thread was running
-                self.paused.acquire()
             self.waiting.clear()
             for task in [task for task in self.active if not task.ended]:
                 task.cancelled = True
@@ -145,11 +145,10 @@ class Conductor:
             self.active.clear()
 
     def ask(self, call: Call) -> Any:
-        """In a text's thread: wait for the answer. Raises the call's error, and KeyboardInterrupt if cancelled."""
+        """In a text's loop: wait for the answer. Raises the call's error, and KeyboardInterrupt if cancelled."""
         task = self.running
-        task.call, self.running = call, None
-        self.paused.release()
-        task.turn.acquire()
+        task.call = call
+        task.loop.parent.switch()
         if task.cancelled:
             raise KeyboardInterrupt
         if isinstance(task.answer, Exception):
@@ -157,10 +156,7 @@ class Conductor:
         return task.answer
 
     def _write(self, task: Task) -> None:
-        """Write a text; runs in its thread."""
-        task.turn.acquire()
-        # One thread samples: the idle threads of many texts would take the cores from the steps.
-        torch.set_num_threads(1)
+        """Write a text, in its greenlet."""
         text, notes = task.text, [lambda *round: task.unread.append(round)]
         try:
             policy = task.policy or task.drafting.new_policy()
@@ -171,18 +167,19 @@ class Conductor:
             task.sample = task.row.write(text, task.drafting, task.params, task.coupling, **shown)
         except KeyboardInterrupt as stopped:
             task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)
+            self.interrupted = not task.cancelled
         except BaseException as error:
             task.error = error
             task.row.prompt = []  # the cache may hold anything
-        task.ended, self.running = True, None
-        self.paused.release()
+        task.ended = True
 
     def _switch(self, task: Task) -> None:
-        """Let a text's thread run until it calls the model or ends."""
+        """Let a text's loop run until it calls the model or ends. Raises KeyboardInterrupt for Ctrl-C meanwhile."""
         self.running = task
-        task.turn.release()
-        while self.running:
-            self.paused.acquire()
+        task.loop.switch()
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
 
     def _go_on(self, task: Task, answer: Tensor | Exception | None = None) -> None:
         """Give a text its answer, and pass its new rounds to its readers."""
@@ -204,11 +201,10 @@ class Conductor:
             self._go_on(task)
         while self.waiting and len(self.active) < len(self.rows):
             task, taken = self.waiting.pop(0), [task.row for task in self.active]
-            task.row, threads = next(row for row in self.rows if row not in taken), torch.get_num_threads()
-            threading.Thread(target=self._write, args=(task,), daemon=True).start()
+            task.row = next(row for row in self.rows if row not in taken)
+            task.loop = greenlet(partial(self._write, task))
             self.active.append(task)
             self._go_on(task)
-            torch.set_num_threads(threads)  # the text's thread has changed the default of new threads
         return bool(self.active)
 
     def _read(self) -> None:
