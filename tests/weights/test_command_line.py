@@ -157,7 +157,7 @@ def test_ctrl_c_while_a_command_is_imported_is_130_without_a_word(command: list[
 # Standard streams
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full: run it on Linux")
 @pytest.mark.parametrize("work", ["little", "much", "help"])
 def test_a_full_disk_is_one_line(work: str, shell: Shell) -> None:
     line = b"error: standard output cannot be read or written: No space left on device\n"

@@ -137,7 +137,7 @@ def pointer(address: Value, kind: ir.Type) -> Value:
 
 
 def load(address: Value, kind: ir.Type, count: Value | None = None) -> Value:
-    """Value of this type at an address, aligned or not; with ``count``, only so many lanes are read, the others 0."""
+    """Value of this type at an address, aligned or not; with ``count``, only its first lanes, the others 0."""
     place = pointer(address, kind)
     if count is None:
         return Value(place.builder, place.builder.load(place.raw, align=1))
@@ -146,7 +146,7 @@ def load(address: Value, kind: ir.Type, count: Value | None = None) -> Value:
 
 
 def store(address: Value, value: Value, count: Value | None = None) -> None:
-    """Store a float32 number or vector at an address; with ``count``, only so many lanes of it."""
+    """Store a float32 number or vector at an address; with ``count``, only its first lanes."""
     place = pointer(address, value.raw.type)
     if count is None:
         place.builder.store(value.raw, place.raw, align=1)
