@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -233,10 +234,10 @@ def test_the_candidates_of_top_p_do_not_depend_on_the_number_of_threads() -> Non
     """The mass is chosen such that torch's sum, which depends on the number of threads, would decide."""
     before = torch.get_num_threads()
 
-    def on_threads(count: int, work: Callable[[], Tensor]) -> Tensor:
+    def on_threads(count: int, work: Callable[..., Tensor], *given: Any) -> Tensor:
         torch.set_num_threads(count)
         try:
-            return work()
+            return work(*given)
         finally:
             torch.set_num_threads(before)
 
@@ -244,5 +245,5 @@ def test_the_candidates_of_top_p_do_not_depend_on_the_number_of_threads() -> Non
         row = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) / 1e6
         row[:2] = torch.tensor([0.11, 0.9])
         mass = min((on_threads(count, row[2:].sum) + row[0]).item() for count in (1, 2))
-        one, two = (on_threads(count, lambda: unlikely_among_candidates(row[None], mass)) for count in (1, 2))
+        one, two = (on_threads(count, unlikely_among_candidates, row[None], mass) for count in (1, 2))
         assert torch.equal(one, two)
