@@ -37,7 +37,7 @@ BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # enough that the time to r
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain steps."""
     longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
-    measure = partial(measure_costs, bench.setting.model, params=bench.setting.params)
+    measure = partial(measure_costs, bench.setting.model, params=bench.setting.params, coupling=bench.setting.coupling)
     verify = measure(None, None, longest=longest).verify
     bench.costs = {name: measure(way.model, way.plan, verify=verify) for name, way in bench.drafts.items()}
     rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(verify, start=1)]

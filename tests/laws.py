@@ -162,7 +162,9 @@ REAL_DRAFTERS = {
     "none": no_draft,
 }
 
-COSTS = CostTable(0.2, (1.0, 1.0, 1.0, 1.1), 0.0, (16.0, 32.0, 64.0), (0.8, 3.2))  # shared steps pay for one text only
+COSTS = CostTable(
+    0.2, (1.0, 1.0, 1.0, 1.1), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0), (0.2, 0.8, 3.2)
+)  # pays for one text only
 REAL_POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: FixedLength(3),
     "adaptive": lambda: AdaptiveExit(0.3, 4),

@@ -57,7 +57,7 @@ def measure_bits(
         if not has_memory_for(model, plan):
             steady = False
             continue
-        costs = measure_costs(model, model, plan, params, verify=verify)
+        costs = measure_costs(model, model, plan, params, coupling, verify=verify)
         verify, steady = costs.verify, steady and costs.steady
         model.forget_low_bits()
         prediction = predict(Calibration(model, texts, params, coupling).acceptance(plan), costs)

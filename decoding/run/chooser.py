@@ -277,10 +277,12 @@ def costs_of(way: Drafting, setting: Setting) -> CostTable:
 
     def measure() -> CostTable:
         say(f"measuring once the costs of drafts on this machine after {context} tokens")
-        costs = measure_costs(model, way.model, plan, params, context=context)
+        costs = measure_costs(model, way.model, plan, params, setting.coupling, context=context)
         return measure_shared(model, way.model, plan, params, costs)
 
-    return kept(setting.folder, model, f"{drafts}, {params}, after {context} tokens", CostTable, measure)
+    return kept(
+        setting.folder, model, f"{drafts}, {params}, {setting.coupling}, after {context} tokens", CostTable, measure
+    )
 
 
 def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from decoding.drafters import ModelDrafter, NoDraft
+from decoding.drafters import Draft, Drafter, ModelDrafter, NoDraft
 from decoding.model_port import Model
-from decoding.policies import FixedLength
-from decoding.randomness import Place, SeededRandomness
-from decoding.sampling import SamplingParams, distribution
+from decoding.policies import FixedLength, Policy
+from decoding.randomness import Randomness
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import verify_by_ratio
+from decoding.verify import Coupling
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS, LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
 REPEATS, SHARED_REPEATS = 11, 5
-IN_A_ROW = 4  # draft steps timed together, so that the processor's caches are in the state of a draft
+IN_A_ROW = 4  # draft steps timed in one round, so that the processor's caches are in the state of a draft
 UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
-GREEDY = SamplingParams()
 LARGEST_COST = 1e6
-SHARED_ROWS, SHARED_DRAFTS = (16, 32, 64), (4, 16)  # rows of a step of several texts, at which its cost is measured
+ROWS, DRAFT_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 4, 16)  # rows of a step of several texts, at which it is measured
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
 
 
@@ -38,13 +40,12 @@ class CostTable:
     """Costs of a draft.
 
     ``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, without its draft steps; verify[0], a
-    round without a draft, is 1 by definition. Where several texts can share a step: ``beside``, the part of a round
-    beside its step; ``steps`` and ``drafts``, steps of ``SHARED_ROWS`` and draft steps of ``SHARED_DRAFTS`` rows.
+    round without a draft, is 1 by definition. Where several texts can share a step: ``steps`` and ``drafts``, calls of
+    the target for ``ROWS`` rows and of the draft for ``DRAFT_ROWS``, without anything around them.
     """
 
     draft: float
     verify: tuple[float, ...]
-    beside: float = 0.0
     steps: tuple[float, ...] = ()
     drafts: tuple[float, ...] = ()
     steady: bool = field(default=True, compare=False)  # whether the repeats agreed
@@ -68,12 +69,14 @@ class CostTable:
         """The table where this number of texts share each step: costs of all of them, in units of their plain round."""
         if texts == 1 or not self.steps:
             return self
-        step = [cost - self.beside for cost in self.verify]
-        rounds = [
-            at_rows(texts * count, (*range(1, len(step) + 1), *SHARED_ROWS), (*step, *self.steps)) + texts * self.beside
-            for count in range(1, len(step) + 1)
-        ]
-        draft = at_rows(texts, (1, *SHARED_DRAFTS), (self.draft, *self.drafts)) if self.drafts else 0.0
+
+        def together(cost: float, rows: int, measured: Sequence[int], steps: Sequence[float]) -> float:
+            """Cost of one step for all, and of the other work for each."""
+            one, every = at_rows(rows, measured, steps), at_rows(texts * rows, measured, steps)
+            return every + texts * max(0.0, cost - one)
+
+        rounds = [together(cost, rows, ROWS, self.steps) for rows, cost in enumerate(self.verify, 1)]
+        draft = together(self.draft, 1, DRAFT_ROWS, self.drafts) if self.drafts else 0.0
         return CostTable(draft / rounds[0], tuple(cost / rounds[0] for cost in rounds))
 
 
@@ -118,43 +121,68 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     return expected_tokens(acceptance, length) / (length * costs.draft + costs.verify[length])
 
 
+class KnownDraft(NoDraft):
+    """Drafter of zeros, all that may be drafted: its rounds cost their verification."""
+
+    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
+        ids = torch.zeros(limit, dtype=torch.int64, device=self.empty.tokens.device)
+        return Draft(ids, F.one_hot(ids, self.empty.probs.shape[1]).float())
+
+
+def round_of(
+    target: Model, cache: Any, drafter: Drafter, length: int, params: SamplingParams, coupling: str
+) -> Callable[[], Round]:
+    """A round of the loop with a draft of this length, after the tokens of the cache.
+
+    Each call has another seed: the numbers of a place that was drawn at before would be in memory.
+    """
+    prompt, seeds = [0] * (cache.length + 1), count()
+
+    def one_round() -> Round:
+        drawn, text = Coupling(coupling, next(seeds)), Text(prompt, Rules(length + 1), target)
+        how = params, drawn.randomness(target.device), drawn.verify
+        return next(speculate(target, cache, text, drafter, FixedLength(length), *how))
+
+    return one_round
+
+
 @torch.inference_mode()
 def measure_costs(
     target: Model,
     draft_model: Model | None,
     plan: LayerPlan | None,
-    params: SamplingParams = GREEDY,
+    params: SamplingParams,
+    coupling: str = "ratio",
     *,
     longest: int = LONGEST_DRAFT,
     context: int = CONTEXT,
     verify: tuple[float, ...] | None = None,
     patience: float = PATIENCE,
 ) -> CostTable:
-    """Costs of the loop's steps with these sampling parameters: fastest of repeats in turns, after a warm-up.
+    """Costs of rounds of the loop with these sampling parameters: fastest of repeats in turns, after a warm-up.
 
-    ``draft_model`` drafts under ``plan``; with None, a drafter without a model, a draft step costs nothing. The steps
-    are timed after ``context`` tokens. ``verify``: costs of verification that are known already; ``patience``: the
-    seconds after which no further repeat begins.
+    ``draft_model`` drafts under ``plan``; with None, a drafter without a model, a draft step costs nothing. The rounds
+    begin after ``context`` tokens. ``verify``: costs of verification that are known already; ``patience``: the seconds
+    after which no further repeat begins.
     """
-    cache = filled_cache(target, max(longest, IN_A_ROW), context)
-    counts = range(1, longest + 2) if verify is None else ()
-    steps = [plain_rounds(target, cache, params)]
-    steps += [verification(target, count, cache, params, context) for count in counts]
-    if draft_model is not None:
-        draft_cache = cache if draft_model is target else filled_cache(draft_model, IN_A_ROW, context)
-        steps.append(draft_steps(draft_model, draft_cache, plan, params, context=context))
-    timings = take_turns(steps, REPEATS, target.device, patience)
-    # The fastest repeats: other work only ever makes a step slower.
-    plain, beside = timings[0].fastest / IN_A_ROW, 0.0
+    longest = longest if verify is None else len(verify) - 1
+    cache, empty = filled_cache(target, longest, context), (target.vocab_size, target.device)
+    with_draft = partial(round_of, target, cache, params=params, coupling=coupling)
+    rounds = [with_draft(NoDraft(*empty), 0)]
     if verify is None:
-        one, *more = (took.fastest for took in timings[1 : longest + 2])
-        beside = max(0.0, plain - one)  # a round contains a step
-        plain = one + beside
-        verify = (1.0, *((seconds + beside) / plain for seconds in more))
+        rounds += [with_draft(KnownDraft(*empty), length) for length in range(1, longest + 1)]
+    length = min(IN_A_ROW, longest)
+    if draft_model is not None:
+        draft_cache = cache if draft_model is target else filled_cache(draft_model, longest, context)
+        rounds.append(with_draft(ModelDrafter(draft_model, draft_cache, plan), length))
+    timings = take_turns(rounds, REPEATS, target.device, patience)
+    # The fastest repeats: other work only ever makes a step slower.
+    costs = [took.fastest / timings[0].fastest for took in timings]
+    verify = verify or tuple(costs[: longest + 1])
     drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
     steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
-    draft = timings[-1].fastest / IN_A_ROW / plain if draft_model is not None else 0.0
-    return CostTable(draft, verify, beside / plain, steady=steady)
+    draft = max(0.0, (costs[-1] - verify[length]) / length) if draft_model is not None else 0.0
+    return CostTable(draft, verify, steady=steady)
 
 
 @torch.inference_mode()
@@ -167,75 +195,25 @@ def measure_shared(
     """
     if not hasattr(target, "together"):
         return costs
-    cache = filled_cache(target, SHARED_ROWS[-1])
-    steps = [verification(target, rows, cache, params) for rows in (1, *SHARED_ROWS)]
+
+    def calls(model: Model, cache: Any, every: Sequence[int], plan: LayerPlan | None = None) -> list[partial]:
+        tokens = torch.zeros(1, every[-1], dtype=torch.int64, device=model.device)
+        return [partial(model, tokens[:, :rows], cache, cache.length, plan) for rows in every]
+
+    cache = filled_cache(target, ROWS[-1])
+    steps = [round_of(target, cache, NoDraft(target.vocab_size, target.device), 0, params, "ratio")]
+    steps += calls(target, cache, ROWS)
     if draft_model is not None:
-        draft_cache = cache if draft_model is target else filled_cache(draft_model, SHARED_DRAFTS[-1])
-        steps += [shared_draft(draft_model, rows, draft_cache, plan, params) for rows in SHARED_DRAFTS]
-    one, *more = (took.fastest for took in take_turns(steps, SHARED_REPEATS, target.device, PATIENCE))
-    relative = tuple(seconds / one * (1 - costs.beside) for seconds in more)  # in plain rounds
-    count = len(SHARED_ROWS)
-    return replace(costs, steps=relative[:count], drafts=relative[count:])
-
-
-def plain_rounds(target: Model, cache: Any, params: SamplingParams) -> Callable[[], None]:
-    """``IN_A_ROW`` rounds of the loop without a draft."""
-    drafter, policy = NoDraft(target.vocab_size, target.device), FixedLength(0)
-    randomness, prompt = SeededRandomness(0, target.device), [0] * (cache.length + 1)
-
-    def rounds() -> None:
-        for _ in speculate(target, cache, Text(prompt, Rules(IN_A_ROW), target), drafter, policy, params, randomness):
-            pass
-
-    return rounds
-
-
-def verification(
-    target: Model, count: int, cache: Any, params: SamplingParams = GREEDY, context: int = CONTEXT
-) -> Callable[[], None]:
-    """A step of the loop that verifies ``count`` tokens; with one token it is a plain step."""
-    randomness = SeededRandomness(0, target.device)
-    tokens = torch.zeros(context + count, dtype=torch.int64, device=target.device)
-    draft_probs = torch.full((count - 1, target.vocab_size), 1 / target.vocab_size, device=target.device)
-
-    def step() -> None:
-        probs = distribution(target(tokens[None, context:], cache, context)[0], tokens, params)
-        torch.stack(verify_by_ratio(probs, draft_probs, tokens[context + 1 :], randomness, Place(context))).tolist()
-
-    return step
-
-
-def draft_steps(
-    model: Model, cache: Any, plan: LayerPlan | None, params: SamplingParams = GREEDY, context: int = CONTEXT
-) -> Callable[[], None]:
-    """A draft of ``IN_A_ROW`` tokens by ``ModelDrafter``, read by the host."""
-    drafter, text = ModelDrafter(model, cache, plan), Text([0] * (context + 1), Rules(IN_A_ROW), model)
-    policy, randomness = FixedLength(IN_A_ROW), SeededRandomness(0, model.device)
-
-    def steps() -> None:
-        drafter.rollback(len(text))
-        drafter.propose(text, IN_A_ROW, params, policy, randomness).tokens.tolist()
-
-    return steps
-
-
-def shared_draft(
-    model: Model, rows: int, cache: Any, plan: LayerPlan | None, params: SamplingParams, context: int = CONTEXT
-) -> Callable[[], None]:
-    """A draft step that this number of texts share, with a draw for each."""
-    randomness = SeededRandomness(0, model.device)
-    tokens = torch.zeros(context + rows, dtype=torch.int64, device=model.device)
-
-    def step() -> None:
-        logits = model(tokens[None, context:], cache, context, plan)[0]
-        for row, text in zip(logits, range(context + 1, context + rows + 1), strict=True):
-            randomness.draw(distribution(row[None], tokens[:text], params)[0], Place(text)).item()
-
-    return step
+        draft_cache = cache if draft_model is target else filled_cache(draft_model, DRAFT_ROWS[-1])
+        steps += calls(draft_model, draft_cache, DRAFT_ROWS, plan)
+    plain, *more = (took.fastest for took in take_turns(steps, SHARED_REPEATS, target.device, PATIENCE))
+    relative = tuple(seconds / plain for seconds in more)
+    return replace(costs, steps=relative[: len(ROWS)], drafts=relative[len(ROWS) :])
 
 
 def filled_cache(model: Model, longest: int, context: int = CONTEXT) -> Any:
-    """A cache that holds ``context`` tokens, with positions for a draft of ``longest`` more."""
+    """A cache that holds ``context`` tokens, at most half the model's, with positions for a draft of ``longest``."""
+    context = min(context, model.max_positions // 2)
     cache = model.new_cache(context + longest + 1)
     model.prefill(torch.zeros(1, context, dtype=torch.int64, device=model.device), cache)
     return cache

@@ -68,7 +68,7 @@ def decide_as_rank_0(policy: Policy, randomness: Randomness, verify: Verify) -> 
 def costs_of_rank_0(way: chooser.Drafting, setting: chooser.Setting) -> CostTable:
     """``chooser.costs_of``, measured on rank 0 at every start, since kept costs differ between machines."""
     how = {"context": setting.context, "patience": math.inf}
-    return from_rank_0(measure_costs(setting.model, way.model, way.plan, setting.params, **how))
+    return from_rank_0(measure_costs(setting.model, way.model, way.plan, setting.params, setting.coupling, **how))
 
 
 def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Request, Decoder], int]) -> NoReturn:

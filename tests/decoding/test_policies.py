@@ -166,26 +166,26 @@ def test_break_even_comes_back_when_drafts_become_good() -> None:
     assert max(drafted[150:200]) <= 1 and drafted[-1] == 4
 
 
-SHARED = CostTable(0.5, (1.0, 1.1, 1.2), 0.2, (5.0, 9.0, 17.0), (0.8, 2.0))
+SHARED = CostTable(0.5, (1.0, 1.1, 1.2), (0.8, 0.9, 1.1, 2.0, 5.0, 9.0, 17.0), (0.4, 0.8, 2.0))
 
 
 @given(texts=st.integers(1, 40))
 def test_shared_costs_are_those_of_all_texts_in_plain_rounds_of_all(texts: int) -> None:
     table = SHARED.shared_by(texts)
     assert table.verify[0] == pytest.approx(1) and list(table.verify) == sorted(table.verify)
-    if texts == 4:  # 4 rows are beyond those of one text: between .2 less than 1.2 at 3 rows, and 5 at 16
-        plain = 1.0 + (4 - 3) / (16 - 3) * (5 - 1.0) + 4 * 0.2
-        assert table.draft == pytest.approx(0.8 / plain)
+    if texts == 4:  # beside its call, a round costs .2 per text, and a draft step .1
+        plain = 1.1 + 4 * 0.2
+        assert table.draft == pytest.approx((0.8 + 4 * 0.1) / plain)
     if texts == 32:  # 64 rows and more are taken to cost in proportion
         plain = 9.0 + 32 * 0.2
-        assert table.draft == pytest.approx(2.0 * 32 / 16 / plain)
+        assert table.draft == pytest.approx((2.0 * 32 / 16 + 32 * 0.1) / plain)
         assert table.verify[1:] == pytest.approx([(17 + 6.4) / plain, (17 * 96 / 64 + 6.4) / plain])
     assert SHARED.shared_by(1) is SHARED
     assert CHEAP.shared_by(texts) is CHEAP, "steps that are not shared cost the same for every text"
 
 
 def test_break_even_stops_drafting_where_many_texts_share_a_step() -> None:
-    costs = CostTable(0.3, (1.0, 1.05, 1.1), 0.1, (4.0, 8.0, 16.0), (0.6, 2.4))
+    costs = CostTable(0.3, (1.0, 1.05, 1.1), (0.9, 0.95, 1.1, 2.0, 4.0, 8.0, 16.0), (0.3, 0.6, 2.4))
     policy = BreakEven({"model": costs})
     assert policy.choose([MODEL])[1] == 2
     policy.share(lambda: 16)

@@ -1,6 +1,8 @@
 """Laws of the loop beyond its distribution: greedy equality, budgets, caches, seeds, records, dead ends."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -243,34 +245,48 @@ def test_an_impossible_token_is_never_accepted_not_even_at_u_zero() -> None:
     assert (accepted.item(), token.item()) == (0, 1)
 
 
-def test_costs_are_in_units_of_a_plain_step() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    costs = measure_costs(model, model, LayerPlan.early_exit(3, 1), longest=2)
-    assert costs.verify[0] == 1.0
-    assert len(costs.verify) == 3
-    assert costs.longest_draft == 2
-    assert costs.draft > 0
-    assert measure_costs(model, None, None, longest=1).draft == 0.0
+GREEDY = SamplingParams()
 
 
-@pytest.mark.parametrize("disturbed", [set(), {0}, {1}, {2}, {0, 1, 2, 3}])
+def test_costs_are_in_units_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts MLPs times rows: 3 per row of the target, 1 per draft step under a plan of one layer."""
+    model, work = tiny_model("llama", vocab=VOCAB), []
+    for layer in model.layers:
+        layer.mlp.register_forward_hook(lambda _, inputs, __: work.append(inputs[0].shape[1]))
+
+    def take_turns(steps: list[Callable[[], object]], *_: object) -> list[Timing]:
+        seconds = []
+        for step in steps:
+            before = sum(work)
+            step()
+            seconds.append(float(sum(work) - before))
+        return [Timing(each, each, each, 1) for each in seconds]
+
+    monkeypatch.setattr("decoding.run.costs.take_turns", take_turns)
+    costs = measure_costs(model, model, LayerPlan.early_exit(3, 1), GREEDY, longest=3)
+    assert costs.verify == (1.0, 2.0, 3.0, 4.0) and costs.longest_draft == 3
+    assert costs.draft == pytest.approx(1 / 3)
+    assert measure_costs(model, None, None, GREEDY, verify=costs.verify) == replace(costs, draft=0.0)
+
+
+@pytest.mark.parametrize("disturbed", [set(), {0}, {1}, {2}, {0, 1, 2}])
 def test_costs_are_steady_where_a_slow_machine_slowed_every_step_alike(
     disturbed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm, busy = Timing(1.0, 0.9, 2.0, 7), Timing(1.0, 0.6, 2.0, 7)
-    timings = [busy if at in disturbed else calm for at in range(4)]
+    timings = [busy if at in disturbed else calm for at in range(3)]
     monkeypatch.setattr("decoding.run.costs.take_turns", lambda *_: timings)
     model = tiny_model("llama", vocab=VOCAB)
-    assert measure_costs(model, model, None, longest=1).steady == (len(disturbed) in (0, 4))
+    assert measure_costs(model, model, None, GREEDY, longest=1).steady == (len(disturbed) in (0, 3))
 
 
 def test_measuring_costs_of_a_slow_model_ends_early() -> None:
     """With one warm-up and one counted repeat, where patience lasts with one warm-up and all repeats."""
     model, calls = tiny_model("llama", vocab=VOCAB), []
     model.register_forward_hook(lambda *_: calls.append(1))
-    measure_costs(model, None, None, longest=1, patience=0.0)
+    measure_costs(model, None, None, GREEDY, longest=1, patience=0.0)
     few = len(calls)
-    measure_costs(model, None, None, longest=1, patience=math.inf)
+    measure_costs(model, None, None, GREEDY, longest=1, patience=math.inf)
     assert (len(calls) - few) * 2 == few * (1 + REPEATS)
 
 

@@ -85,7 +85,7 @@ def test_one_compiled_block_serves_all_layers(family: str) -> None:
 def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
     """Costs are measured in inference mode, and torch refuses to write such tensors outside of it, in texts."""
     model = static()
-    measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), longest=2)
+    measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), SamplingParams(), longest=2)
     cache = model.new_cache(8)
     assert not cache.keys[0].is_inference() and len(model.static_caches) <= 2
     writer = Writer(model, 12)
