@@ -46,6 +46,7 @@ clean:
 export PROMPT
 
 .venv/ready: requirements.txt
+	@echo "installing torch and other libraries: 0.4 GB with torch for CPUs, some gigabytes with torch for GPUs"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	@touch $@

@@ -15,14 +15,16 @@ class BreakEven(Policy):
     whose speed-up is below 1 is probed with a draft of one token, ``pause`` plain rounds after the last draft.
 
     The credit, in plain steps, limits losses: no draft is made whose cost, were all of it rejected, exceeds that of a
-    plain step by more than the credit. It begins at ``START`` and is at most ``LARGEST_CREDIT``. Each round adds
-    1 + ``SHARE`` per token of the text and subtracts its cost. So a text never costs more than ``START`` plus
-    1 + ``SHARE`` times plain decoding, by these costs, however few tokens the target accepts.
+    plain step by more than the credit. It begins at ``START_CREDIT`` and is at most ``LARGEST_CREDIT``. Each round adds
+    1 + ``CREDIT_PER_TOKEN`` per token of the text and subtracts its cost. So a text never costs more than ``START_CREDIT`` plus
+    1 + ``CREDIT_PER_TOKEN`` times plain decoding, by these costs, however few tokens the target accepts.
 
     Where several texts share the model's steps (``share``), the costs are theirs: the more rows a step has, the more
     another row costs, and the shorter the drafts that pay.
 
-    Five rounds with one model, where a draft step costs 0.5, the verification of two tokens 1.1, and ``pause`` is 2:
+    Five rounds with one model, where a draft step costs 0.5, the verification of two tokens 1.1, and ``pause`` is 2.
+    "Waiting" counts the plain rounds before the next probe.
+
 
     | round | α | speed-up of one token | waiting | drafted | accepted | cost | credit after |
     |---|---|---|---|---|---|---|---|
@@ -37,7 +39,7 @@ class BreakEven(Policy):
     """
 
     PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0  # α before the first round, and its weight in tokens
-    START, SHARE, LARGEST_CREDIT = 4.0, 0.02, 6.0
+    START_CREDIT, CREDIT_PER_TOKEN, LARGEST_CREDIT = 4.0, 0.02, 6.0
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class BreakEven(Policy):
         super().__init__(min(longest, *(table.longest_draft for table in costs.values())))
         self.costs, self.memory, self.pause, self.priors = costs, memory, pause, priors or {}
         self.seen: dict[str, tuple[float, float]] = {}  # per kind: tokens accepted, and tokens judged
-        self.credit, self.waiting = self.START, 0
+        self.credit, self.waiting = self.START_CREDIT, 0
         self.share(lambda: 1)
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
@@ -70,7 +72,7 @@ class BreakEven(Policy):
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
         """The offer to take and the number of its tokens; None and 0 for a round without a draft."""
         best, taken, length = 1.0, None, 0
-        probe, best_probe = None, 0.0
+        probe, probe_speed = None, 0.0
         texts = self.texts()
         for offer in offers:
             costs, rate = self.costs[offer.name].shared_by(texts), self.acceptance(offer.kind)
@@ -81,8 +83,8 @@ class BreakEven(Policy):
                 speed = predicted_speedup(rate, count, costs)
                 if speed > best:
                     best, taken, length = speed, offer, count
-                if count == 1 and offer.tokens is None and speed > best_probe:
-                    probe, best_probe = offer, speed
+                if count == 1 and offer.tokens is None and speed > probe_speed:
+                    probe, probe_speed = offer, speed
         if taken is None and probe is not None and not self.waiting:
             taken, length = probe, 1
         self.offers, self.taken = offers, taken
@@ -94,7 +96,7 @@ class BreakEven(Policy):
         cost = 1.0
         if drafted and self.taken_costs is not None:
             cost = drafted * self.taken_costs.draft + self.taken_costs.verify[drafted]
-        self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.SHARE) * len(round.emitted) - cost)
+        self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.CREDIT_PER_TOKEN) * len(round.emitted) - cost)
         self.waiting = self.pause if drafted else max(0, self.waiting - 1)
         for offer in self.offers:
             if offer.tokens is not None:

@@ -27,20 +27,20 @@ from weights.cli.files import one_line
 from weights.load import load_draft_model, model_folder, read_config
 from weights.tokenizer import Tokenizer
 
-GAMMA_LOW_BITS = 5  # the same for drafts in the number of bits of --bits
+GAMMA_LOW_BITS = 5  # tokens drafted per round with --bits
 LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}  # acceptance before any is observed
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY, START_SAMPLED = 0.8, 0.5  # its first thresholds
 CONTEXTS = (CONTEXT, 1024, 4096)  # tokens of context at which costs are measured: the nearest to the prompt's length
-DRAWN = ("lowbit", "exit", "skip", "model", "lookup", "class")  # kinds whose draft lengths the options choose
+LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")  # kinds whose draft length the options may set
 USEFUL_WITH = {  # kinds of draft on which an option has an effect; "class" is one of the user
     "plan": ("skip", "auto"),
     "exit_layer": ("exit",),
     "bits": ("lowbit", "exit", "skip"),
     "draft_model": ("model",),
-    "gamma": DRAWN,
-    "adaptive": DRAWN,
-    "min_target_confidence": (*DRAWN, "auto"),
+    "gamma": LENGTH_IS_FREE,
+    "adaptive": LENGTH_IS_FREE,
+    "min_target_confidence": (*LENGTH_IS_FREE, "auto"),
 }
 
 
@@ -217,7 +217,7 @@ def bits_table(setting: Setting) -> BitsTable:
     model, params, coupling = setting.model, setting.params, setting.coupling
 
     def measure() -> BitsTable:
-        say("measuring once which bits gain most for drafts on this machine")
+        say("measuring once which bits gain most for drafts on this machine (half a minute)")
         weigh_inputs(model, setting.folder, setting.tokenizer)
         return measure_bits(model, calibration_texts(model, setting.tokenizer, params), params, coupling)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from model import Decoder, InputError
+from weights.cli.command_line import say
 from weights.cli.device import processor
 from weights.cli.files import read_optional_json, write_json
 
@@ -31,7 +32,9 @@ def kept(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Cal
     found = _parse(entries.get(key), kind)
     if found is None:
         found = measure()
-        if getattr(found, "steady", True):
+        if not getattr(found, "steady", True):
+            say("the measurement is not kept: other programs disturbed it or took the memory")
+        else:
             with suppress(OSError, ValueError, InputError):
                 write_json(folder / FILE, {**entries, key: asdict(found)})
     return found

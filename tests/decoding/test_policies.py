@@ -111,7 +111,7 @@ def test_break_even_never_costs_noticeably_more_than_plain_decoding(costs: CostT
     """For any costs, and any change of acceptance along the text."""
     drafted, spent = run(BreakEven({"model": costs}), costs, accepted)
     tokens = sum(min(length, most) + 1 for length, most in zip(drafted, accepted, strict=True))
-    assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
+    assert spent <= (1 + BreakEven.CREDIT_PER_TOKEN) * tokens + BreakEven.START_CREDIT + 1e-9
 
 
 @given(costs=st.tuples(TABLES, TABLES), rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200))
@@ -128,7 +128,7 @@ def test_nor_does_it_with_several_offers(costs: tuple[CostTable, CostTable], rou
         round = a_round(length, min(length, most))
         tokens += len(round.emitted)
         policy.observe(round)
-    assert spent <= (1 + BreakEven.SHARE) * tokens + BreakEven.START + 1e-9
+    assert spent <= (1 + BreakEven.CREDIT_PER_TOKEN) * tokens + BreakEven.START_CREDIT + 1e-9
 
 
 def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
