@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", metavar="S", help="system message of the chat")
     draft = parser.add_argument_group("drafting")
     draft.add_argument(
-        "--draft", default="auto", metavar="KIND", help=f"{', '.join(DRAFTERS)}, or FILE.py:Class (default: auto)"
+        "--draft", default="auto", metavar="D", help=f"{', '.join(DRAFTERS)}, FILE.py:Class (default: auto)"
     )
     draft.add_argument("--plan", type=Path, metavar="FILE", help="layer plan of --draft skip or auto")
     draft.add_argument("--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)")

@@ -16,15 +16,15 @@ class BreakEven(Policy):
 
     The credit, in plain steps, limits losses: no draft is made whose cost, were all of it rejected, exceeds that of a
     plain step by more than the credit. It begins at ``START_CREDIT`` and is at most ``LARGEST_CREDIT``. Each round adds
-    1 + ``CREDIT_PER_TOKEN`` per token of the text and subtracts its cost. So a text never costs more than ``START_CREDIT`` plus
-    1 + ``CREDIT_PER_TOKEN`` times plain decoding, by these costs, however few tokens the target accepts.
+    1 + ``CREDIT_PER_TOKEN`` per token of the text and subtracts its cost. So a text never costs more than
+    ``START_CREDIT`` plus 1 + ``CREDIT_PER_TOKEN`` times plain decoding, by these costs, however few tokens the target
+    accepts.
 
     Where several texts share the model's steps (``share``), the costs are theirs: the more rows a step has, the more
     another row costs, and the shorter the drafts that pay.
 
     Five rounds with one model, where a draft step costs 0.5, the verification of two tokens 1.1, and ``pause`` is 2.
     "Waiting" counts the plain rounds before the next probe.
-
 
     | round | α | speed-up of one token | waiting | drafted | accepted | cost | credit after |
     |---|---|---|---|---|---|---|---|
