@@ -36,9 +36,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="default: if the model has a template")
     parser.add_argument("--system", metavar="S", help="system message of the chat")
     draft = parser.add_argument_group("drafting")
-    draft.add_argument(
-        "--draft", default="auto", metavar="D", help=f"{', '.join(DRAFTERS)}, FILE.py:Class (default: auto)"
-    )
+    draft.add_argument("--draft", default="auto", metavar="KIND", help=f"{', '.join(DRAFTERS)}, or FILE.py:Class")
     draft.add_argument("--plan", type=Path, metavar="FILE", help="layer plan of --draft skip or auto")
     draft.add_argument("--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)")
     draft.add_argument("--bits", type=int, metavar="B", help="lowbit, exit, skip: draft with weights in 4, 6 or 8 bits")
