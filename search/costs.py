@@ -2,39 +2,42 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from decoding.drafters import raw_probability
-from decoding.run.costs import BITS, IN_A_ROW, SublayerCosts, draft_steps, filled_cache, measure_costs, plain_rounds
+from decoding.run.costs import IN_A_ROW, draft_steps, filled_cache, measure_costs, plain_rounds
 from decoding.sampling import SamplingParams
 from model import Decoder, LayerPlan
 from model.clock import take_turns
+from model.plan import FULL, LOW_BITS
 
 REPEATS, PATIENCE = 21, 15.0  # times, and seconds: more than for one draft, since a whole search relies on these
+BITS = (*LOW_BITS, FULL)  # of a sublayer that runs
 
 
-@torch.inference_mode()
-def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
-    """Costs in rounds of plain decoding: draft steps of some plans take turns with these, with these parameters.
+class SublayerCosts(NamedTuple):
+    """Costs of the parts of a draft step, for the draft steps of any layer plan, in rounds of plain decoding.
 
-    The draft steps are fitted by base + attention · attentions + mlp · MLPs, each by its bits (least squares).
+    ``parts``: a draft step that skips all sublayers (embedding, head, distribution, draw), one attention and one MLP,
+    each in each of ``BITS``: ``3 · len(BITS)`` numbers. ``confidence``: reading the confidence of a drafted token;
+    ``verify`` as in CostTable.
     """
-    verify = measure_costs(model, None, None, params, patience=PATIENCE).verify
-    cache, plans = filled_cache(model, IN_A_ROW), list(measured_plans(model.num_layers))
-    for plan in plans:
-        model.prepare(plan)
-    token = torch.tensor(0, device=model.device)
-    logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
-    steps = [plain_rounds(model, filled_cache(model, IN_A_ROW), params)]
-    steps += [draft_steps(model, cache, plan, params) for plan in plans]  # IN_A_ROW of them, like the plain rounds
-    timings = take_turns([*steps, partial(raw_probability, logits, token)], REPEATS, model.device, PATIENCE)
-    plain, *drafts, confidence = (took.fastest for took in timings)  # other work only makes a step slower
-    sizes = torch.tensor([counts_of(plan) for plan in plans], dtype=torch.float64)
-    costs = torch.tensor(drafts, dtype=torch.float64) / plain
-    fitted = torch.linalg.lstsq(sizes, costs[:, None]).solution[:, 0].clamp(min=0)
-    base, attention, mlp = (tuple(part.tolist()) for part in fitted.split(len(BITS)))
-    return SublayerCosts(attention, mlp, base, confidence * IN_A_ROW / plain, verify)
+
+    parts: list[float]
+    confidence: float
+    verify: tuple[float, ...]
+
+    def draft(self, plan: LayerPlan) -> float:
+        """A draft step under ``plan``."""
+        return float(np.dot(counts_of(plan), self.parts))
+
+
+def counts_of(plan: LayerPlan) -> list[int]:
+    """Numbers of heads, attentions and MLPs of each number of bits in a plan: ``3 · len(BITS)``."""
+    return [parts.count(bits) for parts in ((plan.head,), plan.attention, plan.mlp) for bits in BITS]
 
 
 def measured_plans(layers: int) -> Iterator[LayerPlan]:
@@ -45,7 +48,21 @@ def measured_plans(layers: int) -> Iterator[LayerPlan]:
             yield LayerPlan.skipping(layers, *skipped).in_bits(bits, bits)
 
 
-def counts_of(plan: LayerPlan) -> list[float]:
-    """Numbers of heads, attentions and MLPs of each number of bits in a plan: ``3 · len(BITS)``."""
-    parts = ([plan.head], plan.attention, plan.mlp)
-    return [float(sum(each == bits for each in part)) for part in parts for bits in BITS]
+@torch.inference_mode()
+def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
+    """Costs with these sampling parameters: draft steps of some plans, in turns with rounds of plain decoding.
+
+    The least-squares solution of: the cost of a plan's step is the sum of the costs of its parts.
+    """
+    verify = measure_costs(model, None, None, params, patience=PATIENCE).verify
+    cache, plans = filled_cache(model, IN_A_ROW), list(measured_plans(model.num_layers))
+    for plan in plans:
+        model.prepare(plan)
+    token = torch.tensor(0, device=model.device)
+    logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
+    steps = [plain_rounds(model, filled_cache(model, IN_A_ROW), params), partial(raw_probability, logits, token)]
+    steps += [draft_steps(model, cache, plan, params) for plan in plans]  # IN_A_ROW of them, like the plain rounds
+    timings = take_turns(steps, REPEATS, model.device, PATIENCE)
+    plain, confidence, *drafts = (took.fastest for took in timings)  # other work only makes a step slower
+    parts = np.linalg.lstsq([counts_of(plan) for plan in plans], np.array(drafts) / plain, rcond=None)[0]
+    return SublayerCosts(parts.clip(min=0).tolist(), confidence * IN_A_ROW / plain, verify)

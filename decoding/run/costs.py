@@ -22,7 +22,7 @@ from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model.clock import take_turns
-from model.plan import FULL, LOW_BITS, LayerPlan
+from model.plan import LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
@@ -32,7 +32,6 @@ UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above w
 PATIENCE = 4.0  # seconds after which no further repeat begins
 LARGEST_COST = 1e6
 ROWS, DRAFT_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 4, 16)  # rows of a step of several texts, at which it is measured
-BITS = (*LOW_BITS, FULL)  # of a sublayer that runs, in the order of its costs
 
 
 @dataclass(frozen=True)
@@ -78,32 +77,6 @@ class CostTable:
         rounds = [together(cost, rows, ROWS, self.steps) for rows, cost in enumerate(self.verify, 1)]
         draft = together(self.draft, 1, DRAFT_ROWS, self.drafts) if self.drafts else 0.0
         return CostTable(draft / rounds[0], tuple(cost / rounds[0] for cost in rounds))
-
-
-@dataclass(frozen=True)
-class SublayerCosts:
-    """Costs of the parts of a draft step, for the draft steps of any layer plan.
-
-    ``attention``, ``mlp``: one sublayer in each of ``BITS``; ``base``: a draft step that skips all sublayers
-    (embedding, head, distribution, draw), with the head in each of ``BITS``; ``confidence``: reading the confidence of
-    a drafted token; ``verify`` as in CostTable.
-    """
-
-    attention: tuple[float, ...]
-    mlp: tuple[float, ...]
-    base: tuple[float, ...]
-    confidence: float
-    verify: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for costs of other numbers of bits than ``BITS``."""
-        if {len(self.attention), len(self.mlp), len(self.base)} != {len(BITS)}:
-            raise ValueError(f"no table of costs: {self}")
-
-    def draft(self, plan: LayerPlan) -> float:
-        """A draft step under ``plan``."""
-        sublayers = [(self.attention, bits) for bits in plan.attention] + [(self.mlp, bits) for bits in plan.mlp]
-        return self.base[BITS.index(plan.head)] + sum(cost[BITS.index(bits)] for cost, bits in sublayers if bits)
 
 
 def at_rows(rows: int, measured: Sequence[int], costs: Sequence[float]) -> float:

@@ -1,10 +1,9 @@
-"""Search: the optimum that it finds, its journal, confirmation, pictures, and wrong input."""
+"""Search: the optimum that it finds, its journal, confirmation, its picture, and wrong input."""
 
 import functools
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -17,7 +16,6 @@ from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.acceptance import Calibration, Continuation
 from decoding.run.calibration import write_texts
 from decoding.run.chooser import Setting
-from decoding.run.costs import BITS, SublayerCosts
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.run.prediction import Prediction
 from decoding.sampling import SamplingParams
@@ -26,26 +24,21 @@ from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from search import __main__ as command
 from search.confirm import confirm
-from search.costs import counts_of, measure_sublayers, measured_plans
-from search.plots import front, mean_bits, plan_map
+from search.costs import BITS, SublayerCosts, counts_of, measure_sublayers, measured_plans
+from search.plots import front
 from search.study import (
     NAME,
     SAMPLERS,
-    VERSION,
-    Candidate,
-    Objective,
-    begin,
-    candidates,
     finished,
     importances,
-    kept,
     open_study,
     optimise,
     parameters,
     plan_of,
-    quiet_optuna,
+    predicted,
     space_of,
     starts,
+    tried,
 )
 from tests.folders import LLAMA, byte_tokenizer, write_folder
 from tests.laws import tiny_model
@@ -54,19 +47,12 @@ from weights.cli.files import write_json
 from weights.load import model_fingerprint
 
 BY_BITS = [bits / FULL for bits in BITS]  # shares of the cost of a sublayer
-COSTS = SublayerCosts(
-    *(tuple(cost * share for share in BY_BITS) for cost in (0.1, 0.12, 0.1)),
-    confidence=0.02,
-    verify=(1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4),
-)
+PARTS = [cost * share for cost in (0.1, 0.1, 0.12) for share in BY_BITS]  # of a head, an attention, an MLP
+COSTS = SublayerCosts(PARTS, 0.02, (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4))
 GREEDY = SamplingParams()
 IDENTITY = {"model": "a", "bits": [0]}
 SPACE = space_of(4, (0, *LOW_BITS))
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    quiet_optuna()
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # Optuna's, which the command line switches off
 
 
 def texts_of(vocab: int, count: int = 2, length: int = 12) -> list[Continuation]:
@@ -76,8 +62,9 @@ def texts_of(vocab: int, count: int = 2, length: int = 12) -> list[Continuation]
 
 
 def in_memory(sampler: str = "tpe", seed: int = 0, first: Sequence[LayerPlan] = ()) -> optuna.Study:
-    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed))
-    begin(study, {}, [], COSTS, first)
+    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[sampler](seed=seed))
+    for plan in first:
+        study.enqueue_trial(parameters(plan))
     return study
 
 
@@ -102,22 +89,29 @@ def test_a_space_offers_every_sublayer_its_bits_and_the_head_those_that_are_not_
 
 
 def test_the_costs_of_all_sublayers_follow_from_the_measured_plans() -> None:
-    plans = list(measured_plans(6))
-    sizes = torch.tensor([counts_of(plan) for plan in plans], dtype=torch.float64)
-    assert torch.linalg.matrix_rank(sizes) == 3 * len(BITS)
-    drafts = torch.tensor([[COSTS.draft(plan)] for plan in plans], dtype=torch.float64)
-    fitted = torch.linalg.lstsq(sizes, drafts).solution[:, 0].tolist()
-    assert fitted == pytest.approx([*COSTS.base, *COSTS.attention, *COSTS.mlp])
+    sizes = torch.tensor([counts_of(plan) for plan in measured_plans(6)])
+    assert torch.linalg.matrix_rank(sizes.double()) == 3 * len(BITS) == len(COSTS.parts)
+
+
+def test_sublayer_costs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("search.costs.REPEATS", 1)
+    monkeypatch.setattr("search.costs.PATIENCE", 0.0)
+    plan = LayerPlan((4, 8, 0), (0, FULL, 4), head=8)
+    assert COSTS.draft(plan) == pytest.approx(0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12)
+    measured = measure_sublayers(tiny_model("llama", vocab=7, layers=2), SamplingParams(1.0))
+    assert measured.verify[0] == 1.0 and len(measured.verify) == 9
+    assert measured.draft(LayerPlan.full(2)) > measured.parts[BITS.index(FULL)] > 0, "more than a step without layers"
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
     """All 64 plans of a 3-layer model with or without each sublayer, against half as many trials of the search."""
-    wanted = Objective(Calibration(tiny_model("llama", vocab=7, layers=3), texts_of(7), GREEDY), COSTS)
-    predict_once, space = functools.cache(wanted), {**space_of(3, [0]), "head": [FULL]}
+    calibration = Calibration(tiny_model("llama", vocab=7, layers=3), texts_of(7), GREEDY)
+    predict_once, space = functools.cache(functools.partial(predicted, calibration, COSTS)), {**space_of(3, [0])}
+    space["head"] = [FULL]
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
-    study = in_memory(first=starts(importances(wanted.calibration), space))
+    study = in_memory(first=starts(importances(calibration), space))
     optimise(study, predict_once, space, 32)
-    assert candidates(study)[0].prediction.speedup == max(predict_once(plan).speedup for plan in plans)
+    assert next(iter(tried(study).values())).speedup == max(predict_once(plan).speedup for plan in plans)
 
 
 def test_the_same_seed_finds_the_same_plans() -> None:
@@ -140,7 +134,7 @@ def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
     optimise(study, counting, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
     assert len(seen) == len(set(seen)) <= 18
     assert len(finished(study)) == 40
-    assert len(candidates(study)) == len(seen)
+    assert len(tried(study)) == len(seen)
 
 
 def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first() -> None:
@@ -167,7 +161,7 @@ def test_an_interrupted_search_resumes_without_losing_a_finished_trial(tmp_path:
 
     path = tmp_path / "plan.journal"
     study = open_study(path, IDENTITY, "tpe", 0, resume=True)
-    begin(study, IDENTITY, [], COSTS, [])
+    study.set_user_attr("identity", IDENTITY)
     with pytest.raises(KeyboardInterrupt):
         optimise(study, evaluate, SPACE, 100)
     again = open_study(path, IDENTITY, "tpe", 0, resume=True)
@@ -176,65 +170,28 @@ def test_an_interrupted_search_resumes_without_losing_a_finished_trial(tmp_path:
     assert trials[1][:5] == trials[0][:5] and len(trials[1]) == 9
 
 
-def test_a_study_keeps_the_texts_and_costs_that_it_was_begun_with(tmp_path: Path) -> None:
-    path = tmp_path / "plan.journal"
-    study = open_study(path, IDENTITY, "tpe", 0, resume=False)
-    begin(study, IDENTITY, texts_of(7), COSTS, [LayerPlan.early_exit(4, 2)])
-    joined = open_study(path, IDENTITY, "tpe", 0, resume=True)
-    begin(joined, IDENTITY, [], replace(COSTS, confidence=1.0), [LayerPlan.early_exit(4, 3)])
-    texts, costs = kept(joined)
-    assert [(tuple(text.prompt), tuple(text.written)) for text in texts] == [(t.prompt, t.written) for t in texts_of(7)]
-    assert costs.confidence == COSTS.confidence
-    assert costs.draft(LayerPlan.full(4)) == COSTS.draft(LayerPlan.full(4)) and len(joined.trials) == 1
-
-
-def test_sublayer_costs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("search.costs.REPEATS", 1)
-    monkeypatch.setattr("search.costs.PATIENCE", 0.0)
-    assert COSTS.draft(LayerPlan((4, 8, 0), (0, FULL, 4), head=8)) == pytest.approx(
-        0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12
-    )
-    measured = measure_sublayers(tiny_model("llama", vocab=7, layers=2), SamplingParams(1.0))
-    assert measured.verify[0] == 1.0
-    assert len(measured.verify) == 9
-    assert measured.draft(LayerPlan.full(2)) > measured.base[-1]
-
-
 def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab=7, layers=4)
     held_out = write_texts(model, [(1, 2), (3, 4, 5)], GREEDY, Rules(20), 0)
     setting = Setting(tmp_path, model, byte_tokenizer(), GREEDY, 64)
-    found = [
-        Candidate(plan, Prediction(1.0, gamma, 0.0, 0.0, 0.0, 0.0))
-        for plan, gamma in [(LayerPlan.early_exit(4, 2), 3), (LayerPlan.skipping(4, [1], [2]), 5)]
-    ]
-    for candidate, row in confirm(setting, COSTS, held_out, found, Rules(20), 0):
-        assert candidate in found and row["speed-up"] > 0
+    lengths = {LayerPlan.early_exit(4, 2): 3, LayerPlan.skipping(4, [1], [2]): 5}
+    found = {plan: Prediction(1.0, gamma, 0.0, 0.0, 0.0, 0.0) for plan, gamma in lengths.items()}
+    results = confirm(setting, COSTS, held_out, found, Rules(20), 0)
+    assert {chosen.plan: chosen.gamma for chosen, _ in results} == lengths
+    for _, row in results:
+        assert row["speed-up"] > 0
         assert row["accepted"] == pytest.approx(row["acceptance predicted"], abs=1e-9)
 
 
-PLANS = [
-    LayerPlan.full(6),
-    LayerPlan.full(6).in_bits(4),
-    LayerPlan.early_exit(6, 3),
-    LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8),
-]
-TRIED = [Candidate(plan, Prediction(1.3, 2, 0.0, 0.5, 0.9 - at / 5, 2.0)) for at, plan in enumerate(PLANS)]
-
-
-def test_the_pictures_of_a_search_are_in_order() -> None:
-    """However few plans were tried."""
-    for picture in (lambda: front(TRIED[:1], COSTS), lambda: front(TRIED, COSTS), lambda: plan_map(PLANS[-1])):
-        assert list(faults(picture)) == []
-
-
-def test_the_pictures_show_the_bits_of_a_plan() -> None:
-    """Each sublayer's in the map of the best plan; their mean as the colour of a plan's dot."""
-    assert [mean_bits(plan) for plan in PLANS] == [16, 4, 8, 6]
-    (dots, _) = front(TRIED, COSTS).axes[0].collections[-2:]
-    assert dots.get_array().tolist() == [mean_bits(plan) for plan in PLANS]
-    cells = plan_map(PLANS[-1]).axes[0]
-    assert [text.get_text() for text in cells.texts] == ["×", "4", "8", "", "4", "4", "4", "×", "8", "", "8", "×"]
+def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -> None:
+    """However few were tried: the mean bits of a plan are the colour of its dot."""
+    plans = [LayerPlan.full(6), LayerPlan.full(6).in_bits(4), LayerPlan.early_exit(6, 3)]
+    plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
+    found = {plan: Prediction(1.3, 2, 0.0, 0.5, 0.9 - at / 5, 2.0) for at, plan in enumerate(plans)}
+    for some in (found, {plans[0]: found[plans[0]]}):
+        assert list(faults(lambda some=some: front(some, COSTS))) == []
+    (dots, _) = front(found, COSTS).axes[0].collections[-2:]
+    assert dots.get_array().tolist() == [16, 4, 8, 6]
 
 
 def test_a_plan_file_comes_back_as_it_was_and_only_for_its_model(tmp_path: Path) -> None:
@@ -271,7 +228,7 @@ def test_the_plans_policy_is_the_one_it_was_chosen_with() -> None:
 
 
 def test_every_prompt_is_searched_with_or_held_out() -> None:
-    for count in range(2, 12):
+    for count in range(4, 12):
         texts = [Continuation((number,), (1,) * 16) for number in range(count)]
         searched, held_out = command.split(texts)
         assert searched and held_out
@@ -282,7 +239,7 @@ def test_every_prompt_is_searched_with_or_held_out() -> None:
 def folder(tmp_path: Path) -> Path:
     """A model with its costs on file, so that no test waits for them to be measured."""
     folder = write_folder(tmp_path / "model", {**LLAMA, "num_hidden_layers": 2})
-    (tmp_path / "prompts.txt").write_text("the hen\nan inn\nthe tin\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("the hen\nan inn\nthe tin\na hen\n", encoding="utf-8")
     return folder
 
 
@@ -307,10 +264,10 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert written["measured_speedup"] is not None
     assert (written["gamma"] > 0) == (written["measured_speedup"] > 1)
     assert read_plan(out, 2, folder).gamma == written["gamma"]
-    assert sorted(path.name for path in plots.iterdir()) == ["front.svg", "plan.svg"]
+    assert sorted(path.name for path in plots.iterdir()) == ["front.svg"]
     assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
     assert "give --resume" in capfd.readouterr().err
-    for name in ("calibration_texts", "kept_costs", "importances"):  # all in the journal
+    for name in ("calibration_texts", "measure_sublayers", "importances"):  # all in the journal
         monkeypatch.delattr(command, name)
     assert command.main(arguments(folder, "--out", out, "--trials", 12, "--resume")) == 0
     storage = JournalStorage(JournalFileBackend(str(out.with_suffix(".journal"))))
@@ -320,37 +277,24 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
 
 
 @pytest.mark.usefixtures("known_costs")
-def test_ctrl_c_keeps_what_was_found_and_writes_the_plan(
+def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_not_pay(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = itertools.count()
 
-    def interrupted(self: Objective, plan: LayerPlan) -> Prediction:
+    def interrupted(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
         if next(calls) == 5:
             raise KeyboardInterrupt
-        return replace(toy(plan), speedup=1.3)
-
-    monkeypatch.setattr(Objective, "__call__", interrupted)
-    out = tmp_path / "plan.json"
-    assert command.main(arguments(folder, "--out", out, "--trials", 100)) == 130
-    written = json.loads(out.read_text())
-    assert (written["gamma"], written["predicted_speedup"], written["measured_speedup"]) == (4, 1.3, None)
-    assert "predicted, not run" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("known_costs")
-def test_where_no_plan_pays_the_plan_file_turns_speculation_off(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    slow = confirm
+        return toy(plan)
 
     def half_as_fast(*given: object) -> object:
-        return [(candidate, {**row, "speed-up": 0.5}) for candidate, row in slow(*given)]
+        return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
 
+    monkeypatch.setattr(command, "predicted", interrupted)
     monkeypatch.setattr(command, "confirm", half_as_fast)
     out = tmp_path / "plan.json"
-    assert command.main(arguments(folder, "--out", out, "--trials", 3)) == 0
-    assert read_plan(out, 2, folder).gamma == 0
+    assert command.main(arguments(folder, "--out", out, "--trials", 100)) == 130
+    assert json.loads(out.read_text())["measured_speedup"] == 0.5 and read_plan(out, 2, folder).gamma == 0
     assert "no plan beats plain decoding" in capfd.readouterr().err
 
 
@@ -361,8 +305,8 @@ def test_where_no_plan_pays_the_plan_file_turns_speculation_off(
         (["--out", "/nowhere/plan.json"], "/nowhere/plan.json cannot be written"),
         (["--plots", "/dev/null/x"], "/dev/null/x cannot be read or written"),
         (["--calibration", "/nowhere.txt"], "/nowhere.txt cannot be read"),
-        (["--max-new-tokens", 4], "too few tokens to measure a plan"),
-        (["--calibration", Path(__file__).with_name("__init__.py")], "holds 0 prompts"),
+        (["--max-new-tokens", 4], "and 32 tokens after them in all"),
+        (["--calibration", Path(__file__).with_name("__init__.py")], "a search needs at least 4 prompts"),
         (["--temperature", -1], "temperature must be at least 0"),
     ],
 )
@@ -376,13 +320,13 @@ def test_bad_input_is_refused_in_one_line(
     assert said[0].startswith("error: ") and complaint in said[0]
 
 
-def test_a_journal_that_is_none_or_of_another_model_or_version_is_refused(tmp_path: Path) -> None:
+def test_a_journal_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.journal"
-    begin(open_study(path, IDENTITY, "tpe", 0, resume=False), IDENTITY, [], COSTS, [LayerPlan.full(1)])
+    study = open_study(path, IDENTITY, "tpe", 0, resume=False)
+    study.set_user_attr("identity", IDENTITY)
+    study.enqueue_trial({})
     with pytest.raises(InputError, match=r"another search \(other model\)"):
         open_study(path, {**IDENTITY, "model": "b"}, "tpe", 0, resume=True)
-    with pytest.raises(InputError, match=r"another search \(other version\)"):
-        open_study(path, {**IDENTITY, "version": VERSION}, "tpe", 0, resume=True)
     path.write_text("not a journal\nat all\n")
     with pytest.raises(InputError, match="not a search's journal"):
         open_study(path, IDENTITY, "tpe", 0, resume=True)

@@ -4,11 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from weights.cli.files import atomic_path
 
@@ -38,13 +35,3 @@ def write_picture(draw: Callable[[], Figure], path: Path) -> None:
     form = path.suffix[1:]
     with rc_context(STYLE), atomic_path(path) as temporary:
         draw().savefig(temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
-
-
-def legend_below(axes: Axes, columns: int = 4) -> None:
-    """Put a legend of the axes below their figure, where it covers nothing."""
-    axes.get_figure(root=False).legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
-
-
-def count_along(axis: Axis) -> None:
-    """Put ticks of the axis at whole numbers only."""
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
