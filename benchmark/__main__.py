@@ -19,9 +19,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.contenders import Bench, Prompt, find_drafts
-from benchmark.libraries import LIBRARIES, PACKAGES, library_contenders
+from benchmark.contenders import LIBRARIES, PACKAGES, Bench, find_drafts, library_contenders
 from benchmark.off_grid import off_grid_folder
+from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
 from decoding.corpus.templates import story_request
 from decoding.run.chooser import GAMMA, Setting
@@ -33,10 +33,10 @@ from search.prompts import PROMPTS
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, write_json
+from weights.cli.picture import write_picture
 from weights.cli.prompt import encode_prompt
 from weights.cli.table import table
-from weights.load import DTYPES, load_model, model_folder, read_config, stored_dtype
-from weights.memory import check_fits, estimate
+from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 STORIES = 24  # prompts of the kind "stories"
@@ -44,6 +44,7 @@ LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first tok
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Options of the command line. Raises InputError for values out of range."""
     parser = OneLineParser(prog="python -m benchmark", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
@@ -51,13 +52,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--exit-layer", type=int, nargs="+", metavar="N", help="exits to draft with (default: a middle and a late one)")
     libraries = f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf"
     add("--against", type=partial(str.split, sep=","), default=[], metavar="LIBRARY", help=libraries)
-    add(
-        "--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-1], help="sections (default: all but together)"
-    )
+    sections = "sections (default: all but together)"
+    add("--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-1], help=sections)
     kinds = "kinds of prompts (default: all but stories, which are requests as the corpus writer makes them)"
     add("--prompts", choices=[*PROMPTS, "stories"], nargs="+", default=tuple(PROMPTS), help=kinds)
     add("--quick", action="store_true", help="one prompt of each kind, and no long ones")
-    add("--repeats", type=int, default=1, metavar="N", help="of every text")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text")
     off_grid = "measure a copy of the model with noise in its weights, which no rounding restores; made once"
     add("--off-grid", action="store_true", help=off_grid)
@@ -69,46 +68,34 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.against = dict(name.partition("=")[::2] for name in options.against)  # library -> its file, or ""
     options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())  # a prediction needs the costs
+    for path in filter(None, (options.json, options.plot)):
+        check_place(path)
+    drawn = options.plot is None or (options.plot.suffix in (".svg", ".png") and PANELS.keys() & options.only)
+    for right, wanted in (
+        (options.max_new_tokens >= 2 * GAMMA, f"--max-new-tokens must be at least {2 * GAMMA}"),
+        (options.against.keys() <= LIBRARIES.keys(), f"--against takes {', '.join(LIBRARIES)}=FILE.gguf"),
+        (drawn, f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"),
+    ):
+        if not right:
+            raise InputError(wanted)
     return options
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raises InputError for wrong options, before anything is loaded."""
-    if options.max_new_tokens < 2 * GAMMA or options.repeats < 1:
-        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA}, --repeats at least 1")
-    if unknown := options.against.keys() - LIBRARIES:
-        raise InputError(f"--against {min(unknown)!r:.80} is unknown: give {', '.join(LIBRARIES)}")
-    for path in filter(None, (options.json, options.plot)):
-        check_place(path)
-    drawn = {"speed", "together"} & options.only
-    if options.plot and not (options.plot.suffix in (".svg", ".png") and drawn):
-        raise InputError("--plot needs a name that ends in .svg or .png, and the section speed or together")
-
-
 def prepare(options: argparse.Namespace) -> Bench:
-    """Loaded model with prompts, ways to draft and libraries. Raises InputError when memory is too small."""
+    """Loaded model with prompts, ways to draft and libraries. Raises InputError for texts beyond the context."""
     folder, device = model_folder(options.model), pick_device(options.device)
     folder = off_grid_folder(folder) if options.off_grid else folder
-    tokenizer, config = Tokenizer(folder), read_config(folder)
+    tokenizer, model = Tokenizer(folder), accelerate(load_model(folder, DTYPES.get(options.dtype), device))
     texts = PROMPTS | {"stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)]}
     chosen = [(kind, text) for kind in options.prompts for text in texts[kind][: 1 if options.quick else None]]
-    prompts = [Prompt(kind, encode_prompt(tokenizer, text)) for kind, text in chosen]
-    longest = max(len(prompt.ids) for prompt in prompts)
-    positions = longest + options.max_new_tokens
-    if positions > config.max_positions:
-        raise InputError(
-            f"a prompt of {longest} tokens and {options.max_new_tokens} more exceed the model's context of "
-            f"{config.max_positions}: lower --max-new-tokens"
-        )
-    dtype = DTYPES.get(options.dtype) or stored_dtype(folder)
-    draft = read_config(model_folder(options.draft_model)) if options.draft_model else None
-    check_fits(estimate(config, dtype, positions, prompt=longest, draft=draft, fast_on=device), device)
-    model, race = accelerate(load_model(folder, dtype, device)), "race" if options.temperature else "ratio"
+    prompts = [(kind, encode_prompt(tokenizer, text)) for kind, text in chosen]
+    positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
+    if positions > model.max_positions:
+        raise InputError(f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens")
+    race, most = "race" if options.temperature else "ratio", 1024 if options.quick else model.max_positions
     setting = Setting(folder, model, tokenizer, SamplingParams(options.temperature), positions, race)
-    most = min(config.max_positions, 1024 if options.quick else LENGTHS[-1])
-    bench = Bench(options, setting, prompts, [length for length in LENGTHS if length <= most])
-    bench.libraries = library_contenders(bench)
-    bench.drafts = find_drafts(setting, options)
+    bench = Bench(options, setting, prompts, [length for length in LENGTHS if length <= min(most, model.max_positions)])
+    bench.libraries, bench.drafts = library_contenders(bench), find_drafts(setting, options)
     if why := getattr(model, "why_rows_vary", None):
         say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
     return bench
@@ -116,16 +103,15 @@ def prepare(options: argparse.Namespace) -> Bench:
 
 def benchmark(options: argparse.Namespace) -> None:
     """Measure the sections, print their tables, and write the files asked for."""
-    check_options(options)
     bench = prepare(options)
-    model, packages = bench.setting.model, ["torch", *(PACKAGES[name] for name in options.against)]
+    model, report = bench.setting.model, {}
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(model.device),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: metadata.version(PACKAGES[name]) for name in options.against},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
-    out, report = Console(width=None if sys.stdout.isatty() else 170, highlight=False), {}
+    out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     out.print(f"{bench.setting.folder.name} in {model.dtype}; {about['machine']}", markup=False)
     for name, section in SECTIONS.items():
         if name in options.only:
@@ -134,9 +120,6 @@ def benchmark(options: argparse.Namespace) -> None:
     if options.json:
         write_json(options.json, {"about": about} | report)
     if options.plot:
-        from benchmark.picture import picture  # loads matplotlib
-        from weights.cli.picture import write_picture
-
         write_picture(lambda: picture(report), options.plot)
 
 

@@ -1,9 +1,14 @@
-"""Contenders of this project: plain decoding, and the loop with each way to draft."""
+"""Contenders: this project's loop with each way to draft, transformers on the same checkpoint, llama.cpp on a file."""
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from decoding.rounds import Round
 from decoding.run.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, with_policy
@@ -11,24 +16,23 @@ from decoding.run.costs import CostTable
 from decoding.run.writer import Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
+from weights.cli.command_line import say
+from weights.cli.files import explaining
+from weights.load import model_folder
 
 ADAPTIVE = ", adaptive"  # suffix of the name of a draft that stops by Draft & Verify's adaptive exit
+WARM_UP_TOKENS = 8
+PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}
 
 
-class Prompt(NamedTuple):
-    """Kind of a prompt (a key of ``search.prompts.PROMPTS``, or "stories"), and its token ids."""
-
-    kind: str
-    ids: list[int]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Written:
     """Tokens of a text; for texts of this project's loop also the rounds, and the seconds of prefill."""
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
     prefill: float = 0.0
+    seconds: float = 0.0  # of the whole, once it was timed
 
 
 Contender = Callable[[list[int], int], Written]  # writes a text of n tokens after a prompt; end-of-text is ignored
@@ -36,11 +40,12 @@ Contender = Callable[[list[int], int], Written]  # writes a text of n tokens aft
 
 @dataclass
 class Bench:
-    """Input of every section. ``lengths`` are those of the prompts of which the first token is timed, in tokens."""
+    """Input of every section. ``prompts``: the kind of each, a key of ``search.prompts.PROMPTS`` or "stories", and its
+    token ids. ``lengths``: those of the prompts of which the first token is timed, in tokens."""
 
     options: argparse.Namespace
     setting: Setting
-    prompts: list[Prompt]
+    prompts: list[tuple[str, list[int]]]
     lengths: list[int]
     drafts: dict[str, Drafting] = field(default_factory=dict)
     costs: dict[str, CostTable] = field(default_factory=dict)
@@ -83,3 +88,72 @@ def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Draf
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)
     found = {name: choose(way, setting) for name, way in ways.items()}
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
+
+
+def transformers_contenders(bench: Bench) -> dict[str, Contender]:
+    """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each way to draft."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, options = bench.setting.model, bench.options
+
+    def load(folder: Path) -> Any:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
+        # As in this project's contenders, end-of-text is ignored and every draft has GAMMA tokens.
+        lengths = {"num_assistant_tokens": GAMMA, "num_assistant_tokens_schedule": "constant"}
+        loaded.generation_config.update(eos_token_id=None, assistant_confidence_threshold=0.0, **lengths)
+        return loaded
+
+    theirs = load(bench.setting.folder)
+
+    def write(prompt: list[int], count: int, **draft: object) -> Written:
+        ids = torch.tensor([prompt], device=model.device)
+        mask = torch.ones_like(ids)
+        written = theirs.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **draft)
+        return Written(written[0, len(prompt) :].tolist())
+
+    found = {"transformers": write, "transformers, lookup": partial(write, prompt_lookup_num_tokens=GAMMA)}
+    if options.exit_layer:
+        deepest = max(options.exit_layer)
+        found[f"transformers, exit {deepest}"] = partial(write, assistant_early_exit=deepest)
+    if options.draft_model:
+        found["transformers, model"] = partial(write, assistant_model=load(model_folder(options.draft_model)))
+    return found
+
+
+def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
+    """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
+    import llama_cpp
+
+    threads, on_gpu = torch.get_num_threads(), bench.setting.model.device.type != "cpu"
+    theirs = llama_cpp.Llama(
+        bench.options.against["llama.cpp"],
+        n_ctx=max(bench.setting.positions, *bench.lengths),
+        n_gpu_layers=-1 if on_gpu else 0,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
+    )
+    say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
+
+    def write(prompt: list[int], count: int) -> Written:
+        theirs.reset()  # otherwise the same prompt again needs no prefill
+        return Written(list(islice(theirs.generate(prompt, temp=0.0), count)))
+
+    return {"llama.cpp": write}
+
+
+LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_contenders}
+
+
+def library_contenders(bench: Bench) -> dict[str, Contender]:
+    """Contenders of the libraries of --against. Raises InputError for one that cannot load the model, or is missing."""
+    found: dict[str, Contender] = {}
+    for library in bench.options.against:
+        needs = (
+            f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf a file of the model"
+        )
+        with explaining(needs, (Exception,)):  # a library may raise anything
+            found |= LIBRARIES[library](bench)
+    return found
