@@ -135,7 +135,7 @@ def together_section(bench: Bench) -> list[Row]:
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     calls = [Call(model, token, filled_cache(model, 1), CONTEXT) for _ in prompts]
-    steps = [lambda rows=rows: torch.cat(answers(calls[:rows])).tolist() for rows in TOGETHER]
+    steps = [lambda rows=rows: torch.cat(answers(calls[:rows])).argmax(-1).tolist() for rows in TOGETHER]
     costs = [took.median for took in take_turns(steps, STEP_REPEATS, model.device)]
     for way in ways:  # warm-up
         write(TOGETHER[-1], way, WARM_UP_TOKENS)
