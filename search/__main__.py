@@ -95,7 +95,7 @@ def begin(study: Study, identity: dict[str, Any], setting: Setting, options: arg
     count, prompts = identity["prompts"]
     texts = calibration_texts(model, setting.tokenizer, params, options.seed, prompts, count)
     lost = importances(Calibration(model, split(texts)[0], params, setting.coupling, depths=1))
-    costs = measure_sublayers(model, params)
+    costs = measure_sublayers(model, params, setting.coupling)
     if not study.get_trials(deepcopy=False):
         stored = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": costs._asdict()}
         for name, value in stored.items():

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from decoding.drafters import raw_probability
-from decoding.run.costs import IN_A_ROW, draft_steps, filled_cache, measure_costs, plain_rounds
+from decoding.drafters import NoDraft, raw_probability
+from decoding.run.costs import REPEATS, filled_cache, measure_costs, round_of
 from decoding.sampling import SamplingParams
 from model import Decoder, LayerPlan
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS
 
-REPEATS, PATIENCE = 21, 15.0  # times, and seconds: more than for one draft, since a whole search relies on these
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs
 
 
@@ -49,20 +48,19 @@ def measured_plans(layers: int) -> Iterator[LayerPlan]:
 
 
 @torch.inference_mode()
-def measure_sublayers(model: Decoder, params: SamplingParams) -> SublayerCosts:
-    """Costs with these sampling parameters: draft steps of some plans, in turns with rounds of plain decoding.
+def measure_sublayers(model: Decoder, params: SamplingParams, coupling: str) -> SublayerCosts:
+    """Costs with these sampling parameters and this rule of verification.
 
-    The least-squares solution of: the cost of a plan's step is the sum of the costs of its parts.
+    The least-squares solution of: the cost of a plan's draft step is the sum of the costs of its parts.
     """
-    verify = measure_costs(model, None, None, params, patience=PATIENCE).verify
-    cache, plans = filled_cache(model, IN_A_ROW), list(measured_plans(model.num_layers))
+    how, plans = (params, coupling), list(measured_plans(model.num_layers))
+    verify, drafts = measure_costs(model, None, None, *how).verify, []
     for plan in plans:
         model.prepare(plan)
+        drafts.append(measure_costs(model, model, plan, *how, verify=verify).draft)
+    parts = np.linalg.lstsq([counts_of(plan) for plan in plans], drafts, rcond=None)[0]
+    plain = round_of(model, filled_cache(model, 1), NoDraft(model.vocab_size, model.device), 0, *how)
     token = torch.tensor(0, device=model.device)
     logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
-    steps = [plain_rounds(model, filled_cache(model, IN_A_ROW), params), partial(raw_probability, logits, token)]
-    steps += [draft_steps(model, cache, plan, params) for plan in plans]  # IN_A_ROW of them, like the plain rounds
-    timings = take_turns(steps, REPEATS, model.device, PATIENCE)
-    plain, confidence, *drafts = (took.fastest for took in timings)  # other work only makes a step slower
-    parts = np.linalg.lstsq([counts_of(plan) for plan in plans], np.array(drafts) / plain, rcond=None)[0]
-    return SublayerCosts(parts.clip(min=0).tolist(), confidence * IN_A_ROW / plain, verify)
+    one, reading = take_turns([plain, partial(raw_probability, logits, token)], REPEATS, model.device)
+    return SublayerCosts(parts.clip(min=0).tolist(), reading.fastest / one.fastest, verify)
