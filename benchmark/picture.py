@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from search.prompts import PROMPTS
-from weights.cli.picture import INK, MUTED, RULE
+from weights.cli.picture import MUTED, RULE
 from weights.cli.table import Row
 
 
@@ -20,14 +20,11 @@ def picture(report: dict[str, list[Row]]) -> Figure:
 
 
 def draw_speed(axes: Axes, rows: list[Row]) -> None:
-    """Draw a bar per contender, its median speed-up; on it a dot per kind of prompt, and the predicted median."""
+    """Draw a bar per contender, its median speed-up; on it a dot per kind of prompt."""
     places, medians = range(len(rows)), [row["speed-up"]["median"] for row in rows]
     axes.barh(places, medians, 0.7, color=RULE, edgecolor=MUTED, label="median of all prompts")
     for kind in filter(rows[0].get, PROMPTS):
         axes.scatter([row[kind] for row in rows], places, s=22, zorder=3, label=kind)
-    known = [at for at in places if rows[at]["predicted"]]
-    predicted = [rows[at]["predicted"]["median"] for at in known]
-    axes.scatter(predicted, known, marker="D", facecolor="none", edgecolor=INK, zorder=4, label="predicted median")
     axes.axvline(1, color=MUTED, linewidth=1, linestyle="--", zorder=2)
     axes.set_yticks(places, [f"{row['decoder']}  {median:.2f}" for row, median in zip(rows, medians, strict=True)])
     axes.invert_yaxis()

@@ -15,6 +15,7 @@ from model.clock import take_turns
 from model.plan import FULL, LOW_BITS
 
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs
+PATIENCE = 1.0  # seconds per plan after which no further repeat begins
 
 
 class SublayerCosts(NamedTuple):
@@ -57,7 +58,7 @@ def measure_sublayers(model: Decoder, params: SamplingParams, coupling: str) -> 
     verify, drafts = measure_costs(model, None, None, *how).verify, []
     for plan in plans:
         model.prepare(plan)
-        drafts.append(measure_costs(model, model, plan, *how, verify=verify).draft)
+        drafts.append(measure_costs(model, model, plan, *how, verify=verify, patience=PATIENCE).draft)
     parts = np.linalg.lstsq([counts_of(plan) for plan in plans], drafts, rcond=None)[0]
     plain = round_of(model, filled_cache(model, 1), NoDraft(model.vocab_size, model.device), 0, *how)
     token = torch.tensor(0, device=model.device)

@@ -96,12 +96,11 @@ def test_a_run_reports_every_contender_on_every_kind_of_prompt(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("temperature", ["0", "0.7"])
-def test_texts_written_together_equal_those_written_alone(temperature: str, tmp_path: Path) -> None:
-    """In bfloat16 too, and under the race; the draft is the one named, here the exit."""
+def test_texts_written_together_equal_those_written_alone(tmp_path: Path) -> None:
+    """In bfloat16 and under the race too; the draft is the one named, here the exit."""
     folder, report = write_folder(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "report.json"
     options = ["--model", str(folder), "--only", "together", "--max-new-tokens", "9", "--exit-layer", "2"]
-    options += ["--temperature", temperature, "--prompts", "short", "stories", "--quick", "--json", str(report)]
+    options += ["--temperature", "0.7", "--prompts", "short", "stories", "--quick", "--json", str(report)]
     assert command.main([*options, "--device", "cpu"]) == 0
     rows = json.loads(report.read_text())["together"]
     assert [(row["texts"], row["draft"], row["equal"]) for row in rows] == [(n, "exit 2", "8/8") for n in (1, 2, 4)]
@@ -127,7 +126,7 @@ def test_llama_cpp_is_measured_on_a_file_of_the_same_weights(
 def test_the_picture_of_a_report_is_in_order() -> None:
     names = ["plain", "lookup", "low bits", "auto", "exit 24, adaptive", "transformers, lookup"]
     columns: dict[str, Any] = {"speed-up": {"median": 1.1}, **dict.fromkeys(PROMPTS, 1.2)}
-    rows = [{"decoder": name, "predicted": {"median": 1.0} if at else None, **columns} for at, name in enumerate(names)]
+    rows = [{"decoder": name, **columns} for name in names]
     together = [
         {"texts": n, "draft": "low bits", "plain tokens/s": 60.0 * n, "drafted tokens/s": 80.0, "speed-up": 1.2 / n}
         for n in (1, 2, 4, 8, 16)
@@ -136,8 +135,6 @@ def test_the_picture_of_a_report_is_in_order() -> None:
         assert list(faults(lambda report=report: picture(report))) == []
     speed = picture({"speed": rows}).axes[0]
     assert [label.get_text().split("  ")[0] for label in speed.get_yticklabels()] == names
-    predicted = speed.collections[-1].get_offsets()
-    assert predicted[:, 1].tolist() == [1, 2, 3, 4, 5], "a prediction where the table has none"
 
 
 @pytest.mark.parametrize(
