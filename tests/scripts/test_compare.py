@@ -42,8 +42,7 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
     assert beyond_prompt[0] == -1, "the first run finds the prompt but its last token, as speculate wants it"
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4])
-@pytest.mark.parametrize("draft", ["exit", "lookup"])
+@pytest.mark.parametrize(("tokens", "draft"), [(1, "exit"), (4, "exit"), (2, "lookup")])
 def test_a_text_shorter_than_the_warm_up_can_be_compared(tokens: int, draft: str, tmp_path: Path) -> None:
     """The warm-up writes no further than the cache reaches."""
     options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", draft, "--max-new-tokens", str(tokens)]
