@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         14,
-        "a stop string is looked for in one token",
+        "a stop string is searched for in the last token only",
         Text,
         "_check_end",
         "self.prompt_bytes)",
@@ -283,7 +283,7 @@ MUTANTS = [
     ),
     Mutant(
         18,
-        "a sliding-window cache drops what has left the window",
+        "a sliding-window cache drops the entries that have left the window",
         KVCache,
         "write",
         "self.values[layer][:, :, start:end] = values",
@@ -356,7 +356,7 @@ MUTANTS = [
     ),
     Mutant(
         27,
-        "two overlapping bans: what the first would leave is shown, and taken back later",
+        "of two overlapping bans, the first takes back text that was shown already",
         Text,
         "certain",
         "while end >",
@@ -401,7 +401,7 @@ MUTANTS = [
     ),
     Mutant(
         30,
-        "draft and residual come from one keyed stream under the ratio rule",
+        "draft and residual share their random numbers under the ratio rule",
         R.Coupling,
         "randomness",
         "return COUPLINGS[self.name][0](self.seed, device, self.sample)",
@@ -412,7 +412,7 @@ MUTANTS = [
     ),
     Mutant(
         31,
-        "exponentials of 24 bits decide between tens of thousands of tokens",
+        "exponentials of 24 random bits decide between tens of thousands of tokens",
         KeyedRandomness,
         "complements",
         "shifted(bits, 11, bits).neg_().add_(2**53 - 1).double().mul_(2.0**-53)",
