@@ -237,7 +237,7 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     """A smaller model of the same vocabulary, with a cache for itself."""
     folder = model_folder(options.draft_model or "")
-    model = load_draft_model(folder, setting.model, setting.tokenizer.vocabulary, setting.positions)
+    model = load_draft_model(folder, setting.model, setting.tokenizer, setting.positions)
     name = f"draft model {folder.name}"
     return Drafting(name, lambda cache: model_drafter(model, model.new_cache(cache.capacity)), model=model)
 

@@ -128,4 +128,4 @@ def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt
 
 def test_a_short_text_supports_fewer_tokens(tmp_path: Path) -> None:
     train_tokenizer(DOCUMENTS, 30000, tmp_path)
-    assert 258 < len(Tokenizer(tmp_path).vocabulary.pieces) < 1000
+    assert 258 < len(Tokenizer(tmp_path).pieces) < 1000

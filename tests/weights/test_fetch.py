@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -21,8 +20,7 @@ from model import InputError, parse_config
 from model.layers import rotary_angles, rotate
 from tests.folders import MERGES, SIZES, byte_tokenizer
 from weights import fetch as fetching
-from weights.fetch import fetch
-from weights.gguf.llama import convert, uninterleave
+from weights.fetch import convert, fetch, uninterleave
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
 
@@ -180,7 +178,7 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path) -> 
     text = "the hen, then 12 naïve <|end|> ers"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(" the") == [TOKENS.index("Ġthe")]
-    assert tokenizer.vocabulary.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
+    assert tokenizer.special == {"<|end|>": CONTROL} and CONTROL not in tokenizer.encode(text)
 
 
 # The download
@@ -236,7 +234,8 @@ def test_a_download_with_another_checksum_is_refused_in_one_line(
 
 @pytest.mark.parametrize("out", ["file", "file/below", "folder"])
 def test_an_out_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
-    monkeypatch.setattr(fetching, "_make_smollm2", lambda folder: Path(tempfile.mkdtemp(dir=folder)))
+    monkeypatch.setattr(fetching, "_download", lambda folder: folder)
+    monkeypatch.setattr(fetching, "convert", lambda gguf, folder: None)
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine").touch()

@@ -19,16 +19,14 @@ from model.fast import accelerate
 from model.plan import LOW_BITS
 from tests.configs import small
 from tests.oracle import FAMILIES, configs
-from tests.peak import peak_bytes
+from tests.peak import held_bytes, peak_bytes
 from weights import memory
 from weights.memory import (
     GPU_BUFFERS,
     Memory,
-    cache_bytes,
     check_fits,
     estimate,
     free_bytes,
-    held_bytes,
     parameter_count,
     twin_bytes,
 )
@@ -189,7 +187,7 @@ def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total - 1)
     with pytest.raises(InputError) as refusal:
         check_fits(needed, CPU)
-    line = "weights: 18.5 GB, KV cache at 8192 tokens: 1.4 GB, workspace: 300 MB, free: 20.2 GB"
+    line = "weights: 18.5 GB, KV cache at 8192 tokens: 1.4 GB, workspace: 300.0 MB, free: 20.2 GB"
     assert str(refusal.value).startswith(f"the model does not fit on cpu: {line}; give fewer --max-new-tokens")
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total)
     assert check_fits(needed, CPU) == line
@@ -219,5 +217,5 @@ def test_a_gpus_estimate_counts_its_buffers_and_a_cache_of_doubled_size() -> Non
     here, there = (
         estimate(config, torch.bfloat16, 600, prompt=500, fast_on=torch.device(name)) for name in ("cpu", "cuda")
     )
-    assert there.cache == cache_bytes(config, torch.bfloat16, 1024) > here.cache
+    assert there.cache == estimate(config, torch.bfloat16, 1024, prompt=500).cache > here.cache
     assert there.workspace == here.workspace + GPU_BUFFERS

@@ -36,8 +36,6 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """Parsed JSON of a file. Raises InputError with the path when it cannot be read or parsed."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist")
     with explaining(f"{path} is not valid JSON", (ValueError, RecursionError)):
         return json.loads(read_text(path))
 
@@ -63,8 +61,6 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 def check_place(path: Path) -> None:
     """Raises InputError when no file can be written at ``path``: a folder, a device, or below a read-only folder."""
-    if not path.name:
-        raise InputError("the name of a file to write is empty or '.': give the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is a folder or a device: name another file")
     if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):
@@ -96,9 +92,3 @@ def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_utf8(name: str, value: str) -> None:
-    """Raises InputError for text made from bytes that are not UTF-8."""
-    with explaining(f"the {name} is not UTF-8", (UnicodeEncodeError,)):
-        value.encode()

@@ -38,7 +38,7 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     rows = rows_of(documents, tokenizer, options.context)
     if start:
         return load_model(Path(start), torch.float32), *rows
-    model = build(replace(config, vocab_size=len(tokenizer.vocabulary.pieces)))
+    model = build(replace(config, vocab_size=len(tokenizer.pieces)))
     model.initialise(std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed))
     return model, *rows
 
