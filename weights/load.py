@@ -56,11 +56,9 @@ def model_folder(name: str) -> Path:
     for folder in (Path(name), WEIGHTS / name):
         if os.path.isfile(folder / "config.json"):
             return folder
-    known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
-    raise InputError(
-        f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known) or 'no model yet'}: "
-        "give a path, or fetch one: python -m weights.fetch NAME, or hf download ORG/NAME"
-    )
+    known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))) or "no model yet"
+    remedy = "give a path, or fetch one: python -m weights.fetch NAME, or hf download ORG/NAME"
+    raise InputError(f"no folder {name!r:.200} with a config.json, and weights/ holds {known}: {remedy}")
 
 
 def load_model(
@@ -74,15 +72,15 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read. Raises InputError for
     anything wrong with the folder.
     """
-    config = read_config(folder)
-    stored = stored_tensors(folder)
+    config, stored = read_config(folder), stored_tensors(folder)
     trouble = f"the weights in {folder} are not those that its config.json describes"
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
         build(config).load_state_dict({name: torch.empty(tensor.shape) for name, tensor in stored.items()})
         model = build(shard.local if shard else config)
     dtype = dtype or stored[EMBEDDING].dtype
-    cuts = {name: shard.cut(name) if shard else None for name in stored}
-    state = {name: stored[name].read(cut).to(device, dtype, copy=True) for name, cut in cuts.items()}
+    state = {
+        name: tensor.read(shard and shard.cut(name)).to(device, dtype, copy=True) for name, tensor in stored.items()
+    }
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -118,10 +116,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 view = file.get_slice(name)
                 dtype = FLOAT_DTYPES.get(view.get_dtype())
                 if dtype is None:
-                    raise InputError(
-                        f"{path}: tensor {name!r:.100} is stored as {view.get_dtype()}: quantised checkpoints do not "
-                        "load; use the original float weights"
-                    )
+                    stored = f"tensor {name!r:.100} is stored as {view.get_dtype()}"
+                    raise InputError(f"{path}: {stored}: load the original float weights, not a quantised checkpoint")
                 if not name.endswith(IGNORED_SUFFIX):
                     tensors[name.removeprefix("model.")] = StoredTensor(path, name, tuple(view.get_shape()), dtype)
     return tensors
@@ -153,8 +149,8 @@ def load_draft_model(folder: Path, target: Decoder, tokenizer: Tokenizer, positi
     from model.fast import accelerate  # loads a compiler
 
     config, theirs = read_config(folder), Tokenizer(folder)
-    same = (tokenizer.pieces, tokenizer.special) == (theirs.pieces, theirs.special)
-    if config.vocab_size != target.vocab_size or not same:
+    ours = tokenizer.pieces, tokenizer.special, target.vocab_size
+    if ours != (theirs.pieces, theirs.special, config.vocab_size):
         raise InputError(f"{folder} has another vocabulary: a draft model must share the target's tokenizer")
     if config.max_positions < positions:
         raise InputError(f"{folder} has a context of {config.max_positions} tokens: lower --max-new-tokens")

@@ -51,7 +51,7 @@ class Tokenizer:
         self.eos_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
 
     def _read(self, path: Path, settings: dict[str, Any]) -> None:
-        """Read the vocabulary at ``path``; ``settings`` are those of tokenizer_config.json. Raises errors of any kind."""
+        """Read the vocabulary at ``path``, by the ``settings`` of tokenizer_config.json. Raises errors of any kind."""
         self.normalise: Callable[[str], str] = str  # the library normalises, but for sentencepiece
         if path.suffix == ".json":
             self.library = tokenizers.Tokenizer.from_file(str(path))
@@ -116,11 +116,10 @@ class Tokenizer:
         # A mark after each character of a typed name hides it while the text is split at the template's names.
         written = "".join(message["content"] for message in messages)
         mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in written)
-
-        def hide(found: re.Match[str]) -> str:
-            return "".join(character + mark for character in found[0])
-
-        hidden = [{**message, "content": name.sub(hide, message["content"])} for message in messages]
+        hidden = [
+            {**message, "content": name.sub(lambda found: mark.join(found[0]) + mark, message["content"])}
+            for message in messages
+        ]
         parts = re.split(f"({name.pattern})(?!{mark})", self._render(hidden))
         return self.encode_parts(*(self.special.get(part, part.replace(mark, "")) for part in parts))
 

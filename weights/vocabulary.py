@@ -1,4 +1,4 @@
-"""Pieces of tokenizers: ``tokenizer.model`` for the tokenizers library, byte-level encoding, and the bytes of a piece."""
+"""Vocabularies of tokenizers: reading of ``tokenizer.model``, byte-level encoding, and the bytes of a piece."""
 
 import re
 from collections.abc import Callable
@@ -43,8 +43,8 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
     if (bos := library.bos_id()) >= 0:
-        rule = {"single": f"{pieces[bos]} $A", "special_tokens": [(pieces[bos], bos)]}
-        tokenizer.post_processor = processors.TemplateProcessing(**rule)
+        first = [(pieces[bos], bos)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{pieces[bos]} $A", special_tokens=first)
     return tokenizer, library.Normalize
 
 

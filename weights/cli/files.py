@@ -23,9 +23,8 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
 
 
 def one_line(error: object) -> str:
-    """Message of an error in one line of up to 300 printable characters; the name of its type where it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return "".join(character if character.isprintable() else " " for character in text[:300])
+    """Message of an error in one line of up to 300 characters; the name of its type where it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_text(path: Path) -> str:
