@@ -138,17 +138,6 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
     return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)] if muon else [adamw]
 
 
-def join_processes(device: str | None) -> tuple[int, int, torch.device]:
-    """Rank, number of processes, and device: the named one or, with ``torchrun``, a GPU per process or the CPU."""
-    rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if size <= 1:
-        return 0, 1, pick_device(device)
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    chosen = pick_device(f"cuda:{local_rank}" if on_gpu else "cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None)
-    return rank, size, chosen
-
-
 def backward(
     model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
 ) -> Tensor:
@@ -184,11 +173,15 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
 
 
 def train(options: argparse.Namespace) -> None:
-    """Training loop; rank 0 also evaluates and saves."""
+    """Training loop; rank 0 also evaluates and saves. With ``torchrun``, a process per GPU, or all on the CPU."""
     keep_freed_memory()
-    rank, size, device = join_processes(options.device)
+    rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device, size = options.device, max(1, size)
+    if size > 1:
+        dist.init_process_group()
+        device = f"cuda:{local_rank}" if device != "cpu" and torch.cuda.is_available() else "cpu"
     model, rows, held_out = prepare(options)
-    model.to(device).train().requires_grad_()
+    model.to(pick_device(device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
     state = load_state(options)
     for part, saved in zip((model, *optimisers), state["parts"], strict=False):  # no parts in a new run

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
 from weights.cli.files import explaining, read_json
-from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from model.parallel import Cut, Shard
@@ -138,20 +137,3 @@ def model_fingerprint(folder: Path) -> str:
                 file.seek(max(0, path.stat().st_size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def load_draft_model(folder: Path, target: Decoder, tokenizer: Tokenizer, positions: int) -> Decoder:
-    """Draft model for ``target``, loaded from ``folder`` in the target's dtype, on its device.
-
-    ``tokenizer`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
-    read, unless the vocabularies are equal and the text fits the draft model's context.
-    """
-    from model.fast import accelerate  # loads a compiler
-
-    config, theirs = read_config(folder), Tokenizer(folder)
-    ours = tokenizer.pieces, tokenizer.special, target.vocab_size
-    if ours != (theirs.pieces, theirs.special, config.vocab_size):
-        raise InputError(f"{folder} has another vocabulary: a draft model must share the target's tokenizer")
-    if config.max_positions < positions:
-        raise InputError(f"{folder} has a context of {config.max_positions} tokens: lower --max-new-tokens")
-    return accelerate(load_model(folder, target.dtype, target.device))

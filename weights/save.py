@@ -17,21 +17,20 @@ TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "gener
 def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = None) -> None:
     """Write a folder that ``load_model`` and transformers can load, in the model's dtype.
 
-    ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token ids are copied too, by default
-    the same folder. Raises InputError when the folder cannot be written.
+    ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token ids are copied too. Raises
+    InputError when the folder cannot be written.
     """
     state = {
         name if name.startswith("lm_head.") else f"model.{name}": parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
     }
-    source = tokenizer_from or folder
-    ids = {key: value for key, value in read_optional_json(source / "config.json").items() if key in TOKEN_IDS}
-    config = ids | config_json(model.config) | {"torch_dtype": str(model.dtype).removeprefix("torch.")}
+    source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
+    config = {key: source[key] for key in TOKEN_IDS if key in source} | config_json(model.config)
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
         with atomic_path(folder / "model.safetensors") as temporary:
             save_file(state, temporary, metadata={"format": "pt"})
-            write_json(folder / "config.json", config)
-        copied = [] if source.resolve() == folder.resolve() else TOKENIZER_FILES
-        for path in (path for pattern in copied for path in source.glob(pattern)):
-            with atomic_path(folder / path.name) as temporary:
-                shutil.copyfile(path, temporary)
+            write_json(folder / "config.json", config | {"torch_dtype": str(model.dtype).removeprefix("torch.")})
+        if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
+            for path in [path for pattern in TOKENIZER_FILES for path in tokenizer_from.glob(pattern)]:
+                with atomic_path(folder / path.name) as temporary:
+                    shutil.copyfile(path, temporary)

@@ -134,9 +134,7 @@ class Tokenizer:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         more = {"add_generation_prompt": True, "tools": None, "documents": None, **self.names}
         with explaining("the model's chat template fails", (Exception,)):  # a template can raise any error
-            text = environment.from_string(self.chat_template).render(messages=messages, **more)
-            text.encode()  # fails for half of a surrogate pair
-        return text
+            return environment.from_string(self.chat_template).render(messages=messages, **more)
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that this token adds to the text: none for control tokens and ids outside the vocabulary."""

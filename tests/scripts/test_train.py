@@ -3,9 +3,6 @@
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,10 @@ from torch import Tensor
 import train
 from model import Decoder, build, parse_config
 from tests.folders import GEMMA2, LLAMA, write_folder
+from tests.ranks import started
 from weights.load import load_model
 from weights.training.corpus import HELD_OUT_SHARE
 
-ROOT = Path(__file__).parents[2]
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
 TEXT = "\n".join(
     json.dumps({"text": f"The {a} hen saw {b * b} of the {c} foxes by the {b + 7} old trees."})
@@ -229,12 +226,9 @@ def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, c
 
 def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path) -> None:
     assert train.main(arguments(data, tmp_path / "one", vocab_size=300)) == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    shared = arguments(data, tmp_path / "two", accumulate=1)
-    run = subprocess.run(
-        [*torchrun, str(ROOT / "train.py"), *shared], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert run.returncode == 0, run.stderr.decode()
+    with started(train.main, [arguments(data, tmp_path / "two", accumulate=1)] * 2) as processes:
+        ended = [process.ended() for process in processes]
+    assert [each.status for each in ended] == [0, 0], ended
     one, two = (state_of(tmp_path / run)["parts"][0] for run in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
     assert [row["loss"] for row in log_of(tmp_path / "two") if "loss" in row] == pytest.approx(
