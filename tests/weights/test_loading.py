@@ -96,7 +96,7 @@ def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
     assert "Missing key" in refusal(folder)
 
 
-@pytest.mark.parametrize("wanted", [None, torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_weights_come_in_the_wanted_dtype_or_else_their_own(
     tmp_path: Path, stored: torch.dtype, wanted: torch.dtype | None
@@ -130,24 +130,18 @@ print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.para
 """
 
 
-@pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(
-    tmp_path: Path, stored: str, wanted: str
-) -> None:
+def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_path: Path) -> None:
     config = SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16000, "num_attention_heads": 16}
     config |= {"head_dim": 64}
-    dtype = getattr(torch, stored)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in random_state(config).items()}
-    folder = write_weights(
-        tmp_path / "large", config, {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    )
+    folder = write_weights(tmp_path / "large", config, {name: torch.zeros(shape) for name, shape in shapes.items()})
     small = write_weights(tmp_path / "small", SMALL, random_state(SMALL))
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, folder, wanted, small], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, folder, "bfloat16", small], capture_output=True, text=True, check=True
     )
     taken, size = map(int, run.stdout.split())
-    largest = max(map(math.prod, shapes.values())) * dtype.itemsize
+    largest = 4 * max(map(math.prod, shapes.values()))
     assert size > 100e6
     assert size <= taken <= 1.1 * (size + largest)
 
@@ -160,14 +154,11 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(
     [
         ({UP: None}, ["Missing key", "layers.1.mlp.up_proj.weight"]),
         ({"model.layers.1.mlp.up_proj.bias": torch.zeros(24)}, ["Unexpected key", "layers.1.mlp.up_proj.bias"]),
-        *(
-            ({UP: torch.zeros(shape)}, ["up_proj.weight", str(list(shape)), "[24, 16]"])
-            for shape in [(16, 24), (9,), ()]
-        ),
+        ({UP: torch.zeros(16, 24)}, ["up_proj.weight", "[16, 24]", "[24, 16]"]),
         ({"lm_head.weight": torch.zeros(24, 16)}, ["lm_head.weight"]),  # the config ties it to the embedding
-        *(({UP: torch.zeros(24, 16, dtype=dtype)}, [UP, "quantised"]) for dtype in (torch.int8, torch.float8_e4m3fn)),
+        ({UP: torch.zeros(24, 16, dtype=torch.int8)}, [UP, "quantised"]),
     ],
-    ids=["missing", "extra", "turned", "flat", "scalar", "head", "int8", "float8"],
+    ids=["missing", "extra", "turned", "head", "int8"],
 )
 def test_a_wrong_tensor_is_named(tmp_path: Path, change: dict[str, Tensor | None], said: list[str]) -> None:
     state = random_state(TIED) | change
@@ -394,12 +385,6 @@ def loads_or_says_why(folder: Path) -> None:
         assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def loading(folder: Path) -> Path:
-    """The folder, after a check that it loads before it is damaged."""
-    assert load_model(folder).num_layers == 2
-    return folder
-
-
 @pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
 @settings(max_examples=150)
 @given(data=st.data())
@@ -408,7 +393,7 @@ def test_any_config_loads_or_is_refused_in_one_line(
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / good["model_type"]
     if not folder.exists():
-        loading(write_weights(folder, good, random_state(good)))
+        assert load_model(write_weights(folder, good, random_state(good))).num_layers == 2
     write_config(folder, data.draw(damaged(good)))
     loads_or_says_why(folder)
 
@@ -427,22 +412,16 @@ def test_any_plan_file_is_read_or_refused_in_one_line(tmp_path_factory: pytest.T
 
 @st.composite
 def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """A safetensors file with a byte changed, cut off, cut out or put in, or with another header."""
+    """A safetensors file of which some bytes were cut out or put in, or with another header."""
     (length,) = struct.unpack("<Q", good[:8])
-    at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good) - 1))
-    kind = draw(st.sampled_from(["flip", "truncate", "remove", "insert", "header"]))
-    if kind == "header":
+    if draw(st.booleans()):
         header = json.loads(good[8 : 8 + length])
-        name = draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
-        header[name] = draw(JUNK | st.builds(lambda value, key: header[name] | {key: value}, JUNK, KEYS))
+        name, key = draw(st.sampled_from(sorted(header))), draw(st.sampled_from(["dtype", "shape", "data_offsets"]))
+        header[name] = draw(JUNK | st.builds(lambda value: {**header[name], key: value}, JUNK))
         text = json.dumps(header).encode()
         return struct.pack("<Q", len(text)) + text + good[8 + length :]
-    cut_out = {"flip": good[at + 1 :], "truncate": b"", "remove": good[at + draw(st.integers(1, 64)) :]}
-    new = draw(st.binary(min_size=1, max_size=1 if kind == "flip" else 16))
-    return good[:at] + (new if kind in ("flip", "insert") else b"") + cut_out.get(kind, good[at:])
-
-
-KEYS = st.sampled_from(["dtype", "shape", "data_offsets"])
+    at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good)))
+    return good[:at] + draw(st.binary(max_size=16)) + good[at + draw(st.integers(0, 64)) :]
 
 
 @settings(max_examples=250)

@@ -146,19 +146,18 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    ("prompt", "positions", "gamma", "dtype"),
+    ("shape", "prompt", "positions", "gamma", "dtype"),
     [
-        (40, 60, 2, torch.bfloat16),
-        (40, 84, 40, torch.float32),
-        (600, 610, 8, torch.bfloat16),
-        (1100, 1110, 8, torch.float32),
+        ("gemma-2", 40, 60, 2, torch.bfloat16),
+        ("llama, large vocabulary", 40, 84, 40, torch.float32),
+        ("llama, few key heads", 600, 610, 8, torch.bfloat16),
+        ("gemma-2", 1100, 1110, 8, torch.float32),
     ],
 )
-@pytest.mark.parametrize("raw", SHAPES.values(), ids=SHAPES.keys())
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_torch_takes(
-    raw: dict[str, object], prompt: int, positions: int, gamma: int, dtype: torch.dtype
+    shape: str, prompt: int, positions: int, gamma: int, dtype: torch.dtype
 ) -> None:
-    config = parse_config(raw | {"max_position_embeddings": 4096})
+    config = parse_config(SHAPES[shape] | {"max_position_embeddings": 4096})
     needed = estimate(config, dtype, positions, prompt=prompt, longest_draft=gamma)
     peak = peak_of_decoding(config, dtype, prompt, positions, gamma)
     assert abs(needed.total / peak - 1) < 0.1, f"estimated {needed}, total {needed.total}; torch took {peak}"

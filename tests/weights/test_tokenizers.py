@@ -317,19 +317,6 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, me
     assert tokenizer.encode_chat(messages) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "first"), [("llama-2, sentencepiece", "▁["), ("llama-2, json", "▁["), ("llama-2, transformers 5", "[")]
-)
-def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(folders, kind, first):
-    """Where transformers 5 codes a text after a control token without a space, so it stays."""
-    pieces = ["<s>", first, "IN", "ST", "]", "▁<", "s", ">", "▁[", "/", "IN", "ST", "]"]
-    twin = oracle(folders, kind)
-    typed = [{"role": "user", "content": "<s>"}]
-    assert loaded(folders[kind]).encode_chat(typed) == twin.convert_tokens_to_ids(pieces)
-    innocent = twin.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=True)["input_ids"]
-    assert twin.convert_ids_to_tokens(innocent) == [*pieces[:5], "▁fox", *pieces[8:]]
-
-
 @every_kind
 @over_texts
 @given(data=st.data())
@@ -420,29 +407,19 @@ def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_pat
     assert (before.token_bytes(number), after.token_bytes(number)) == (b"<b>", b"")
 
 
-def damage(folder: Path, name: str, content: bytes | Any) -> None:
-    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
     [
-        ("llama-3", "tokenizer.json", {}, "tokenizer.json is not a tokenizer that can be read"),
-        ("llama-3", "tokenizer_config.json", [], "tokenizer_config.json must hold one JSON object"),
-        ("llama-3", "tokenizer.json", {"decoder": None}, "tokenizer.json is not a tokenizer that can be read"),
+        ("llama-3", "tokenizer.json", b'{"decoder": null}', "tokenizer.json is not a tokenizer that can be read"),
+        ("llama-3", "tokenizer_config.json", b"[]", "tokenizer_config.json must hold one JSON object"),
         ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
-        (
-            "llama-2, sentencepiece",
-            "tokenizer.model",
-            b"garbage",
-            "tokenizer.model is not a tokenizer that can be read",
-        ),
+        ("llama-2, sentencepiece", "tokenizer.model", b"garbage", "tokenizer.model is not a tokenizer"),
         ("llama-2, sentencepiece", "tokenizer.model", unigram_model(), "tokenizer.model is no byte-pair encoding"),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
     write(tmp_path, **copy_of(folders[kind], tmp_path))
-    damage(tmp_path, name, content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message) as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
