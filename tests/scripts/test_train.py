@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from model import Decoder, build, parse_config
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import started
 from weights.load import load_model
-from weights.training.corpus import HELD_OUT_SHARE
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
 TEXT = "\n".join(
@@ -278,18 +276,12 @@ def one_line(capsys: Any) -> str:
         ({"steps": 0}, "--steps: must be from 1 to inf, found 0"),
         ({"steps": "many"}, "--steps: invalid number value: 'many'"),
         ({"layer_dropout": 1.5}, "--layer-dropout: must be from 0 to 1, found 1.5"),
-        ({"learning_rate": "nan"}, "--learning-rate: must be from 0 to inf, found nan"),
         ({"config": None}, "one of the arguments --config --start-from is required"),
         ({"context": 4096}, "more than the config's 256 positions"),
-        (
-            {"context": 255, "data": "short.jsonl"},
-            "too few for --context 255: give at least 200 documents",
-        ),
         ({"vocab_size": 20}, "--vocab-size: must be from 258 to inf, found 20"),
         ({"data": "nowhere.txt"}, "nowhere.txt cannot be read"),
         ({"data": "same.jsonl"}, "1 different documents, with "),
         ({"config": "nowhere.json"}, "nowhere.json cannot be read"),
-        ({"tokenizer": "nowhere"}, "no folder 'nowhere'"),
         ({"out": "text.jsonl"}, "text.jsonl"),
     ],
 )
@@ -298,10 +290,6 @@ def test_wrong_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")
-    held_out = [
-        line for line in TEXT.splitlines() if not zlib.crc32(json.loads(line)["text"].encode()) % HELD_OUT_SHARE
-    ]
-    (tmp_path / "short.jsonl").write_text("\n".join([*TEXT.splitlines()[:9], held_out[0]]), encoding="utf-8")
     try:
         status = train.main(arguments(data, **{"out": Path("deep/in/run"), **changed}))
     except SystemExit as end:  # argparse's

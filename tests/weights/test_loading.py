@@ -79,13 +79,16 @@ def one_line(error: InputError) -> str:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_GEMMA2, TIED], ids=["llama", "gemma2", "tied llama"])
-def test_a_single_file_gives_the_tensors_it_holds(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Also where names lack the prefix "model.", and beside derived buffers."""
+def test_a_single_file_gives_copies_of_the_tensors_it_holds(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Also where names lack the prefix "model.", beside derived buffers, and when the file is written over."""
     state = random_state(config)
     assert_holds(load_model(write_weights(tmp_path, config, state)), state, torch.float32)
     bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    assert_holds(load_model(write_weights(tmp_path, config, bare | buffer)), state, torch.float32)
+    model, file = load_model(write_weights(tmp_path, config, bare | buffer)), tmp_path / "model.safetensors"
+    with file.open("r+b") as written:
+        written.write(bytes(file.stat().st_size))
+    assert_holds(model, state, torch.float32)
 
 
 def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
@@ -103,16 +106,6 @@ def test_weights_come_in_the_wanted_dtype_or_else_their_own(
 ) -> None:
     state = random_state(SMALL, dtype=stored)
     assert_holds(load_model(write_weights(tmp_path, SMALL, state), wanted), state, wanted or stored)
-
-
-def test_loaded_weights_are_copies(tmp_path: Path) -> None:
-    """Not views of a file, which may be written again while the model is in use."""
-    state = random_state(SMALL)
-    model = load_model(write_weights(tmp_path, SMALL, state))
-    data = bytearray((tmp_path / "model.safetensors").read_bytes())
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.write(bytes(len(data)))
-    assert_holds(model, state, torch.float32)
 
 
 # Memory
@@ -386,7 +379,7 @@ def loads_or_says_why(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_config_loads_or_is_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, good: dict[str, Any], data: st.DataObject
@@ -424,7 +417,7 @@ def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
     return good[:at] + draw(st.binary(max_size=16)) + good[at + draw(st.integers(0, 64)) :]
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_any_bytes_as_weights_load_or_are_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

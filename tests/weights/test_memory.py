@@ -58,15 +58,6 @@ LLAMA_1B = llama(
     num_key_value_heads=8,
     tie_word_embeddings=True,
 )
-SMOLLM2_135M = llama(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    tie_word_embeddings=True,
-)
 GEMMA_2B = gemma2(
     hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4
 )
@@ -77,7 +68,6 @@ GEMMA_2B = gemma2(
     [
         (LLAMA_8B, 8_030_261_248),
         (LLAMA_1B, 1_235_814_400),
-        (SMOLLM2_135M, 134_515_008),
         (GEMMA_2B, 2_614_341_888),
     ],
 )
