@@ -15,7 +15,7 @@ from model import Decoder, InputError
 from weights.cli.command_line import say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, explaining
-from weights.cli.prompt import encode_prompt, read_prompt
+from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
 from weights.memory import estimate, free_bytes
 from weights.tokenizer import Tokenizer
@@ -70,11 +70,7 @@ class Request:
             self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids)
             self.prompt = read_prompt(options.prompt, options.prompt_file)
             self.ids = encode_prompt(self.tokenizer, self.prompt, chat=options.chat, system=options.system)
-            if not self.ids or max(self.ids) >= self.config.vocab_size:
-                raise InputError(f"{self.folder}: the tokenizer gives ids that the model lacks: it is another model's")
-            if len(self.ids) >= self.config.max_positions:
-                limit = f"{len(self.ids)} tokens, the model's context {self.config.max_positions}"
-                raise InputError(f"the prompt has {limit}: shorten the prompt")
+            check_prompt(self.ids, self.config, self.folder)
 
     @property
     def capacity(self) -> int:

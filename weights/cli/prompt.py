@@ -1,9 +1,10 @@
-"""Prompts: their text and their token ids."""
+"""Prompts: their text, their token ids, and a check of their length."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from model import InputError
+from model import InputError, ModelConfig
 from weights.cli.files import explaining
 from weights.tokenizer import Tokenizer
 
@@ -38,3 +39,12 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None, 
         return tokenizer.encode(text)
     messages = [] if system is None else [{"role": "system", "content": system}]
     return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def check_prompt(ids: Sequence[int], config: ModelConfig, folder: Path) -> None:
+    """Raises InputError for ids outside the vocabulary of the model in ``folder``, and for more than its context."""
+    if not ids or max(ids) >= config.vocab_size:
+        raise InputError(f"{folder}: the tokenizer does not belong to this model: it gives ids that the model lacks")
+    if len(ids) >= config.max_positions:
+        limit = f"{len(ids)} tokens, the model's context {config.max_positions}"
+        raise InputError(f"the prompt has {limit}: shorten the prompt")

@@ -24,7 +24,6 @@ TOKENIZER_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": BEGIN,
     "eos_token": END,
-    "clean_up_tokenization_spaces": False,
     # A turn is its text and an empty line, as read_documents joins a prompt and its response.
     "chat_template": "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}",
 }
