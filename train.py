@@ -1,7 +1,7 @@
 """LayerSkip training (arXiv 2404.16710, section 4.1): a Llama or Gemma-2 whose early layers can draft.
 
-The recipe is ``dropout_rates`` and ``exit_weights`` below, with an ordinary training loop. One option is not in the
-paper: the last layer can teach the exits (``recipe_loss``). Every random choice of a step follows from (seed, step,
+The recipe is ``dropout_rates`` and ``exit_weights`` below; ``train`` is an ordinary training loop. One option is not in
+the paper: the last layer can teach the exits (``recipe_loss``). Every random choice of a step follows from (seed, step,
 micro-batch) alone. So a killed run continues to the same weights, and several processes (``torchrun``) compute the same
 gradients as accumulation in one process, up to the order of sums.
 """
@@ -12,11 +12,15 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
+import copy
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +31,22 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from model import Decoder, InputError
+from model import Decoder, InputError, build, parse_config
 from model.layers import Positions, rotary_angles
 from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
-from weights.load import model_folder
-from weights.training.corpus import Rows
-from weights.training.folder import load_state, prepare, save_run
+from weights.cli.files import atomic_path, explaining, read_json
+from weights.load import load_model, model_folder
+from weights.save import save_model
+from weights.tokenizer import Tokenizer
+from weights.training.corpus import Rows, read_documents, rows_of, train_tokenizer
 
 MAX_NORM = 1.0
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+CURRICULA = ("rotational", "gradual", "none")
 LAST_RATE = 0.1  # share of the peak learning rate at the end
 HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 8
+STATE, LOG = "training/state.pt", "training/log.jsonl"
 
 
 def dropout_rates(options: argparse.Namespace, layers: int, step: int) -> list[float]:
@@ -60,19 +68,14 @@ def exit_weights(options: argparse.Namespace, layers: int, step: int) -> list[fl
     last layer's loss is always on. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
     too little for a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power · s(L-2)^(1-power).
     """
-    last, power = layers - 1, options.exit_power
+    layer, last, power = np.arange(layers - 1), layers - 1, options.exit_power
     largest = last * (last - 1) / 2
-    weights = []
-    for layer in range(last):
-        on = {
-            "none": False,
-            "rotational": (layer - step) % options.rotation == 0,
-            "gradual": step >= (layers - layer) * options.steps / (2 * layers),
-        }[options.curriculum]
-        weights.append(on * options.exit_scale * (layer * (layer + 1) / 2) ** power * largest ** (1 - power))
-    weights.append(last + options.exit_scale * largest)
-    total = sum(weights)
-    return [weight / total for weight in weights] if total else [1.0]
+    rotational = (layer - step) % options.rotation == 0
+    gradual = step >= (layers - layer) * options.steps / (2 * layers)
+    on = dict(zip(CURRICULA, (rotational, gradual, 0), strict=True))[options.curriculum]
+    early = on * options.exit_scale * (layer * (layer + 1) / 2) ** power * largest ** (1 - power)
+    weights = np.append(early, max(last, 1) + options.exit_scale * largest)
+    return (weights / weights.sum()).tolist()
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
@@ -91,28 +94,26 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
 
 def recipe_loss(
     model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), and each exit's loss ``[layers]`` (NaN: weight 0).
+) -> Tensor:
+    """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens).
 
     An early exit is trained towards a mixture: the last layer's probabilities with the share ``taught``, and the next
     token with the rest. The model verifies drafts, not the text. The paper's share is 0 (for self-distillation see
     arXiv 1905.08094).
     """
     hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
-    following, last = tokens[:, 1:].flatten(), len(weights) - 1
-    total = torch.zeros((), device=tokens.device)
-    losses = torch.full((len(weights),), math.nan, device=tokens.device)
+    following, total, lesson = tokens[:, 1:].flatten(), torch.zeros((), device=tokens.device), None
     for layer in sorted(hidden, reverse=True):  # the last layer first: it teaches the others
         log_probs = torch.log_softmax(model.logits(hidden[layer]).float(), -1).flatten(0, 1)
-        loss = F.nll_loss(log_probs, following)
-        losses[layer] = loss.detach()
-        if taught and layer == last:
-            share = torch.full_like(following, 1 - taught, dtype=log_probs.dtype)[:, None]
-            lesson = (taught * log_probs.detach().exp()).scatter_add_(1, following[:, None], share)
-        elif taught:
+        if lesson is None:
+            loss = F.nll_loss(log_probs, following)
+        else:
             loss = -torch.dot(lesson.flatten(), log_probs.flatten()) / len(following)
         total = total + weights[layer] * loss
-    return total, losses
+        if taught and lesson is None:
+            share = torch.full_like(following, 1 - taught, dtype=log_probs.dtype)[:, None]
+            lesson = (taught * log_probs.detach().exp()).scatter_add_(1, following[:, None], share)
+    return total
 
 
 def learning_rate(step: int, steps: int, warm_up: int) -> float:
@@ -131,45 +132,28 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
     """
     muon = dict.fromkeys(parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1)
     rest = [parameter for parameter in model.parameters() if parameter not in muon]
-    groups = [
-        {"params": [parameter for parameter in rest if parameter.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in rest if parameter.dim() <= 1], "weight_decay": 0.0},
-    ]
+    decay = {True: WEIGHT_DECAY, False: 0.0}  # of matrices, of vectors
+    groups = [{"params": [p for p in rest if (p.dim() > 1) == key], "weight_decay": decay[key]} for key in decay]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
     return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)] if muon else [adamw]
-
-
-def join_processes(device: str | None) -> tuple[int, int, torch.device]:
-    """Rank, number of processes, and device: the named one or, with ``torchrun``, a GPU per process or the CPU."""
-    rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if size <= 1:
-        return 0, 1, pick_device(device)
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    chosen = pick_device(f"cuda:{local_rank}" if on_gpu else "cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None)
-    return rank, size, chosen
 
 
 def backward(
     model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
 ) -> Tensor:
-    """Losses of these micro-batches of a step, whose gradients are added to the parameters' gradients.
-
-    ``[layers + 1]``: the mean loss of each exit (NaN: weight 0 in this step), then the mean weighted sum.
-    """
-    layers = model.num_layers
+    """Mean loss of these micro-batches of a step, whose gradients are added to the parameters' gradients."""
+    layers, mean = model.num_layers, torch.zeros((), device=model.device)
     rates, weights = dropout_rates(options, layers, step), exit_weights(options, layers, step)
-    means = torch.zeros(layers + 1, device=model.device)
     for micro in micro_batches:
         seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed))
         tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
         kept = (torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
-            loss, losses = recipe_loss(model, tokens, kept, weights, options.exit_teaching)
-        (loss / len(micro_batches)).backward()
-        means += torch.cat((losses, loss.detach()[None])) / len(micro_batches)
-    return means
+            loss = recipe_loss(model, tokens, kept, weights, options.exit_teaching) / len(micro_batches)
+        loss.backward()
+        mean += loss.detach()
+    return mean
 
 
 @torch.no_grad()
@@ -184,18 +168,20 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
                 logits = model.logits(hidden).float().flatten(0, 1)
                 losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()))
                 guesses.append(logits.argmax(-1))
-        agreement = [(guess == guesses[-1]).float().mean() for guess in guesses]
-        sums += torch.tensor([losses, agreement])
-    losses, agreement = (sums / HELD_OUT_BATCHES).numpy().round(4).tolist()
-    return {"held_out_loss": losses, "agreement": agreement}
+        sums += torch.tensor([losses, [(guess == guesses[-1]).float().mean() for guess in guesses]])
+    return dict(zip(("held_out_loss", "agreement"), (sums / HELD_OUT_BATCHES).numpy().round(4).tolist(), strict=True))
 
 
 def train(options: argparse.Namespace) -> None:
-    """Training loop; rank 0 also evaluates and saves."""
+    """Training loop; rank 0 also evaluates and saves. With ``torchrun``, a process per GPU, or all on the CPU."""
     keep_freed_memory()
-    rank, size, device = join_processes(options.device)
+    rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device, size = options.device, max(1, size)
+    if size > 1:
+        dist.init_process_group()
+        device = f"cuda:{local_rank}" if device != "cpu" and torch.cuda.is_available() else "cpu"
     model, rows, held_out = prepare(options)
-    model.to(device).train().requires_grad_()
+    model.to(pick_device(device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
     state = load_state(options)
     for part, saved in zip((model, *optimisers), state["parts"], strict=False):  # no parts in a new run
@@ -203,17 +189,14 @@ def train(options: argparse.Namespace) -> None:
     with Progress(console=Console(stderr=True), disable=rank > 0) as progress:
         bar = progress.add_task("training", total=options.steps, completed=state["step"])
         for step in range(state["step"], options.steps):
-            losses = backward(model, rows, options, step, range(rank, options.accumulate * size, size))
+            loss = backward(model, rows, options, step, range(rank, options.accumulate * size, size))
             if size > 1:
-                for tensor in (*(parameter.grad for parameter in model.parameters()), losses):
+                for tensor in (*(parameter.grad for parameter in model.parameters()), loss):
                     dist.all_reduce(tensor.div_(size))
-            *exits, loss = losses.tolist()
-            norm = clip_grad_norm_(model.parameters(), MAX_NORM).item()
+            loss, norm = loss.item(), clip_grad_norm_(model.parameters(), MAX_NORM).item()
             if not math.isfinite(loss + norm):
-                raise InputError(
-                    f"the loss or its gradient is non-finite in step {step + 1}: the last saved state is kept; start "
-                    "again with a lower --learning-rate and another --out"
-                )
+                remedy = "the last saved state is kept; start again with a lower --learning-rate and another --out"
+                raise InputError(f"the loss or its gradient is non-finite in step {step + 1}: {remedy}")
             share = learning_rate(step, options.steps, options.warm_up)
             for optimiser in optimisers:
                 for group in optimiser.param_groups:
@@ -222,8 +205,8 @@ def train(options: argparse.Namespace) -> None:
                 optimiser.zero_grad()
             if rank > 0:
                 continue
-            done, by_exit = step + 1, {layer: each for layer, each in enumerate(exits, start=1) if not math.isnan(each)}
-            state["records"].append({"step": done, "loss": loss, "exit_losses": by_exit, "norm": norm, "rate": share})
+            done = step + 1
+            state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
             progress.update(bar, completed=done, description=f"loss {loss:.3f}")
             if done == options.steps or done % options.save_every == 0:
                 state["records"].append({"step": done, **evaluate(model, held_out, options.autocast)})
@@ -231,6 +214,57 @@ def train(options: argparse.Namespace) -> None:
                 save_run(options, model, {**state, "step": done, "parts": parts})
     if size > 1:
         dist.destroy_process_group()
+
+
+def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
+    """Initial model in float32, training rows, and held-out rows; a new tokenizer is written into ``--out``.
+
+    Raises InputError for a wrong model, text or folder.
+    """
+    out, start = options.out, options.start_from
+    config = parse_config(read_json(Path(start) / "config.json" if start else options.config))
+    if options.context > config.max_positions:
+        raise InputError(f"--context {options.context} is more than the config's {config.max_positions} positions")
+    if (out / "config.json").exists() and not (out / STATE).parent.exists():
+        raise InputError(f"{out} holds a model that train.py did not make: give another --out")
+    documents = read_documents(options.data)
+    if not options.tokenizer and not (out / STATE).exists():
+        (out / STATE).parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(documents, options.vocab_size, out)
+    tokenizer = Tokenizer(Path(options.tokenizer or out))
+    rows = rows_of(documents, tokenizer, options.context)
+    if start:
+        return load_model(Path(start), torch.float32), *rows
+    model = build(replace(config, vocab_size=len(tokenizer.pieces)))
+    model.initialise(std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed))
+    return model, *rows
+
+
+def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any]) -> None:
+    """Write ``model`` as an ordinary bf16 folder, the log, and the ``state`` to continue from, each file atomically.
+
+    The state holds the ``records`` of the log. A run that is killed before the state is written repeats the last steps.
+    Raises InputError when ``--out`` cannot be written.
+    """
+    save_model(copy.deepcopy(model).bfloat16(), options.out, tokenizer_from=Path(options.tokenizer or options.out))
+    trouble = f"{options.out / STATE} cannot be written, the last saved state is kept; free some space and run again"
+    with explaining(trouble, (OSError, RuntimeError)):
+        with atomic_path(options.out / LOG) as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in state["records"]), encoding="utf-8")
+        with atomic_path(options.out / STATE) as temporary:
+            torch.save(state, temporary)
+
+
+def load_state(options: argparse.Namespace) -> dict[str, Any]:
+    """State saved in ``--out``, that of step 0 where there is none. Raises InputError for a run with other options."""
+    given = {name: str(value) for name, value in vars(options).items()}
+    if not (options.out / STATE).exists():
+        return {"options": given, "step": 0, "records": [], "parts": []}
+    state = torch.load(options.out / STATE, map_location="cpu", weights_only=True)
+    for name, saved in state["options"].items():
+        if given.get(name) != saved:
+            raise InputError(f"{options.out} holds a run with {name} {saved}: give the same, or another --out")
+    return state
 
 
 def within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -247,11 +281,7 @@ def within(kind: Callable[[str], float], least: float, most: float = math.inf) -
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parsed options of a command line. Raises InputError for a model folder that is not there."""
     count, share, rate = within(int, 1), within(float, 0, 1), within(float, 0)
-    parser = OneLineParser(
-        prog="train.py",
-        description="Train a Llama or Gemma-2 whose early layers can draft: the LayerSkip recipe "
-        "(arXiv 2404.16710, section 4.1).",
-    )
+    parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl or text files")
     add("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it is continued")
@@ -265,8 +295,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--exit-scale", type=rate, default=1.0, metavar="E", help="e_scale, of early exits' losses")
     add("--exit-power", type=share, default=1.0, metavar="A", help="below 1: stronger first exits")
     add("--exit-teaching", type=share, default=0.0, metavar="A", help="the last layer teaches exits")
-    curricula = ("rotational", "gradual", "none")
-    add("--curriculum", choices=curricula, default="rotational", help="which exits are on in a step")
+    add("--curriculum", choices=CURRICULA, default="rotational", help="which exits are on in a step")
     add("--rotation", type=count, default=8, metavar="R", help="every R-th layer's exit is on in a step")
     add = parser.add_argument_group("the loop").add_argument
     add("--steps", type=count, default=2000, metavar="N", help="updates of the weights")
@@ -281,8 +310,6 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--save-every", type=count, default=100, metavar="N", help="steps between evaluations, each with a save")
     add("--device", help="cpu, cuda ... (default: cuda if there is one)")
     options = parser.parse_args(arguments)
-    if options.start_from and options.tokenizer:
-        parser.error("--start-from DIR brings its tokenizer: leave out --tokenizer")
     options.start_from = options.start_from and str(model_folder(options.start_from))
     options.tokenizer = str(model_folder(options.tokenizer)) if options.tokenizer else options.start_from
     return options

@@ -23,3 +23,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters of a loaded model."""
+    return sum(parameter.nbytes for parameter in model.parameters())

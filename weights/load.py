@@ -9,20 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
-from weights.cli.files import explaining, read_json, read_optional_json
-from weights.tokenizer import Tokenizer
-from weights.vocabulary import Vocabulary
+from weights.cli.files import explaining, read_json
 
 if TYPE_CHECKING:
     from model.parallel import Cut, Shard
@@ -50,7 +46,7 @@ class StoredTensor:
         The file is mapped anew for each tensor, because pages of a mapping stay in memory as long as it is in use.
         """
         dimension, part = cut or (0, range(self.shape[0]))
-        with open_safetensors(self.file) as file:
+        with safe_open(self.file, framework="pt") as file:
             return file.get_slice(self.name)[(slice(None),) * dimension + (slice(part.start, part.stop),)]
 
 
@@ -59,11 +55,9 @@ def model_folder(name: str) -> Path:
     for folder in (Path(name), WEIGHTS / name):
         if os.path.isfile(folder / "config.json"):
             return folder
-    known = sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))
-    raise InputError(
-        f"no folder {name!r:.200} with a config.json, and weights/ holds {', '.join(known) or 'no model yet'}: "
-        "give a path, or fetch one: python -m weights.fetch NAME, or hf download ORG/NAME"
-    )
+    known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))) or "no model yet"
+    remedy = "give a path, or fetch one: python -m weights.fetch NAME, or hf download ORG/NAME"
+    raise InputError(f"no folder {name!r:.200} with a config.json, and weights/ holds {known}: {remedy}")
 
 
 def load_model(
@@ -77,15 +71,15 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read. Raises InputError for
     anything wrong with the folder.
     """
-    config = read_config(folder)
-    stored = stored_tensors(folder)
+    config, stored = read_config(folder), stored_tensors(folder)
     trouble = f"the weights in {folder} are not those that its config.json describes"
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
         build(config).load_state_dict({name: torch.empty(tensor.shape) for name, tensor in stored.items()})
         model = build(shard.local if shard else config)
     dtype = dtype or stored[EMBEDDING].dtype
-    cuts = {name: shard.cut(name) if shard else None for name in stored}
-    state = {name: stored[name].read(cut).to(device, dtype, copy=True) for name, cut in cuts.items()}
+    state = {
+        name: tensor.read(shard and shard.cut(name)).to(device, dtype, copy=True) for name, tensor in stored.items()
+    }
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -106,52 +100,26 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
-    Raises InputError for quantised tensors.
+    They are in one file or in shards. Pickles are not loaded, because opening one can run any code. Raises InputError
+    for a missing or damaged file and for quantised tensors.
     """
+    files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
+    if not files:
+        convert = "fetch it again, or convert its weights with save_pretrained of transformers"
+        raise InputError(f"{folder} holds no model.safetensors and no shards of it: {convert}")
     tensors: dict[str, StoredTensor] = {}
-    for path in weight_files(folder):
-        with open_safetensors(path) as file:
+    for path in files:
+        trouble = f"{path} is not a whole safetensors file, fetch or export it again"
+        with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict, it has no __iter__
-                if name.endswith(IGNORED_SUFFIX):
-                    continue
                 view = file.get_slice(name)
                 dtype = FLOAT_DTYPES.get(view.get_dtype())
                 if dtype is None:
-                    raise InputError(
-                        f"{path}: tensor {name!r:.100} is stored as {view.get_dtype()}: quantised checkpoints do not "
-                        "load; use the original float weights"
-                    )
-                tensors[name.removeprefix("model.")] = StoredTensor(path, name, tuple(view.get_shape()), dtype)
+                    stored = f"tensor {name!r:.100} is stored as {view.get_dtype()}"
+                    raise InputError(f"{path}: {stored}: load the original float weights, not a quantised checkpoint")
+                if not name.endswith(IGNORED_SUFFIX):
+                    tensors[name.removeprefix("model.")] = StoredTensor(path, name, tuple(view.get_shape()), dtype)
     return tensors
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Safetensors files of a folder: the single file, or the shards in its index.
-
-    Raises InputError for missing files. Pickles are not loaded, because opening one can run any code.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise InputError(
-            f"{folder} holds no model.safetensors and no index of shards: fetch it again, or convert its weights with "
-            "save_pretrained of transformers"
-        )
-    places = read_optional_json(index).get("weight_map")
-    shards = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
-    missing = set(shards) - {path.name for path in folder.glob("*.safetensors")}
-    if missing or not shards:
-        raise InputError(f"{index} names {min(missing, default='no file')!r:.80}, which is not there: fetch it again")
-    return [folder / shard for shard in shards]
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """An opened safetensors file. Raises InputError for a damaged one."""
-    trouble = f"{path} is not a whole safetensors file, fetch or export it again"
-    with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
-        yield file
 
 
 def model_fingerprint(folder: Path) -> str:
@@ -160,29 +128,12 @@ def model_fingerprint(folder: Path) -> str:
     It is fast at any size, and differs after any training step. So a file made for one model is not used with another.
     """
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
-    for name, tensor in sorted(stored_tensors(folder).items()):
+    stored = stored_tensors(folder)
+    for name, tensor in sorted(stored.items()):
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-    for path in weight_files(folder):
-        with explaining(f"{path} cannot be read"), path.open("rb") as file:
+    for path in sorted({tensor.file for tensor in stored.values()}):
+        with path.open("rb") as file:
             for sample in range(SAMPLES):
                 file.seek(max(0, path.stat().st_size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def load_draft_model(folder: Path, target: Decoder, vocabulary: Vocabulary, positions: int) -> Decoder:
-    """Draft model for ``target``, loaded from ``folder`` in the target's dtype, on its device.
-
-    ``vocabulary`` is the target's, ``positions`` the longest text in tokens. Raises InputError, before any weight is
-    read, unless the vocabularies are equal and the text fits the draft model's context.
-    """
-    from model.fast import accelerate  # loads a compiler
-
-    config, theirs = read_config(folder), Tokenizer(folder).vocabulary
-    same = (vocabulary.pieces, vocabulary.special) == (theirs.pieces, theirs.special)
-    if config.vocab_size != target.vocab_size or not same:
-        raise InputError(f"{folder} has another vocabulary: a draft model must share the target's tokenizer")
-    if config.max_positions < positions:
-        limit = f"a context of {config.max_positions} tokens, and the text may take {positions}"
-        raise InputError(f"{folder} has {limit}: lower --max-new-tokens")
-    return accelerate(load_model(folder, target.dtype, target.device))

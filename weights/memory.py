@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from rich.filesize import decimal
 
 from model import InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
@@ -38,11 +38,6 @@ class Memory:
         return self.weights + self.twins + self.cache + self.workspace
 
 
-def in_words(size: int) -> str:
-    """Bytes as "18.5 GB", or "269 MB" below one GB."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
-
-
 def estimate(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -65,10 +60,10 @@ def estimate(
     logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
     tokens = min(prompt, PREFILL_CHUNK)
     # Of a layer the MLP takes the most: three tensors of each width at once.
-    layers = (3 * tokens * (each.hidden_size + each.intermediate_size) * dtype.itemsize for each in models)
+    layers = (3 * tokens * (c.hidden_size + c.intermediate_size) * dtype.itemsize for c in models)
     return Memory(
-        weights=sum(parameter_count(each) for each in models) * dtype.itemsize,
-        cache=sum(cache_bytes(each, dtype, entries) for each in models),
+        weights=sum(parameter_count(c) for c in models) * dtype.itemsize,
+        cache=sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models) * entries * dtype.itemsize,
         workspace=max(logits * LOGIT_COPIES * wide_dtype(dtype).itemsize, *layers) + GPU_BUFFERS * on_gpu,
         positions=positions,
         twins=twin_bytes(config, plan) if plan else 0,
@@ -88,16 +83,6 @@ def twin_bytes(config: ModelConfig, plan: LayerPlan) -> int:
     mlp, head = 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
     weights = [(attention, bits) for bits in plan.attention] + [(mlp, bits) for bits in plan.mlp] + [(head, plan.head)]
     return int(sum(count * per_weight.get(bits, 0) for count, bits in weights))
-
-
-def cache_bytes(config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
-    """Bytes of a KV cache: a key and a value per layer, key head and position."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * dtype.itemsize
-
-
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters of a loaded model."""
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def free_bytes(device: torch.device) -> int:
@@ -129,10 +114,8 @@ def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
         "workspace": memory.workspace,
         "free": free,
     }
-    line = ", ".join(f"{part}: {in_words(size)}" for part, size in parts.items() if size)
+    line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)
     if memory.total > free:
-        raise InputError(
-            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a narrower --dtype or a "
-            "smaller --model"
-        )
+        remedy = "give fewer --max-new-tokens, a narrower --dtype or a smaller --model"
+        raise InputError(f"the model does not fit on {device}: {line}; {remedy}")
     return line

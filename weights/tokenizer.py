@@ -5,42 +5,103 @@ because a token may end in the middle of a UTF-8 character.
 """
 
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 
 from model import InputError
 from weights.cli.files import explaining, read_optional_json, read_text
-from weights.vocabulary import NAMED_TOKENS, Vocabulary, token_text
+from weights.vocabulary import SPACE_MARK, piece_bytes, read_sentencepiece
 
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 
 
 class Tokenizer:
-    """Tokenizer of a model folder: vocabulary, end-of-text ids, chat template."""
+    """Tokenizer of a model folder, by the tokenizers library. Names of control tokens in a text are text.
+
+    ``special`` holds the ids of control tokens by name; ``pieces`` the bytes that each token adds to the text, none for
+    a control token; ``adds_space`` says whether encoding puts a space before the text; ``eos_ids`` end a text.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
-        self.settings = read_optional_json(folder / "tokenizer_config.json")
+        settings = read_optional_json(folder / "tokenizer_config.json")
         path = folder / ("tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model")
         if not path.exists():
             raise InputError(f"{folder} holds no tokenizer.json and no tokenizer.model")
         with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):  # raised by the libraries
-            self.vocabulary = Vocabulary(path, self.settings)
-        self.chat_template = _chat_template(folder, self.settings)
-        eos = self.vocabulary.special.get(token_text(self.settings.get("eos_token")))
-        self.eos_ids = frozenset(_eos_ids(folder) or ([] if eos is None else [eos]))
+            self._read(path, settings)
+        self.chat_template = settings.get("chat_template")
+        if isinstance(self.chat_template, list):  # several by name: the one for plain chat is "default"
+            self.chat_template = {each["name"]: each["template"] for each in self.chat_template}.get("default")
+        if (folder / "chat_template.jinja").exists():
+            self.chat_template = read_text(folder / "chat_template.jinja")
+        eos = self.special.get(self.names["eos_token"])
+        for name in ("config.json", "generation_config.json"):  # the last that names any is right
+            found = read_optional_json(folder / name).get("eos_token_id")
+            eos = eos if found is None else found
+        self.eos_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
+
+    def _read(self, path: Path, settings: dict[str, Any]) -> None:
+        """Read the vocabulary at ``path``, by the ``settings`` of tokenizer_config.json. Raises errors of any kind."""
+        self.normalise: Callable[[str], str] = str  # the library normalises, but for sentencepiece
+        if path.suffix == ".json":
+            self.library = tokenizers.Tokenizer.from_file(str(path))
+        else:
+            self.library, self.normalise = read_sentencepiece(path)
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.library.encode_special_tokens = True  # as text
+        vocabulary = self.library.get_vocab(with_added_tokens=True)
+        added = self.library.get_added_tokens_decoder()
+        self.special = {token.content: number for number, token in added.items() if token.special}
+        # The settings may list more control tokens, also beyond the vocabulary of the file.
+        given = {key: settings.get(key) or "" for key in NAMED_TOKENS}
+        self.names = {key: name["content"] if isinstance(name, dict) else name for key, name in given.items()}
+        listed = (settings.get("added_tokens_decoder") or {}).items()
+        control = {entry["content"]: int(number) for number, entry in listed if entry["special"]}
+        for name in sorted({*control, *self.names.values()} & vocabulary.keys() - self.special.keys()):
+            self.library.add_special_tokens([AddedToken(name, normalized=False)])
+            self.special[name] = vocabulary[name]
+        self.special = control | self.special
+        byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
+        self.pieces = [b""] * (1 + max(*vocabulary.values(), *self.special.values()))
+        for piece in vocabulary.keys() - self.special.keys():
+            self.pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
+        self.adds_space = not byte_level and self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
+        # A random word, which no text contains. Added after the vocabulary was read: its id is not the model's.
+        self.gap = f"\ue000{secrets.token_hex(16)}"
+        self.library.add_tokens([AddedToken(self.gap, normalized=False)])
+        # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
+        wants_bos = settings.get("add_bos_token")
+        self.bos = self.special.get(self.names["bos_token"]) if wants_bos else None
+        self.by_file = wants_bos is None  # whether the file decides
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, after the beginning-of-text token where the model expects one.
 
         Names of control tokens in ``text`` are text: a user cannot end a turn by typing its token.
         """
-        return self.vocabulary.encode_prompt(text)
+        ids = self.library.encode(self.normalise(text), add_special_tokens=self.by_file).ids
+        return ids if self.bos is None else [self.bos, *ids]
+
+    def encode_parts(self, *parts: int | str) -> list[int]:
+        """Token ids of texts and, given as ids, control tokens between them, without a beginning of text.
+
+        All are encoded in one text: a text after a control token may be encoded differently from one at the beginning.
+        """
+        control = (part for part in parts if isinstance(part, int))
+        text = "".join(self.gap if isinstance(part, int) else self.normalise(part) for part in parts)
+        ids, gap = self.library.encode(text, add_special_tokens=False).ids, self.library.token_to_id(self.gap)
+        return [next(control) if number == gap else number for number in ids]
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, up to the beginning of the assistant's answer.
@@ -51,32 +112,16 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
-        control = self.vocabulary.special
-        name = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+        name = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)")
         # A mark after each character of a typed name hides it while the text is split at the template's names.
         written = "".join(message["content"] for message in messages)
         mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in written)
-
-        def hide(found: re.Match[str]) -> str:
-            return "".join(character + mark for character in found[0])
-
-        hidden = [{**message, "content": name.sub(hide, message["content"])} for message in messages]
+        hidden = [
+            {**message, "content": name.sub(lambda found: mark.join(found[0]) + mark, message["content"])}
+            for message in messages
+        ]
         parts = re.split(f"({name.pattern})(?!{mark})", self._render(hidden))
-        return self.vocabulary.encode_parts([control.get(part, part.replace(mark, "")) for part in parts])
-
-    def token_bytes(self, token: int) -> bytes:
-        """Bytes that this token adds to the text: none for control tokens and ids outside the vocabulary."""
-        return self.vocabulary.pieces[token] if token < len(self.vocabulary.pieces) else b""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of these tokens from its beginning; bytes that are not UTF-8 become U+FFFD.
-
-        It is the concatenation of their ``token_bytes``, without the space that encoding puts before a text.
-        """
-        data = b"".join(map(self.token_bytes, tokens))
-        if self.vocabulary.adds_space:
-            data = data.removeprefix(b" ")
-        return data.decode("utf-8", errors="replace")
+        return self.encode_parts(*(self.special.get(part, part.replace(mark, "")) for part in parts))
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
         """Text of a conversation by the chat template."""
@@ -87,32 +132,18 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        names = {key: token_text(self.settings.get(key)) for key in NAMED_TOKENS}
+        more = {"add_generation_prompt": True, "tools": None, "documents": None, **self.names}
         with explaining("the model's chat template fails", (Exception,)):  # a template can raise any error
-            template = environment.from_string(self.chat_template)
-            text = template.render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **names)
-            text.encode()  # fails for half of a surrogate pair
-        return text
+            return environment.from_string(self.chat_template).render(messages=messages, **more)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes that this token adds to the text: none for control tokens and ids outside the vocabulary."""
+        return self.pieces[token] if token < len(self.pieces) else b""
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Chat template of a folder: that of ``chat_template.jinja``, else of the settings, if any."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return read_text(path)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name: the one for plain chat is "default"
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of these tokens from its beginning; bytes that are not UTF-8 become U+FFFD.
 
-
-def _eos_ids(folder: Path) -> list[int]:
-    """End-of-text ids of a folder: those in generation_config.json, else in config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_optional_json(folder / name).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(type(each) is int for each in ids):
-                raise InputError(f"{folder / name}: eos_token_id must be token ids, found {value!r:.80}")
-            return ids
-    return []
+        It is the concatenation of their ``token_bytes``, without the space that encoding puts before a text.
+        """
+        data = b"".join(map(self.token_bytes, tokens))
+        return data.removeprefix(b" " if self.adds_space else b"").decode("utf-8", errors="replace")

@@ -68,7 +68,7 @@ def write_stories(
     the subject.
     """
     requests = [story_request(rng) for _ in range(rows)]
-    openings = [tokenizer.vocabulary.encode(opening) for _, opening in requests]
+    openings = [tokenizer.encode_parts(opening) for _, opening in requests]
     try:
         prompts = [encode_prompt(tokenizer, prompt, system=NARRATOR) for prompt, _ in requests]
     except InputError:  # no template, or one that refuses a system message
@@ -82,7 +82,7 @@ def write_stories(
         tokens = opening + (tokens[:-1] if finished else tokens)
         said = tokenizer.decode(tokens).rstrip("\ufffd")  # the budget may end inside a character
         story = worth_learning(prompt, said, finished)
-        if story and set(tokenizer.vocabulary.special.values()).isdisjoint(tokens):
+        if story and set(tokenizer.special.values()).isdisjoint(tokens):
             stories.append((prompt, story))
     return stories
 
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> None:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         bar, fruitless = progress.add_task("", total=options.tokens), 0
         while True:
-            tokens = sum(len(tokenizer.vocabulary.encode(response)) for _, response in stories.values())
+            tokens = sum(len(tokenizer.encode_parts(response)) for _, response in stories.values())
             progress.update(bar, completed=tokens)
             if tokens >= options.tokens:
                 break

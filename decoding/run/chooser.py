@@ -21,10 +21,11 @@ from decoding.run.drafting import GAMMA, Drafting, model_drafter, plain
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, ModelConfig
+from model.fast import accelerate
 from model.plan import FULL, LOW_BITS
 from weights.cli.command_line import say
 from weights.cli.files import one_line
-from weights.load import load_draft_model, model_folder, read_config
+from weights.load import load_model, model_folder, read_config
 from weights.tokenizer import Tokenizer
 
 GAMMA_LOW_BITS = 5  # tokens drafted per round with --bits
@@ -235,9 +236,15 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
-    """A smaller model of the same vocabulary, with a cache for itself."""
+    """A smaller model of the same vocabulary, with a cache for itself; in the target's dtype, on its device."""
     folder = model_folder(options.draft_model or "")
-    model = load_draft_model(folder, setting.model, setting.tokenizer.vocabulary, setting.positions)
+    config, theirs, ours = read_config(folder), Tokenizer(folder), setting.tokenizer
+    vocabulary = setting.model.vocab_size, ours.pieces, ours.special
+    if vocabulary != (config.vocab_size, theirs.pieces, theirs.special):
+        raise InputError(f"{folder} has another vocabulary: a draft model must share the target's tokenizer")
+    if config.max_positions < setting.positions:
+        raise InputError(f"{folder} has a context of {config.max_positions} tokens: lower --max-new-tokens")
+    model = accelerate(load_model(folder, setting.model.dtype, setting.model.device))
     name = f"draft model {folder.name}"
     return Drafting(name, lambda cache: model_drafter(model, model.new_cache(cache.capacity)), model=model)
 

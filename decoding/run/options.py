@@ -14,7 +14,7 @@ from decoding.verify import Coupling
 from model import Decoder, InputError
 from weights.cli.command_line import say
 from weights.cli.device import pick_device
-from weights.cli.files import check_place, check_utf8
+from weights.cli.files import check_place, explaining
 from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
 from weights.memory import estimate, free_bytes
@@ -51,8 +51,8 @@ class Request:
     """
 
     def __init__(self, options: Namespace) -> None:
-        for value in (options.system or "", *options.stop, *options.ban):
-            check_utf8("text of --system, --stop or --ban", value)
+        with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
+            "".join((options.system or "", *options.stop, *options.ban)).encode()
         self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
         if options.num_samples < 1:
             raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")

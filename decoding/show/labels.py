@@ -33,7 +33,7 @@ class Labels:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Labels:
         """Labels of a tokenizer's tokens."""
-        return cls(tokenizer.token_bytes, {token: name for name, token in tokenizer.vocabulary.special.items()})
+        return cls(tokenizer.token_bytes, {token: name for name, token in tokenizer.special.items()})
 
     def __call__(self, token: int) -> str:
         """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name of a control token."""

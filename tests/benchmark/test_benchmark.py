@@ -23,7 +23,7 @@ from search.prompts import PROMPTS
 from tests.folders import LLAMA, write_folder
 from tests.pictures import faults
 from tests.weights.test_fetch import write_gguf
-from weights.gguf.llama import convert
+from weights.fetch import convert
 from weights.load import load_model
 from weights.memory import parameter_count
 from weights.tokenizer import Tokenizer

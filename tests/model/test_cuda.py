@@ -23,9 +23,9 @@ from model import Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import ROWS
 from tests.configs import small
-from tests.peak import peak_bytes
+from tests.peak import held_bytes, peak_bytes
 from train import recipe_loss
-from weights.memory import estimate, held_bytes
+from weights.memory import estimate
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: run it on a machine with an NVIDIA GPU"

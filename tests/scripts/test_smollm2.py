@@ -165,11 +165,11 @@ def test_a_chat_about_any_text_has_the_ids_of_transformers_but_for_typed_control
 ) -> None:
     conversation = [{"role": "user", "content": text}]
     ids = tokenizer.encode_chat(conversation)
-    if not any(name in text for name in tokenizer.vocabulary.special):
+    if not any(name in text for name in tokenizer.special):
         expected = their_tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
         assert ids == expected
     harmless = tokenizer.encode_chat([{"role": "user", "content": "x"}])
-    control = set(tokenizer.vocabulary.special.values())
+    control = set(tokenizer.special.values())
     assert [number for number in ids if number in control] == [number for number in harmless if number in control]
     assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("user\nx", f"user\n{text}")
 

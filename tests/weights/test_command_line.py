@@ -20,6 +20,7 @@ import os, sys, time, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which takes seconds to import
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
 from weights.cli.command_line import OneLineParser, run_command
+from weights.cli.start import start
 
 def little():
     print("a little")
@@ -43,6 +44,7 @@ def foreign():
 def help():
     OneLineParser(prog="script", description="words").parse_args(["--help"])
 
+start()
 sys.exit(run_command(globals()[sys.argv[1]], "interrupted: go on with it"))
 """
 Shell = Callable[..., subprocess.CompletedProcess]
@@ -134,8 +136,6 @@ def test_ctrl_c_is_130_with_the_line_of_the_command(tmp_path: Path, capsys: pyte
     assert (process.returncode, said) == (130, "interrupted: go on with it\n")
 
 
-COMMANDS = [["generate.py"], ["train.py"]]
-COMMANDS += [["-m", name] for name in ("search", "benchmark", "weights.fetch", "decoding.corpus")]
 INTERRUPT = """
 import os, signal, sys
 class Interrupt:
@@ -146,12 +146,12 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_ctrl_c_while_a_command_is_imported_is_130_without_a_word(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["generate.py"], ["-m", "weights.fetch"]], ids=" ".join)
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": "torch.nn"}
     done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")  # 130 in a shell
 
 
 # Standard streams
@@ -176,16 +176,6 @@ def test_progress_and_what_is_written_at_the_end_may_find_no_reader(shell: Shell
     assert (done.stdout, done.stderr) == (b"line 0\n0\n", b"")
     done = shell("$RUN | true; echo ${PIPESTATUS[0]}", "little")
     assert (done.stdout, done.stderr) == (b"0\n", b"")
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
-def test_a_closed_stream_is_wrong_input(closed: str, shell: Shell) -> None:
-    done = shell(f"$RUN {closed}", "little")
-    assert done.returncode == 2 and b"a little" not in done.stdout
-    assert done.stdout + done.stderr in (
-        b"",
-        b"error: standard input, output or error is closed: give /dev/null instead\n",
-    )
 
 
 def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: Shell) -> None:

@@ -84,12 +84,6 @@ def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: P
     assert not set(documents(train)) & set(documents(held_out))
 
 
-def test_a_document_stays_on_its_side_when_text_is_added(learnt: Path) -> None:
-    added, tokenizer = [f"Added {number}." for number in range(77)], Tokenizer(learnt)
-    before, after = (rows_of(texts, tokenizer, 9)[1].tokens for texts in (DOCUMENTS, [*added, *DOCUMENTS]))
-    assert after[-len(before) :].tolist() == before.tolist()
-
-
 def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_one() -> None:
     ids = np.array([5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2], dtype=np.uint16)
     rows = Rows(ids, 2, 4).pick(400, torch.Generator().manual_seed(0))
@@ -111,7 +105,6 @@ def test_rows_of_a_text_without_ends_follow_one_another() -> None:
         ("a.jsonl", '{"text": "fine"}\n{"text"\n', "a.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", '{"prompt": "no response"}\n', 'line 1 needs "text", or "prompt" and "response"'),
         ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
-        ("a.jsonl", '{"text": "\\ud800"}\n', "line 1 is not valid JSON: .*surrogates not allowed"),
         ("a.txt", b"\xff\xfe", "cannot be read as UTF-8"),
     ],
 )
@@ -128,4 +121,4 @@ def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt
 
 def test_a_short_text_supports_fewer_tokens(tmp_path: Path) -> None:
     train_tokenizer(DOCUMENTS, 30000, tmp_path)
-    assert 258 < len(Tokenizer(tmp_path).vocabulary.pieces) < 1000
+    assert 258 < len(Tokenizer(tmp_path).pieces) < 1000

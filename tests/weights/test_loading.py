@@ -28,7 +28,6 @@ from weights.load import load_model, model_folder
 SMALL = LLAMA | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL_GEMMA2 = GEMMA2 | {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 TIED = SMALL | {"tie_word_embeddings": True}
-INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -45,13 +44,11 @@ def write_weights(folder: Path, config: dict[str, Any], state: dict[str, Tensor]
 
 
 def write_shards(folder: Path, state: dict[str, Tensor], shards: int = 3) -> Path:
-    """The state dealt to shards in turn, with their index."""
+    """The state dealt to shards in turn."""
     write_config(folder, SMALL)
-    names = [f"model-{number}-of-{shards}.safetensors" for number in range(shards)]
-    places = {tensor: names[number % shards] for number, tensor in enumerate(state)}
-    for name in names:
-        save_file({tensor: state[tensor] for tensor in state if places[tensor] == name}, folder / name)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+    for number in range(shards):
+        shard = dict(list(state.items())[number::shards])
+        save_file(shard, folder / f"model-{number:05}-of-{shards:05}.safetensors")
     return folder
 
 
@@ -82,37 +79,33 @@ def one_line(error: InputError) -> str:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_GEMMA2, TIED], ids=["llama", "gemma2", "tied llama"])
-def test_a_single_file_gives_the_tensors_it_holds(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Also where names lack the prefix "model.", and beside derived buffers."""
+def test_a_single_file_gives_copies_of_the_tensors_it_holds(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Also where names lack the prefix "model.", beside derived buffers, and when the file is written over."""
     state = random_state(config)
     assert_holds(load_model(write_weights(tmp_path, config, state)), state, torch.float32)
     bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    assert_holds(load_model(write_weights(tmp_path, config, bare | buffer)), state, torch.float32)
+    model, file = load_model(write_weights(tmp_path, config, bare | buffer)), tmp_path / "model.safetensors"
+    with file.open("r+b") as written:
+        written.write(bytes(file.stat().st_size))
+    assert_holds(model, state, torch.float32)
 
 
 def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
     state = random_state(SMALL)
-    assert_holds(load_model(write_shards(tmp_path, state)), state, torch.float32)
+    folder = write_shards(tmp_path, state)
+    assert_holds(load_model(folder), state, torch.float32)
+    min(folder.glob("*.safetensors")).unlink()
+    assert "Missing key" in refusal(folder)
 
 
-@pytest.mark.parametrize("wanted", [None, torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_weights_come_in_the_wanted_dtype_or_else_their_own(
     tmp_path: Path, stored: torch.dtype, wanted: torch.dtype | None
 ) -> None:
     state = random_state(SMALL, dtype=stored)
     assert_holds(load_model(write_weights(tmp_path, SMALL, state), wanted), state, wanted or stored)
-
-
-def test_loaded_weights_are_copies(tmp_path: Path) -> None:
-    """Not views of a file, which may be written again while the model is in use."""
-    state = random_state(SMALL)
-    model = load_model(write_weights(tmp_path, SMALL, state))
-    data = bytearray((tmp_path / "model.safetensors").read_bytes())
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.write(bytes(len(data)))
-    assert_holds(model, state, torch.float32)
 
 
 # Memory
@@ -130,24 +123,18 @@ print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.para
 """
 
 
-@pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(
-    tmp_path: Path, stored: str, wanted: str
-) -> None:
+def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_path: Path) -> None:
     config = SMALL | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16000, "num_attention_heads": 16}
     config |= {"head_dim": 64}
-    dtype = getattr(torch, stored)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in random_state(config).items()}
-    folder = write_weights(
-        tmp_path / "large", config, {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    )
+    folder = write_weights(tmp_path / "large", config, {name: torch.zeros(shape) for name, shape in shapes.items()})
     small = write_weights(tmp_path / "small", SMALL, random_state(SMALL))
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, folder, wanted, small], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PEAK, folder, "bfloat16", small], capture_output=True, text=True, check=True
     )
     taken, size = map(int, run.stdout.split())
-    largest = max(map(math.prod, shapes.values())) * dtype.itemsize
+    largest = 4 * max(map(math.prod, shapes.values()))
     assert size > 100e6
     assert size <= taken <= 1.1 * (size + largest)
 
@@ -160,14 +147,11 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(
     [
         ({UP: None}, ["Missing key", "layers.1.mlp.up_proj.weight"]),
         ({"model.layers.1.mlp.up_proj.bias": torch.zeros(24)}, ["Unexpected key", "layers.1.mlp.up_proj.bias"]),
-        *(
-            ({UP: torch.zeros(shape)}, ["up_proj.weight", str(list(shape)), "[24, 16]"])
-            for shape in [(16, 24), (9,), ()]
-        ),
+        ({UP: torch.zeros(16, 24)}, ["up_proj.weight", "[16, 24]", "[24, 16]"]),
         ({"lm_head.weight": torch.zeros(24, 16)}, ["lm_head.weight"]),  # the config ties it to the embedding
-        *(({UP: torch.zeros(24, 16, dtype=dtype)}, [UP, "quantised"]) for dtype in (torch.int8, torch.float8_e4m3fn)),
+        ({UP: torch.zeros(24, 16, dtype=torch.int8)}, [UP, "quantised"]),
     ],
-    ids=["missing", "extra", "turned", "flat", "scalar", "head", "int8", "float8"],
+    ids=["missing", "extra", "turned", "head", "int8"],
 )
 def test_a_wrong_tensor_is_named(tmp_path: Path, change: dict[str, Tensor | None], said: list[str]) -> None:
     state = random_state(TIED) | change
@@ -193,27 +177,10 @@ class Trap:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.mark.parametrize(
-    ("index", "said"),
-    [
-        (None, "holds no model.safetensors and no index"),
-        ({"weight_map": {"model.norm.weight": "pytorch_model.bin"}}, "'pytorch_model.bin', which is not there"),
-        (
-            {"weight_map": {"model.norm.weight": "../outside.safetensors"}},
-            "'../outside.safetensors', which is not there",
-        ),
-        ({"weight_map": {"model.norm.weight": "gone.safetensors"}}, "'gone.safetensors', which is not there"),
-        ({"weight_map": {}}, "'no file', which is not there"),
-    ],
-    ids=["none", "pickle", "outside", "missing", "empty"],
-)
-def test_pickles_and_files_elsewhere_are_refused_unopened(tmp_path: Path, index: Any, said: str) -> None:
+def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", SMALL)
     torch.save(Trap(tmp_path / "mark"), folder / "pytorch_model.bin")
-    save_file(random_state(SMALL), tmp_path / "outside.safetensors")
-    if index is not None:
-        (folder / INDEX).write_text(json.dumps(index))
-    assert said in refusal(folder)
+    assert "holds no model.safetensors and no shards" in refusal(folder)
     assert not (tmp_path / "mark").exists()
 
 
@@ -293,7 +260,7 @@ def test_a_wrong_plan_file_is_refused_with_its_name(tmp_path: Path, value: Any, 
 
 
 def test_a_plan_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nothing\.json does not exist"):
+    with pytest.raises(InputError, match=r"nothing\.json cannot be read"):
         read_plan(tmp_path / "nothing.json", 4)
     with pytest.raises(InputError, match="cannot be read"):
         read_plan(tmp_path, 4)
@@ -411,48 +378,17 @@ def loads_or_says_why(folder: Path) -> None:
         assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def loading(folder: Path) -> Path:
-    """The folder, after a check that it loads before it is damaged."""
-    assert load_model(folder).num_layers == 2
-    return folder
-
-
 @pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_config_loads_or_is_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, good: dict[str, Any], data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / good["model_type"]
     if not folder.exists():
-        loading(write_weights(folder, good, random_state(good)))
+        assert load_model(write_weights(folder, good, random_state(good))).num_layers == 2
     write_config(folder, data.draw(damaged(good)))
     loads_or_says_why(folder)
-
-
-@pytest.fixture(scope="module")
-def sharded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return loading(write_shards(tmp_path_factory.mktemp("shards"), random_state(SMALL)))
-
-
-SHARD_NAMES = st.sampled_from(
-    ["model-0-of-3.safetensors", "config.json", INDEX, "..", "", "a/b.safetensors", "x" * 300, "a\nb", "\ud800", "\0"]
-)
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_any_index_loads_or_is_refused_in_one_line(sharded_folder: Path, data: st.DataObject) -> None:
-    state = list(random_state(SMALL))
-    good = {name: f"model-{number % 3}-of-3.safetensors" for number, name in enumerate(state)}
-    changes = st.dictionaries(st.sampled_from(state) | st.text(max_size=5), SHARD_NAMES, min_size=1, max_size=3)
-    index = data.draw(
-        changes.map(lambda changed: {"weight_map": good | changed})
-        | damaged({"metadata": {"total_size": 1}, "weight_map": good})
-        | JUNK
-    )
-    (sharded_folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    loads_or_says_why(sharded_folder)
 
 
 @settings(max_examples=150)
@@ -469,25 +405,19 @@ def test_any_plan_file_is_read_or_refused_in_one_line(tmp_path_factory: pytest.T
 
 @st.composite
 def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """A safetensors file with a byte changed, cut off, cut out or put in, or with another header."""
+    """A safetensors file of which some bytes were cut out or put in, or with another header."""
     (length,) = struct.unpack("<Q", good[:8])
-    at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good) - 1))
-    kind = draw(st.sampled_from(["flip", "truncate", "remove", "insert", "header"]))
-    if kind == "header":
+    if draw(st.booleans()):
         header = json.loads(good[8 : 8 + length])
-        name = draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))
-        header[name] = draw(JUNK | st.builds(lambda value, key: header[name] | {key: value}, JUNK, KEYS))
+        name, key = draw(st.sampled_from(sorted(header))), draw(st.sampled_from(["dtype", "shape", "data_offsets"]))
+        header[name] = draw(JUNK | st.builds(lambda value: {**header[name], key: value}, JUNK))
         text = json.dumps(header).encode()
         return struct.pack("<Q", len(text)) + text + good[8 + length :]
-    cut_out = {"flip": good[at + 1 :], "truncate": b"", "remove": good[at + draw(st.integers(1, 64)) :]}
-    new = draw(st.binary(min_size=1, max_size=1 if kind == "flip" else 16))
-    return good[:at] + (new if kind in ("flip", "insert") else b"") + cut_out.get(kind, good[at:])
+    at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good)))
+    return good[:at] + draw(st.binary(max_size=16)) + good[at + draw(st.integers(0, 64)) :]
 
 
-KEYS = st.sampled_from(["dtype", "shape", "data_offsets"])
-
-
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_any_bytes_as_weights_load_or_are_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -8,8 +8,9 @@ import torch
 
 from model.parallel import Cut, Shard
 from tests.folders import GEMMA2, LLAMA, write_folder
+from tests.peak import held_bytes
 from weights.load import StoredTensor, load_model
-from weights.memory import estimate, held_bytes
+from weights.memory import estimate
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,

@@ -235,7 +235,7 @@ def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(folde
     assert ids == oracle(folders, kind).encode(text, split_special_tokens=True)
     assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))  # that one gives "a" and " a" equal ids
     assert tokenizer.decode(ids) == text
-    space = b" " if text and tokenizer.vocabulary.adds_space else b""
+    space = b" " if text and tokenizer.adds_space else b""
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == space + text.encode()
 
 
@@ -246,7 +246,7 @@ def test_ids_of_a_text_are_those_of_the_sentencepiece_library(folders, model, te
     """Its own, but for the names of control tokens, which no text here holds."""
     library = sentencepiece.SentencePieceProcessor(model_proto=model())
     folder = folders["gemma, sentencepiece" if model is gemma_model else "llama-2, sentencepiece"]
-    assert loaded(folder).vocabulary.encode(text) == library.EncodeAsIds(text)
+    assert loaded(folder).encode_parts(text) == library.EncodeAsIds(text)
 
 
 @every_kind
@@ -254,7 +254,7 @@ def test_ids_of_a_text_are_those_of_the_sentencepiece_library(folders, model, te
 @given(data=st.data())
 def test_any_tokens_that_spell_a_text_spell_that_of_transformers(folders, kind, data):
     tokenizer = loaded(folders[kind])
-    ids = data.draw(st.lists(st.integers(0, len(tokenizer.vocabulary.pieces) - 1), max_size=9))
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer.pieces) - 1), max_size=9))
     spelt = b"".join(map(tokenizer.token_bytes, ids))
     assume(spelt == spelt.decode(errors="replace").encode())
     expected = oracle(folders, kind).decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -262,7 +262,7 @@ def test_any_tokens_that_spell_a_text_spell_that_of_transformers(folders, kind, 
 
 
 def control_ids(tokenizer: Tokenizer) -> set[int]:
-    return set(tokenizer.vocabulary.special.values())
+    return set(tokenizer.special.values())
 
 
 @every_kind
@@ -271,7 +271,7 @@ def test_add_bos_token_in_the_settings_wins(folders, kind, tmp_path):
     for adds in (True, False):
         write(tmp_path, **settings_, add_bos_token=adds)
         tokenizer = Tokenizer(tmp_path)
-        first = tokenizer.vocabulary.special[settings_["bos_token"]]
+        first = tokenizer.special[settings_["bos_token"]]
         assert (tokenizer.encode("The fox")[0] == first) == adds
 
 
@@ -289,7 +289,7 @@ def copy_of(source: Path, folder: Path) -> dict[str, Any]:
 @given(data=st.data())
 def test_the_name_of_a_control_token_is_text_when_a_user_types_it(folders, kind, data):
     tokenizer = loaded(folders[kind])
-    names = st.sampled_from(sorted(tokenizer.vocabulary.special))
+    names = st.sampled_from(sorted(tokenizer.special))
     pieces = st.lists(names | st.sampled_from(["a", "the", "<", "|>", "\n"]), min_size=1, max_size=5)
     text = data.draw(pieces.map("".join))
     ids = tokenizer.encode(text)
@@ -311,23 +311,10 @@ conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
 def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, messages):
     """Not where the name of a control token is typed: transformers then makes it one, which ours must not."""
     tokenizer = loaded(folders[kind])
-    control = tokenizer.vocabulary.special
+    control = tokenizer.special
     assume(not any(name in message["content"] for message in messages for name in control))
     expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert tokenizer.encode_chat(messages) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "first"), [("llama-2, sentencepiece", "▁["), ("llama-2, json", "▁["), ("llama-2, transformers 5", "[")]
-)
-def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(folders, kind, first):
-    """Where transformers 5 codes a text after a control token without a space, so it stays."""
-    pieces = ["<s>", first, "IN", "ST", "]", "▁<", "s", ">", "▁[", "/", "IN", "ST", "]"]
-    twin = oracle(folders, kind)
-    typed = [{"role": "user", "content": "<s>"}]
-    assert loaded(folders[kind]).encode_chat(typed) == twin.convert_tokens_to_ids(pieces)
-    innocent = twin.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=True)["input_ids"]
-    assert twin.convert_ids_to_tokens(innocent) == [*pieces[:5], "▁fox", *pieces[8:]]
 
 
 @every_kind
@@ -336,7 +323,7 @@ def test_a_typed_control_token_is_text_and_changes_no_token_of_the_template(fold
 def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
     """The control tokens of a conversation are those of the template; typed text stays whole."""
     tokenizer = loaded(folders[kind])
-    names = st.sampled_from(sorted(tokenizer.vocabulary.special))
+    names = st.sampled_from(sorted(tokenizer.special))
     content = data.draw(st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1))
     content = "a" + "".join(content) + "b"  # templates may trim
     ids = tokenizer.encode_chat([{"role": "user", "content": content}])
@@ -350,7 +337,6 @@ def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
     ("template", "message"),
     [
         ("{% for", "chat template fails: "),
-        ("{{ '\\ud800' }}", "chat template fails: .*surrogates"),
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
         ("{{ raise_exception('no system role') }}", "refuses this conversation: no system role"),
         (None, "has no chat template: leave out --chat"),
@@ -391,12 +377,12 @@ def test_a_text_ends_at_every_id_that_the_folder_names(folders, tmp_path, files,
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.eos_ids == {tokenizer.vocabulary.special.get(end, end) for end in expected}
+    assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
 
 
 def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, tmp_path):
     settings_ = copy_of(folders["llama-2, sentencepiece"], tmp_path)
-    size = len(loaded(folders["llama-2, sentencepiece"]).vocabulary.pieces)
+    size = len(loaded(folders["llama-2, sentencepiece"]).pieces)
     added = {str(size + n): {"content": name, "special": True} for n, name in enumerate(["<|im_start|>", "<|im_end|>"])}
     template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
     write(tmp_path, **settings_ | {"added_tokens_decoder": added, "chat_template": template})
@@ -411,37 +397,29 @@ def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, 
 def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_path):
     """Published files disagree at times: a control token of either file cannot be typed."""
     settings_ = copy_of(folders["gemma, json"], tmp_path)
-    write(tmp_path, **settings_ | {"extra_special_tokens": ["<b>", *GEMMA_CONTROL]})
-    before, after = loaded(folders["gemma, json"]), Tokenizer(tmp_path)
-    number = after.vocabulary.special["<b>"]
+    before = loaded(folders["gemma, json"])
+    number = before.pieces.index(b"<b>")
+    listed = {str(number): {"content": "<b>", "special": True}}
+    write(tmp_path, **settings_ | {"added_tokens_decoder": listed})
+    after = Tokenizer(tmp_path)
     assert number in before.encode("a<b>c") and number not in after.encode("a<b>c")
     assert after.decode(after.encode("a<b>c")) == "a<b>c"
     assert (before.token_bytes(number), after.token_bytes(number)) == (b"<b>", b"")
 
 
-def damage(folder: Path, name: str, content: bytes | Any) -> None:
-    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
     [
-        ("llama-3", "tokenizer.json", {}, "tokenizer.json is not a tokenizer that can be read"),
-        ("llama-3", "tokenizer_config.json", [], "tokenizer_config.json must hold one JSON object"),
-        ("llama-3", "tokenizer.json", {"decoder": None}, "tokenizer.json is not a tokenizer that can be read"),
+        ("llama-3", "tokenizer.json", b'{"decoder": null}', "tokenizer.json is not a tokenizer that can be read"),
+        ("llama-3", "tokenizer_config.json", b"[]", "tokenizer_config.json must hold one JSON object"),
         ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
-        (
-            "llama-2, sentencepiece",
-            "tokenizer.model",
-            b"garbage",
-            "tokenizer.model is not a tokenizer that can be read",
-        ),
+        ("llama-2, sentencepiece", "tokenizer.model", b"garbage", "tokenizer.model is not a tokenizer"),
         ("llama-2, sentencepiece", "tokenizer.model", unigram_model(), "tokenizer.model is no byte-pair encoding"),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
     write(tmp_path, **copy_of(folders[kind], tmp_path))
-    damage(tmp_path, name, content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message) as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)

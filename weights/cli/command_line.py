@@ -1,17 +1,14 @@
 """Command lines: help, error lines, exit status, standard streams."""
 
 import argparse
-import io
 import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from model.errors import InputError
 from weights.cli.files import one_line
-from weights.cli.start import end_at_once
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -38,22 +35,17 @@ def say(line: str) -> None:
     print(f"[{line}]", file=sys.stderr)
 
 
-def run_command(work: Callable[[], int | None], interrupted: str | None = None) -> int:
+def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     """Exit status of the ``work`` of a command line; every failure is printed as one line.
 
     The result of ``work``, by default 0. 2 after wrong input, too little memory, and failed reading or writing. 130
     after Ctrl-C, which prints the line ``interrupted``, if any. 0 without a message when the output is a closed pipe,
     as after ``| head``. ``work`` includes parsing the arguments; the parser's SystemExit passes through.
     """
-    if signal.getsignal(signal.SIGINT) is end_at_once:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    status, complaint = 2, None
+    status, complaint = 2, ""
     try:
-        if None in (sys.stdin, sys.stdout, sys.stderr):
-            raise InputError("standard input, output or error is closed: give /dev/null instead")
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # characters that the terminal cannot show
         try:
             return work() or 0
         finally:
@@ -67,17 +59,14 @@ def run_command(work: Callable[[], int | None], interrupted: str | None = None) 
     except OSError as error:
         place = "standard output" if error.filename is None else error.filename
         complaint = f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
-    except (RuntimeError, MemoryError) as error:  # of a device, by its name, since torch may not be loaded; of the host
-        named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-        if not named and "DefaultCPUAllocator" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        # Of a GPU, by name, since torch may not be loaded; of the host.
+        if type(error).__name__ not in ("OutOfMemoryError", "MemoryError") and "DefaultCPUAllocator" not in str(error):
             raise
         complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
-    if complaint is not None:
-        with suppress(OSError):
-            print(complaint, file=sys.stderr)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):
         try:
-            stream.flush()
+            print(text, end="", file=stream, flush=True)
         except OSError:  # drop the buffer, which the interpreter would otherwise report at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model import InputError, ModelConfig
-from weights.cli.files import check_utf8, explaining, read_text
+from weights.cli.files import explaining
 from weights.tokenizer import Tokenizer
 
 
@@ -16,12 +16,13 @@ def read_prompt(argument: str | None, file: str | None) -> str:
     """
     if (argument is None) == (file is None):
         raise InputError("give one prompt: as an argument, or with --prompt-file")
-    if file == "-":
-        with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
-            text = sys.stdin.read().removeprefix("\ufeff")
-    else:
-        text = argument if file is None else read_text(Path(file)).removeprefix("\ufeff")
-    check_utf8("prompt", text)
+    place = "the prompt" if file is None else "standard input" if file == "-" else file
+    with explaining(f"{place} cannot be read as UTF-8 text", (OSError, UnicodeError)):
+        if file is None:
+            text = argument
+        else:
+            text = (sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")).removeprefix("\ufeff")
+        text.encode()  # fails for bytes of an argument that are not UTF-8
     if not text.strip():
         raise InputError("the prompt is empty: give it at least one character")
     return text

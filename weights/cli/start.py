@@ -2,20 +2,19 @@
 
 import os
 import signal
+import sys
 
 
 def start() -> None:
-    """Make Ctrl-C end the process at once with status 130, until ``run_command`` begins; set how long threads spin.
+    """Settings of Ctrl-C, standard streams and idle threads.
 
-    Loading torch takes seconds, in which Ctrl-C would otherwise end in a traceback.
+    Ctrl-C ends the process at once until ``run_command`` begins: loading torch takes seconds, in which it would
+    otherwise end in a traceback. Characters that the terminal cannot show are printed as "?".
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the shell may have switched it off
-        signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")
     # Number of times that an idle OpenMP thread looks for work before it sleeps. Waking it takes longer than most
     # products of a step. The default would keep a core busy for too long on a machine with other processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "200000")
-
-
-def end_at_once(*_: object) -> None:
-    """Handler of SIGINT: end without a message."""
-    os._exit(130)

@@ -1,1 +1,1 @@
-"""Text and files of training. Begin with ``train.py``, which holds the recipe and its loop."""
+"""Text for training, and a sample of it. Begin with ``train.py``, which holds the recipe and its loop."""

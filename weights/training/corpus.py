@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ TOKENIZER_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": BEGIN,
     "eos_token": END,
-    "clean_up_tokenization_spaces": False,
     # A turn is its text and an empty line, as read_documents joins a prompt and its response.
     "chat_template": "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}",
 }
@@ -38,26 +36,18 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     """
     documents: list[str] = []
     for path in paths:
-        if path.suffix == ".jsonl":
-            documents += [_document_of(row, place) for place, row in read_json_lines(path)]
-        else:
+        if path.suffix != ".jsonl":
             documents += [match[0] for match in TXT_DOCUMENT.finditer(read_text(path))]
+            continue
+        for place, row in read_json_lines(path):
+            match row:
+                case {"text": str(text)}:
+                    documents.append(text)
+                case {"prompt": str(prompt), "response": str(response)}:
+                    documents.append(f"{prompt.strip()}\n\n{response.strip()}")
+                case _:
+                    raise InputError(f'{place} needs "text", or "prompt" and "response", each a string')
     return [document for document in documents if document.strip()]
-
-
-def _document_of(row: Any, place: str) -> str:
-    """Document of a jsonl line."""
-    match row:
-        case {"text": str(text)}:
-            return text
-        case {"prompt": str(prompt), "response": str(response)}:
-            return f"{prompt.strip()}\n\n{response.strip()}"
-    raise InputError(f'{place} needs "text", or "prompt" and "response", each a string')
-
-
-def _is_held_out(document: str) -> bool:
-    """Whether a document is held out, which depends on its text alone, not on other documents."""
-    return zlib.crc32(document.encode()) % HELD_OUT_SHARE == 0
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> None:
@@ -102,10 +92,10 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     Raises InputError for too little text.
     """
     end = min(tokenizer.eos_ids, default=None)
-    ids = {False: array("I"), True: array("I")}
-    for document in documents:
-        ids[_is_held_out(document)].extend([*tokenizer.encode(document), *([] if end is None else [end])])
-    train, held_out = ids[False], ids[True]
+    train, held_out = array("I"), array("I")
+    for document in documents:  # held out by its text alone, not by other documents
+        ids = held_out if zlib.crc32(document.encode()) % HELD_OUT_SHARE == 0 else train
+        ids.extend([*tokenizer.encode(document), *([] if end is None else [end])])
     if min(len(train), len(held_out)) <= context:
         raise InputError(
             f"{len(set(documents))} different documents, with {len(train)} tokens to train on and {len(held_out)} held "
