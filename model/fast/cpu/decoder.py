@@ -77,14 +77,15 @@ class FastDecoder:
             for layer, bits in enumerate(plan.attention):
                 if bits:
                     cache.claim(layer, start, tokens.shape[1])
-        rows, entries, head_bytes = lay_out(calls)
+        batch = Batch(*map(np.concatenate, zip(*map(rows_of, calls), strict=True)))
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        logits = torch.empty(rows.shape[1], self.model.vocab_size)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        for first in range(0, len(logits), MOST_ROWS):  # a text's earlier tokens first
-            part = slice(first, first + MOST_ROWS)
+        parts = []
+        for first in range(0, len(batch.tokens), MOST_ROWS):  # a text's earlier tokens first
             with STEPPING:
-                self.step(weights, Batch(*rows[:, part], entries, head_bytes), logits[part].numpy())
+                part = self.step(weights, Batch(*(each[first : first + MOST_ROWS] for each in batch)))
+            parts.append(torch.from_numpy(part))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -110,11 +111,8 @@ class FastDecoder:
         norms = [[scale_of(part) for part in block.children() if isinstance(part, RMSNorm)] for block in model.layers]
         return Weights(
             kind=KINDS[model.dtype],
-            mlp=config.intermediate_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
             embedding=model.embed_tokens.weight.data_ptr(),
-            embedding_scale=np.float32(model.embedding_scale),
+            embedding_scale=np.float32([model.embedding_scale]),
             eps=np.float32(config.norm_eps),
             attention_scale=np.float32(config.attention_scale),
             attention_cap=np.float32(config.attention_soft_cap or 0),
@@ -122,7 +120,7 @@ class FastDecoder:
             is_gemma=config.family == "gemma2",
             matrices=matrices,
             head=head,
-            norms=np.stack(norms),
+            norms=np.stack(norms).reshape(config.num_layers, 2, -1, config.hidden_size),
             final_norm=scale_of(model.norm),
             windows=np.array([window or 0 for window in config.windows]),
             cos=cos[:, :half].contiguous().numpy(),
@@ -147,17 +145,17 @@ def scale_of(norm: RMSNorm) -> np.ndarray:
     return (norm.weight.detach().float() + (1 - norm.neutral)).numpy()
 
 
-def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, positions and texts ``[3, rows]`` of all calls, text by text; entries and head bytes as in ``Batch``."""
-    entries, head_bytes, columns, texts = [], [], [], 0
-    for tokens, cache, start in calls:
-        batch, count = tokens.shape
-        stride, size = cache.keys[0].stride(), cache.keys[0].itemsize
-        pairs = zip(cache.keys, cache.values, strict=True)
-        first = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
-        entries.append(np.arange(batch)[:, None, None] * (stride[0] * size) + first)
-        head_bytes.append(np.full(batch, stride[1] * size))
-        places = np.arange(start, start + count), np.arange(texts, texts + batch)[:, None]
-        columns.append([np.broadcast_to(each, tokens.shape).ravel() for each in (tokens.numpy(), *places)])
-        texts += batch
-    return np.concatenate(columns, 1), np.concatenate(entries), np.concatenate(head_bytes)
+def rows_of(call: tuple[Tensor, KVCache, int]) -> Batch:
+    """Rows of one call, text by text."""
+    tokens, cache, start = call
+    batch, count = tokens.shape
+    (text_stride, head_stride, *_), size = cache.keys[0].stride(), cache.keys[0].itemsize
+    pairs = zip(cache.keys, cache.values, strict=True)
+    first = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
+    entries = np.arange(batch)[:, None, None] * (text_stride * size) + first
+    return Batch(
+        tokens=tokens.numpy().ravel(),
+        positions=np.tile(np.arange(start, start + count), batch),
+        entries=np.repeat(entries, count, 0),
+        head_bytes=np.full(batch * count, head_stride * size),
+    )

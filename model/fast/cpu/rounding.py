@@ -4,11 +4,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import prange
+from numba import prange, uint32
 from torch import Tensor
 
-from model.fast.cpu.dot import BF16
-from model.fast.cpu.elements import compiled, round_to
+from model.fast.cpu.elements import bfloat16_bits, compiled
 from model.quantise import CUTS, FITS, GROUP
 
 STARTS = np.array(CUTS, np.float32)
@@ -22,6 +21,12 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor,
     scale, zero = np.empty((2, len(weight)), np.float32)
     fit_groups(weight.contiguous().numpy(), importance.contiguous().numpy(), 2**bits - 1, codes, scale, zero)
     return tuple(map(torch.from_numpy, (codes, scale, zero)))
+
+
+@compiled()
+def bfloat16(number: float) -> float:
+    """``number`` rounded to bfloat16, as float32."""
+    return np.uint32(bfloat16_bits(number) << uint32(16)).view(np.float32)
 
 
 @summing()
@@ -72,7 +77,7 @@ def fit_groups(
             scale = (high - low) * (np.float32(1) - np.float32(2) * cut / most) / most
             zero = (low + high - most * scale) / np.float32(2)
             for _ in range(FITS + 1):
-                scale, zero = round_to(BF16, scale), round_to(BF16, zero)
+                scale, zero = bfloat16(scale), bfloat16(zero)
                 error, sum_codes, sum_squares, sum_products = judge(weight, importance, scale, zero, most)
                 if error < least:
                     least, best_scale, best_zero = error, scale, zero
