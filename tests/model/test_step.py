@@ -24,8 +24,7 @@ numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip 
 
 from model.fast import cpu  # noqa: E402
 from model.fast.cpu import dot, elements  # noqa: E402
-from model.fast.cpu.decoder import FastDecoder  # noqa: E402
-from model.fast.cpu.pack import packed  # noqa: E402
+from model.fast.cpu.decoder import FastDecoder, packed  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
 
 VOCAB = 37

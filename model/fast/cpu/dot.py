@@ -244,9 +244,9 @@ def multiply_floats(
 def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
     """Dot product of a packed row of low-bit weights with a row of int8 inputs, as 16 partial sums.
 
-    ``columns`` are whole blocks. A row of weights (``model.fast.cpu.pack``) has unsigned codes first. Behind them are,
-    in four and six bits, a scale and a zero per group in bfloat16, the zeros padded to whole vectors; in eight bits
-    one float32 scale. For a row of inputs see ``model.fast.cpu.elements.round_to_int8``.
+    ``columns`` are whole blocks. A row of weights (``model.fast.cpu.decoder.packed``) has unsigned codes first. Behind
+    them are, in four and six bits, a scale and a zero per group in bfloat16, the zeros padded to whole vectors; in
+    eight bits one float32 scale. For a row of inputs see ``model.fast.cpu.elements.round_to_int8``.
     """
     bits = next(bits for bits, each in LOW_BITS.items() if each == kind)
     groups = columns // GROUP
