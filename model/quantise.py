@@ -23,7 +23,7 @@ from torch import Tensor, nn
 GROUP = 32  # weights that share scale and zero, in four and six bits
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
-CHUNK = 1 << 20  # weights rounded at a time, in float32
+CHUNK = 1 << 22  # weights rounded at a time, in float32
 
 
 Judge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
