@@ -33,13 +33,12 @@ COUNTS = (*range(1, 18), 64, 65)
 
 GEMMA = {"family": "gemma2", "hidden": 72, "head_dim": 24, "sliding_window": 9, "num_attention_heads": 4}
 ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 64}
-BIASES = {"attention_bias": True, "mlp_bias": True}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "intermediate_size": 33}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 72, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 2},
-    "single heads": {"hidden": 64, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 3},
-    "biased, untied": {"hidden": 40, "tie_word_embeddings": False, "intermediate_size": 33, **BIASES},
-    "linear rope": {"hidden": 32, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama3 rope": {"hidden": 32, "head_dim": 64, "rope_scaling": ROPE},
+    "single heads, linear rope": {"hidden": 64, "head_dim": 16, "num_key_value_heads": 4, "rope_scaling": LINEAR},
+    "biased, untied, llama3 rope": {**BIASED, "hidden": 40, "head_dim": 64, "rope_scaling": ROPE},
     "gemma2": GEMMA,
     "gemma2 without caps": {**GEMMA, "hidden": 32, "attn_logit_softcapping": None, "final_logit_softcapping": None},
 }

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types, uint32
 from numba.extending import intrinsic
 
@@ -29,11 +28,8 @@ compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=Tru
 @intrinsic
 def pointer_to(typing: Any, address: Any):
     """Pointer to an address, for ``carray``."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: list[ir.Value]) -> ir.Value:
-        return builder.inttoptr(given[0], I8.as_pointer())
-
-    return types.voidptr(types.int64), generate
+    kind = I8.as_pointer()
+    return types.voidptr(types.int64), lambda context, builder, signature, given: builder.inttoptr(given[0], kind)
 
 
 @compiled()
@@ -96,10 +92,8 @@ def store(kind: int, numbers: np.ndarray, place: int) -> None:
     for index in range(len(numbers)):
         if kind == F32:
             floats[index] = numbers[index]
-        elif kind == BF16:
-            halves[index] = bfloat16_bits(numbers[index])
         else:
-            halves[index] = float16_bits(numbers[index])
+            halves[index] = bfloat16_bits(numbers[index]) if kind == BF16 else float16_bits(numbers[index])
 
 
 @compiled()
