@@ -37,7 +37,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "intermediate_size": 33}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 72, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 2},
-    "single heads, linear rope": {"hidden": 64, "head_dim": 16, "num_key_value_heads": 4, "rope_scaling": LINEAR},
+    "single heads, linear rope": {"hidden": 64, "head_dim": 16, "num_key_value_heads": 2, "rope_scaling": LINEAR},
     "biased, untied, llama3 rope": {**BIASED, "hidden": 40, "head_dim": 64, "rope_scaling": ROPE},
     "gemma2": GEMMA,
     "gemma2 without caps": {**GEMMA, "hidden": 32, "attn_logit_softcapping": None, "final_logit_softcapping": None},
