@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GROUP = 32  # weights that share scale and zero, in four and six bits
-RoundGroups = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
+
+
+Judge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -47,74 +49,73 @@ class Quantised:
         return torch.addcmul(zero, self.codes, scale).to(dtype)
 
 
-def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 ``[n, 32]``, scale and zero ``[n]`` of groups of weights ``[n, 32]``, all others float32.
+def judge(weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Codes of a grid, and means over each group: of the squared error, the codes, their squares, code times weight.
 
-    ``importance`` ``[rows, 32]`` repeats: group g has row g % rows. Scale and zero are rounded to bfloat16.
+    Codes, 0 to ``levels``, have the shape of ``weight`` ``[rows, groups, 32]``; ``scale`` and ``zero`` are
+    ``[rows, groups]``, the means ``[4, rows, groups]``. Means are weighted with ``importance`` ``[groups, 32]``, whose
+    sum over a group is 1.
     """
-    importance = importance.repeat(len(weight) // len(importance), 1)
-    levels, total = 2**bits - 1, importance.sum(1)
-    low, high = torch.aminmax(weight, dim=1)
-    best: tuple[Tensor, ...] = ()
+    inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
+    codes = ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, levels)
+    error = (codes * scale[..., None] + zero[..., None] - weight).square_()
+    means = [(each * importance).sum(-1) for each in (error, codes, codes.square(), codes * weight)]
+    return codes.to(torch.uint8), torch.stack(means)
+
+
+def round_groups(weight: Tensor, importance: Tensor, bits: int, judge: Judge) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero of the least weighted error for groups of weights; shapes as in ``judge``."""
+    levels, mean = 2**bits - 1, (weight * importance).sum(-1)
+    low, high = torch.aminmax(weight, dim=-1)
+    found = []
     for cut in CUTS:
         scale = (high - low) * ((1 - 2 * cut / levels) / levels)
         zero = (low + high - levels * scale) / 2
         for _ in range(FITS + 1):
             # Rounded first, so that the codes compensate for it.
             scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
-            inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
-            codes = ((weight - zero[:, None]) * inverse[:, None] + 0.5).floor_().clamp_(0, levels)
-            weighted = codes * importance
-            error = (codes * scale[:, None] + zero[:, None] - weight).square_().mul_(importance).sum(1)
-            found = codes, scale, zero, error
-            better = error < (best or found)[3]
-            best = tuple(
-                torch.where(better if new.ndim == 1 else better[:, None], new, old)
-                for new, old in zip(found, best or found, strict=True)
-            )
+            error, mean_code, mean_square, mean_product = judge(weight, importance, scale, zero, levels)[1]
+            found.append(torch.stack((error, scale, zero)))
             # A line through the points (code, weight): scale is its slope, zero its height at code 0.
-            mean_code, mean = weighted.sum(1) / total, (weight * importance).sum(1) / total
-            spread = (weighted * codes).sum(1) - total * mean_code.square()
-            slope = ((weighted * weight).sum(1) - total * mean_code * mean) / spread
-            scale = torch.where(spread > 0, slope, scale)
+            spread = mean_square - mean_code.square()
+            scale = torch.where(spread > 0, (mean_product - mean_code * mean) / spread, scale)
             zero = mean - scale * mean_code
-    return best[0].to(torch.uint8), *best[1:3]
+    errors, scales, zeros = torch.stack(found, 1)
+    best = errors.argmin(0, keepdim=True)
+    scale, zero = scales.gather(0, best)[0], zeros.gather(0, best)[0]
+    return judge(weight, importance, scale, zero, levels)[0], scale, zero
 
 
 @torch.no_grad()
-def quantise(
-    weight: Tensor, bits: int, importance: Tensor | None = None, round_groups: RoundGroups = round_groups
-) -> Quantised:
+def quantise(weight: Tensor, bits: int, importance: Tensor | None = None, judge: Judge = judge) -> Quantised:
     """Rounded ``[out, in]`` weights, in codes of 4, 6 or 8 bits.
 
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared error is at most that
     of rounding to the nearest of evenly spaced values from a group's least to its largest weight. A last group of
-    fewer than 32 columns has its own scale.
+    fewer than 32 columns has its own scale. ``judge`` may be a faster function of the same values.
     """
-    out, columns = weight.shape
+    columns = weight.shape[1]
     if bits == 8:
         scale = torch.linalg.vector_norm(weight.float(), math.inf, 1, keepdim=True) / 127
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
-    padding, groups = -columns % GROUP, -(-columns // GROUP)
+    padding = -columns % GROUP
     importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
     # With zero importance scale and zero would be undefined. A common factor changes nothing.
     importance = importance.float() / importance.mean().clamp(min=1e-30) + 1e-4
-    importance = F.pad(importance, (0, padding)).view(groups, GROUP)
-    codes = torch.empty(out, groups * GROUP, dtype=torch.uint8, device=weight.device)
-    scale, zero = (torch.empty(out, groups, dtype=torch.bfloat16, device=weight.device) for _ in range(2))
-    rows = max(1, CHUNK // (groups * GROUP))
-    for first in range(0, out, rows):
-        part = F.pad(weight[first : first + rows].float(), (0, padding), mode="replicate").view(-1, GROUP)
-        found = round_groups(part, importance, bits)
-        for whole, each in zip((codes, scale, zero), found, strict=True):
-            whole[first : first + rows] = each.view(-1, whole.shape[1])
-    return Quantised(codes[:, :columns].contiguous(), scale, zero, bits)
+    importance = F.pad(importance, (0, padding)).view(-1, GROUP)
+    importance = importance / importance.sum(1, keepdim=True)
+    found = []
+    for part in weight.split(max(1, CHUNK // columns)):
+        part = F.pad(part.float(), (0, padding), mode="replicate").unflatten(1, (-1, GROUP))
+        found.append(round_groups(part.contiguous(), importance, bits, judge))
+    codes, scale, zero = map(torch.cat, zip(*found, strict=True))
+    return Quantised(codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits)
 
 
-def rounded(product: nn.Linear | nn.Embedding, bits: int, round_groups: RoundGroups = round_groups) -> Quantised:
+def rounded(product: nn.Linear | nn.Embedding, bits: int, judge: Judge = judge) -> Quantised:
     """Rounded weights of a linear layer or an embedding, by the ``importance`` of its inputs if it has one."""
-    return quantise(product.weight, bits, getattr(product, "importance", None), round_groups)
+    return quantise(product.weight, bits, getattr(product, "importance", None), judge)
 
 
 def round_inputs(x: Tensor) -> Tensor:

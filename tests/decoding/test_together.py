@@ -233,7 +233,7 @@ def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
     step, hidden = model.step, model.model.hidden
-    patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[1].tokens))), step(*all)))
+    patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[1].tokens))), step(*all))[1])
     patch.setattr(
         model.model, "hidden", lambda tokens, *more: (seen.append(("chunk", tokens.shape[1])), hidden(tokens, *more))
     )
@@ -327,7 +327,7 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pyt
         conductor.submit(tasks[-1])
     if place == "step":
         step = model.step
-        monkeypatch.setattr(model, "step", lambda *all: (step(*all), interrupt()))
+        monkeypatch.setattr(model, "step", lambda *all: (step(*all), interrupt())[0])
     with pytest.raises(KeyboardInterrupt):
         conductor.run()
     assert [task.sample and task.sample.finish for task in tasks] == ["interrupted", "interrupted", None]

@@ -86,8 +86,8 @@ def test_compiled_rounding_is_as_good_as_the_readable_one(bits: int) -> None:
 
     weight, importance = weights(40, 100, 3), torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01
     errors = []
-    for round_groups in (model.quantise.round_groups, rounding.round_groups):
-        found = quantise(weight, bits, importance, round_groups)
+    for judge in (model.quantise.judge, rounding.judge):
+        found = quantise(weight, bits, importance, judge)
         errors.append(groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2))
         assert found.codes.max() == 2**bits - 1
     torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-7)

@@ -24,8 +24,7 @@ numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip 
 
 from model.fast import cpu  # noqa: E402
 from model.fast.cpu import dot, elements  # noqa: E402
-from model.fast.cpu.decoder import FastDecoder  # noqa: E402
-from model.fast.cpu.pack import packed  # noqa: E402
+from model.fast.cpu.decoder import FastDecoder, packed  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
 
 VOCAB = 37
@@ -34,13 +33,12 @@ COUNTS = (*range(1, 18), 64, 65)
 
 GEMMA = {"family": "gemma2", "hidden": 72, "head_dim": 24, "sliding_window": 9, "num_attention_heads": 4}
 ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 64}
-BIASES = {"attention_bias": True, "mlp_bias": True}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "intermediate_size": 33}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 72, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 2},
-    "single heads": {"hidden": 64, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 3},
-    "biased, untied": {"hidden": 40, "tie_word_embeddings": False, "intermediate_size": 33, **BIASES},
-    "linear rope": {"hidden": 32, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "llama3 rope": {"hidden": 32, "head_dim": 64, "rope_scaling": ROPE},
+    "single heads, linear rope": {"hidden": 64, "head_dim": 16, "num_key_value_heads": 2, "rope_scaling": LINEAR},
+    "biased, untied, llama3 rope": {**BIASED, "hidden": 40, "head_dim": 64, "rope_scaling": ROPE},
     "gemma2": GEMMA,
     "gemma2 without caps": {**GEMMA, "hidden": 32, "attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
@@ -103,12 +101,9 @@ def test_nor_in_low_bits(bits: int) -> None:
 def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None:
     model, texts = accelerate(random_model(name)), tokens_for(40, batch=70)
     before, found = torch.get_num_threads(), []
-    try:
-        for threads, capacity in ((1, 40), (2, 41), (2, 300)):
-            torch.set_num_threads(threads)
-            found.append(model(texts[3:4], model.new_cache(capacity), 0))
-    finally:
-        torch.set_num_threads(before)
+    for threads, capacity in ((1, 40), (2, 41), (before, 300)):
+        torch.set_num_threads(threads)
+        found.append(model(texts[3:4], model.new_cache(capacity), 0))
     cache = model.new_cache(40, batch=70)
     found.append(torch.cat([model(texts[:, :5], cache, 0), model(texts[:, 5:], cache, 5)], 1)[3:4])
     assert all(torch.equal(each, found[0]) for each in found)
@@ -173,7 +168,7 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
     step = model.step
-    monkeypatch.setattr(model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given)))
+    monkeypatch.setattr(model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given))[1])
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100
@@ -223,17 +218,14 @@ def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken:
 
 
 def dots(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., np.ndarray]:
-    """Function for dot products of a row of weights with rows of inputs, given as tensors."""
+    """Function for dot products of a row of weights, given by address, with rows of inputs."""
     function = dot.dot_function(forms)
 
     @numba.njit
-    def run(kind, w, x, stride, rows, columns, out):
-        function(kind, w, x, stride, rows, columns, out.ctypes.data, 4)
-
-    def multiply(kind: int, w: Tensor, x: np.ndarray, columns: int) -> np.ndarray:
+    def multiply(kind, w, x, columns):
         out = np.zeros(len(x), np.float32)
-        run(kind, w.data_ptr(), x.ctypes.data, x.strides[0], len(x), columns, out)
-        return out
+        function(kind, w, x.ctypes.data, x.strides[0], len(x), columns, out.ctypes.data, 4)
+        return out * np.float32(1)  # keeps "out" until it is written
 
     return multiply
 
@@ -242,63 +234,67 @@ def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(monkeypatch
     """With the processor's special instructions and without: the same integer sums, and the same bits in any tile."""
 
     @numba.njit
-    def prepare(kind, x, inputs):
-        elements.prepare(kind, x, inputs)
+    def operands(kind, x):
+        return elements.operands(kind, x)
 
     found = {}
     for special in (True, False):
         for name in ("PAIRS", "BYTES"):
             monkeypatch.setattr(dot, name, getattr(dot, name) and special)
         low_bits = dict.fromkeys(dot.LOW_BITS.values(), (dot.INT8, (1,)))
-        multiply = dots(
-            {dot.BF16: (dot.BF16, (4, 1)), dot.F16: (dot.F32, (2, 1)), dot.F32: (dot.F32, (1,)), **low_bits}
-        )
+        tiles = {dot.BF16: (dot.BF16, (4, 1)), dot.F16: (dot.F32, (2, 1)), dot.F32: (dot.F32, (1,))}
+        multiply = dots({**tiles, **low_bits})
         for columns in (5, 64, 200):
             generator = torch.Generator().manual_seed(columns)
             x, weight = torch.randn(7, columns, generator=generator), torch.randn(1, columns, generator=generator)
-            narrow = x.bfloat16().view(torch.int16).numpy()
-            floats = {
-                torch.bfloat16: (dot.BF16, narrow),
-                torch.float16: (dot.F16, x.numpy()),
-                x.dtype: (dot.F32, x.numpy()),
-            }
-            for dtype, (kind, inputs) in floats.items():
-                rows = multiply(kind, weight.to(dtype), inputs, columns)
-                exact = (x.bfloat16() if kind == dot.BF16 else x).double() @ weight[0].to(dtype).double()
+            narrow, wide = x.bfloat16().view(torch.int16).numpy(), x.numpy()
+            for kind, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+                inputs, row = narrow if kind == dot.BF16 else wide, weight[0].to(dtype)
+                rows = multiply(kind, row.data_ptr(), inputs, columns)
+                exact = (x.bfloat16() if kind == dot.BF16 else x).double() @ row.double()
                 np.testing.assert_allclose(rows, exact.numpy(), atol=1e-4)
-                alone = [multiply(kind, weight.to(dtype), inputs[row : row + 1], columns) for row in range(7)]
+                alone = [multiply(kind, row.data_ptr(), inputs[number : number + 1], columns) for number in range(7)]
                 assert np.array_equal(np.concatenate(alone), rows)
             for bits, kind in dot.LOW_BITS.items():
-                rounded, inputs = quantise(weight, bits), np.zeros((7, 8 * columns + 1024), np.uint8)
-                prepare(kind, x.numpy(), inputs)
-                low = multiply(kind, packed(rounded), inputs, -(-columns // 64) * 64)
+                rounded = quantise(weight, bits)
+                operand = packed(rounded)
+                low = multiply(kind, operand.data_ptr(), operands(kind, wide), -(-columns // 64) * 64)
                 exact = round_inputs(x).double() @ rounded.dequantised(torch.float32)[0].double()
                 np.testing.assert_allclose(low, exact.numpy(), atol=0.02 * exact.abs().max().item())
                 assert np.array_equal(low, found.setdefault((columns, bits), low))
 
 
 def test_narrow_numbers_are_rounded_as_torch_rounds_them() -> None:
-    """For every exponent, ties, subnormal numbers, infinity and NaN; and exactly back from float16."""
+    """For every exponent, ties, subnormal numbers, infinity and NaN."""
 
     @numba.njit
-    def run(x, narrow, half, wide):
+    def run(x, narrow, half):
         for index in range(len(x)):
             narrow[index], half[index] = elements.bfloat16_bits(x[index]), elements.float16_bits(x[index])
-            wide[index] = elements.from_float16(np.uint32(half[index]))
 
-    generator = np.random.default_rng(0)
-    x = generator.integers(0, 2**32, 200_000, dtype=np.uint32)
+    x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     x[:100_000] &= np.uint32(0xFFFFF000)  # ties of float16
     x[:50_000] &= np.uint32(0xFFFF8000)  # and of bfloat16
     x = np.concatenate([x.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8])])
-    narrow, half, wide = np.empty(len(x), np.uint16), np.empty(len(x), np.uint16), np.empty(len(x), np.float32)
-    run(x, narrow, half, wide)
-    expected = torch.from_numpy(x)
-    for found, right in ((narrow, expected.bfloat16()), (half, expected.half())):
-        numbers = torch.from_numpy(found.view(np.int16)).view(right.dtype)
-        assert torch.equal(numbers.isnan(), right.isnan())
-        assert torch.equal(numbers[~right.isnan()].view(torch.int16), right[~right.isnan()].view(torch.int16))
-    assert np.array_equal(wide, expected.half().float().numpy(), equal_nan=True)
+    narrow, half = np.empty((2, len(x)), np.uint16)
+    run(x, narrow, half)
+    for found, right in ((narrow, torch.from_numpy(x).bfloat16()), (half, torch.from_numpy(x).half())):
+        numbers, is_nan = torch.from_numpy(found.view(np.int16)).view(right.dtype), right.isnan()
+        assert torch.equal(numbers.isnan(), is_nan)
+        assert torch.equal(numbers[~is_nan].view(torch.int16), right[~is_nan].view(torch.int16))
+
+
+def test_float16_numbers_are_widened_exactly() -> None:
+    """All of them: as the sum of one row, with weight 1."""
+
+    @numba.njit
+    def run(halves, wide, one):
+        dot.sum_rows(dot.F16, halves.ctypes.data, 0, one.ctypes.data, 1, len(halves), wide.ctypes.data)
+        return one[0] + wide[0] + halves[0]  # keeps all until they are read
+
+    halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)
+    run(halves, wide, np.ones(1, np.float32))
+    assert np.array_equal(wide, halves.view(np.float16).astype(np.float32), equal_nan=True)
 
 
 def test_exponential_and_tangent_have_the_precision_of_float32() -> None:

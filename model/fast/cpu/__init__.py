@@ -9,7 +9,6 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numba
 from numba.core.caching import UserProvidedCacheLocator
@@ -18,9 +17,8 @@ from numba.core.caching import UserProvidedCacheLocator
 class Locator(UserProvidedCacheLocator):
     """Locator of compiled code that is independent of the path of the sources."""
 
-    def __init__(self, *function: Any) -> None:
-        super().__init__(*function)
-        self._cache_path = numba.config.CACHE_DIR
+    def get_cache_path(self) -> str:
+        return numba.config.CACHE_DIR
 
 
 def kernel_folder(sources: Path = Path(__file__).parent) -> Path:

@@ -9,19 +9,19 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast.cpu import KERNELS
-from model.fast.cpu.dot import BF16, F16, F32, LOW_BITS
-from model.fast.cpu.pack import packed
-from model.fast.cpu.rounding import round_groups
+from model.fast.cpu.dot import BF16, BLOCK, F16, F32, GROUP, LANES, LOW_BITS
+from model.fast.cpu.rounding import judge
 from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, step
 from model.fast.flash import attend_by_flash
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
-from model.quantise import rounded
+from model.quantise import Quantised, rounded
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 MOST_ROWS = 64  # tokens per step
@@ -42,7 +42,7 @@ class FastDecoder:
     def __init__(self, model: Decoder) -> None:
         if not step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
-        self.model, model.attend, model.rounded = model, attend_by_flash, partial(rounded, round_groups=round_groups)
+        self.model, model.attend, model.rounded = model, attend_by_flash, partial(rounded, judge=judge)
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
@@ -77,57 +77,52 @@ class FastDecoder:
             for layer, bits in enumerate(plan.attention):
                 if bits:
                     cache.claim(layer, start, tokens.shape[1])
-        rows, entries, head_bytes = lay_out(calls)
+        batch = Batch(*map(np.concatenate, zip(*map(rows_of, calls), strict=True)))
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        logits = torch.empty(rows.shape[1], self.model.vocab_size)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        for first in range(0, len(logits), MOST_ROWS):  # a text's earlier tokens first
-            part = slice(first, first + MOST_ROWS)
-            with STEPPING:
-                self.step(weights, Batch(*rows[:, part], entries, head_bytes), logits[part].numpy())
+        steps = [slice(first, first + MOST_ROWS) for first in range(0, len(batch.tokens), MOST_ROWS)]
+        with STEPPING:  # a text's earlier tokens first
+            parts = [torch.from_numpy(self.step(weights, Batch(*(each[part] for each in batch)))) for part in steps]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
+    @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
         """Arguments of the step for a plan, with rotary angles for at least ``positions`` positions."""
         weights = self.plans.get(plan)
-        if weights is None or len(weights.cos) < positions:
-            weights = self.plans[plan] = self._tables(plan, 1 << (positions - 1).bit_length())
-        return weights
-
-    @torch.no_grad()
-    def _tables(self, plan: LayerPlan, positions: int) -> Weights:
-        model, config = self.model, self.model.config
+        if weights is not None and len(weights.cos) >= positions:
+            return weights
+        model, config, size = self.model, self.model.config, 1 << (positions - 1).bit_length()
         matrices = np.full((config.num_layers, 7, 5), ABSENT)
         for layer, (block, *bits) in enumerate(zip(model.layers, plan.attention, plan.mlp, strict=True)):
             for number, name in enumerate(MATRICES):
                 if each := bits[number > O]:
                     matrices[layer, number] = self._matrix(block.get_submodule(name), each)
-        head = np.array([self._matrix(model.lm_head or model.embed_tokens, plan.head)])
-        cos, sin = rotary_table(config.rope, config.head_dim, positions, torch.float32, model.device)
+        norms = [part for block in (*model.layers, model) for part in block.children() if isinstance(part, RMSNorm)]
+        # Gemma-2 stores factors less one.
+        *factors, final_norm = ((norm.weight.float() + (1 - norm.neutral)).numpy() for norm in norms)
+        cos, sin = rotary_table(config.rope, config.head_dim, size, torch.float32, model.device)
         half = config.head_dim // 2
-        norms = [[scale_of(part) for part in block.children() if isinstance(part, RMSNorm)] for block in model.layers]
-        return Weights(
+        self.plans[plan] = Weights(
             kind=KINDS[model.dtype],
-            mlp=config.intermediate_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
             embedding=model.embed_tokens.weight.data_ptr(),
-            embedding_scale=np.float32(model.embedding_scale),
+            embedding_scale=np.float32([model.embedding_scale]),
             eps=np.float32(config.norm_eps),
             attention_scale=np.float32(config.attention_scale),
             attention_cap=np.float32(config.attention_soft_cap or 0),
             final_cap=np.float32(config.final_soft_cap or 0),
             is_gemma=config.family == "gemma2",
             matrices=matrices,
-            head=head,
-            norms=np.stack(norms),
-            final_norm=scale_of(model.norm),
+            head=np.array([self._matrix(model.lm_head or model.embed_tokens, plan.head)]),
+            norms=np.stack(factors).reshape(config.num_layers, 2, -1, config.hidden_size),
+            final_norm=final_norm,
             windows=np.array([window or 0 for window in config.windows]),
             cos=cos[:, :half].contiguous().numpy(),
             sin=sin[:, half:].contiguous().numpy(),
         )
+        return self.plans[plan]
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
         """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, address of its bias."""
@@ -142,22 +137,43 @@ class FastDecoder:
         return [kind, weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), bias]
 
 
-def scale_of(norm: RMSNorm) -> np.ndarray:
-    """Factors of a norm, ``[hidden]`` float32; Gemma-2 stores them less one."""
-    return (norm.weight.detach().float() + (1 - norm.neutral)).numpy()
+def rows_of(call: tuple[Tensor, KVCache, int]) -> Batch:
+    """Rows of one call, text by text."""
+    tokens, cache, start = call
+    batch, count = tokens.shape
+    (text_stride, head_stride, *_), size = cache.keys[0].stride(), cache.keys[0].itemsize
+    pairs = zip(cache.keys, cache.values, strict=True)
+    first = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
+    entries = np.arange(batch)[:, None, None] * (text_stride * size) + first
+    return Batch(
+        tokens=tokens.numpy().ravel(),
+        positions=np.tile(np.arange(start, start + count), batch),
+        entries=np.repeat(entries, count, 0),
+        head_bytes=np.full(batch * count, head_stride * size),
+    )
 
 
-def lay_out(calls: Sequence[tuple[Tensor, KVCache, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, positions and texts ``[3, rows]`` of all calls, text by text; entries and head bytes as in ``Batch``."""
-    entries, head_bytes, columns, texts = [], [], [], 0
-    for tokens, cache, start in calls:
-        batch, count = tokens.shape
-        stride, size = cache.keys[0].stride(), cache.keys[0].itemsize
-        pairs = zip(cache.keys, cache.values, strict=True)
-        first = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
-        entries.append(np.arange(batch)[:, None, None] * (stride[0] * size) + first)
-        head_bytes.append(np.full(batch, stride[1] * size))
-        places = np.arange(start, start + count), np.arange(texts, texts + batch)[:, None]
-        columns.append([np.broadcast_to(each, tokens.shape).ravel() for each in (tokens.numpy(), *places)])
-        texts += batch
-    return np.concatenate(columns, 1), np.concatenate(entries), np.concatenate(head_bytes)
+def packed(rounded: Quantised) -> Tensor:
+    """Codes with their scales, uint8 ``[out, bytes]``: each row is an operand of ``dot.multiply_codes``.
+
+    Columns are padded to whole blocks of two groups, and the words of four codes of both groups alternate. In eight
+    bits a byte is a code plus 128. Otherwise a plane of four bits per code comes first: byte i of a block holds code i
+    in its lower half and code i + 32 in its upper half. In six bits a plane of the two highest bits follows: byte i
+    holds those of the codes i, i + 16, i + 32 and i + 48.
+    """
+    out, columns = rounded.codes.shape
+    codes = F.pad(rounded.codes, (0, -columns % BLOCK)).view(out, -1, 2, GROUP // 4, 4)
+    codes = codes.transpose(2, 3).reshape(out, -1, BLOCK)
+    if rounded.bits == 8:
+        return torch.cat((codes.flatten(1).view(torch.uint8) + 128, rounded.scale.view(torch.uint8)), 1)
+    low, high = (codes & 15).unflatten(2, (2, -1)).unbind(2)
+    planes = [low | high << 4]
+    if rounded.bits == 6:
+        parts = (codes >> 4).unflatten(2, (4, -1)).unbind(2)
+        planes.append(parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6)
+    groups = codes.shape[1] * 2
+    scales, zeros = (
+        F.pad(each, (0, count - each.shape[1])).contiguous().view(torch.uint8)
+        for each, count in ((rounded.scale, groups), (rounded.zero, -(-groups // LANES) * LANES))
+    )
+    return torch.cat((*(plane.flatten(1) for plane in planes), scales, zeros), 1)

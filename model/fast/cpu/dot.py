@@ -41,6 +41,7 @@ BYTES = "+avx512vnni" in FEATURES  # vpdpbusd
 
 I8, I16, I32, I64, FLOAT = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
+NUMBERS = {BF16: (I16, 2), F16: (I16, 2), F32: (FLOAT, 4)}  # type and bytes of a number of each kind
 
 
 class BFloat(ir.Type):
@@ -114,21 +115,11 @@ class Sum:
 @contextmanager
 def turns(count: Value) -> Iterator[Value]:
     """Loop of ``count`` turns, which yields its index; not unrolled, since that would take long to compile."""
-    builder = count.builder
-    before, head = builder.basic_block, builder.append_basic_block("turn")
-    body, behind = builder.append_basic_block("body"), builder.append_basic_block("behind")
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(I64)
-    index.add_incoming(ir.Constant(I64, 0), before)
-    builder.cbranch(Value(builder, index) < count, body, behind)
-    builder.position_at_end(body)
-    yield Value(builder, index)
-    index.add_incoming(builder.add(index, ir.Constant(I64, 1)), builder.basic_block)
-    back = builder.branch(head)
-    not_unrolled = builder.module.add_metadata(["llvm.loop.unroll.disable"])
-    back.set_metadata("llvm.loop", builder.module.add_metadata([not_unrolled]))
-    builder.position_at_end(behind)
+    with cgutils.for_range(count.builder, count.raw) as loop:
+        yield Value(count.builder, loop.index)
+    module, (_, last) = count.builder.module, loop.index.incomings[1]
+    not_unrolled = module.add_metadata(["llvm.loop.unroll.disable"])
+    last.terminator.set_metadata("llvm.loop", module.add_metadata([not_unrolled]))
 
 
 def pointer(address: Value, kind: ir.Type) -> Value:
@@ -159,12 +150,6 @@ def first_lanes(lanes: int, count: Value) -> Value:
     """Boolean mask of the first ``count`` lanes."""
     counts = broadcast(count, lanes)
     return Value(count.builder, counts.constant(*range(lanes)) < counts)
-
-
-def prefetch(address: Value) -> None:
-    """Prefetch the cache line at an address."""
-    read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
-    pointer(address, I8).call("llvm.prefetch.p0", ir.VoidType(), read, keep, data)
 
 
 def broadcast(value: Value, lanes: int = LANES) -> Value:
@@ -219,11 +204,6 @@ def add_bytes(total: Value, codes: Value, x: Value) -> Value:
     return total
 
 
-def number_type(kind: int) -> tuple[ir.Type, int]:
-    """Type of a weight or an input of this kind, not in low bits, and its size in bytes."""
-    return (FLOAT, 4) if kind == F32 else (I16, 2)
-
-
 def multiply_floats(
     kind: int, w: Value, x_kind: int, rows: list[Value], columns: Value, ahead: Value | None = None
 ) -> list[Value]:
@@ -236,7 +216,7 @@ def multiply_floats(
     sums = [[Sum(w.builder) for _ in range(2)] for _ in rows]
 
     def read(row: Value, row_kind: int, column: Value, left: Value | None) -> Value:
-        number, size = number_type(row_kind)
+        number, size = NUMBERS[row_kind]
         found = load(row + column * size, ir.VectorType(number, lanes), left)
         return found if pairs else widen(row_kind, found)
 
@@ -248,11 +228,12 @@ def multiply_floats(
             for row, accumulators in zip(rows, sums, strict=True):
                 accumulators[number].add(multiply_add, weights, read(row, x_kind, column, left))
 
-    whole, size = columns // (2 * lanes), number_type(kind)[1]
+    whole, size = columns // (2 * lanes), NUMBERS[kind][1]
     with turns(whole) as turn:
         first = turn * (2 * lanes)
         for line in range(0, 2 * lanes * size, 64) if ahead else ():
-            prefetch(w + ahead + first * size + line)
+            place = pointer(w + ahead + first * size + line, I8)
+            place.call("llvm.prefetch.p0", ir.VoidType(), *(ir.Constant(I32, each) for each in (0, 3, 1)))  # to read
         add_two(first, partly=False)
     rest = whole * (2 * lanes)
     with w.builder.if_then(rest < columns):
@@ -263,9 +244,9 @@ def multiply_floats(
 def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
     """Dot product of a packed row of low-bit weights with a row of int8 inputs, as 16 partial sums.
 
-    ``columns`` are whole blocks. A row of weights (``model.fast.cpu.pack``) has unsigned codes first. Behind them are,
-    in four and six bits, a scale and a zero per group in bfloat16, the zeros padded to whole vectors; in eight bits
-    one float32 scale. For a row of inputs see ``model.fast.cpu.elements.round_to_int8``.
+    ``columns`` are whole blocks. A row of weights (``model.fast.cpu.decoder.packed``) has unsigned codes first. Behind
+    them are, in four and six bits, a scale and a zero per group in bfloat16, the zeros padded to whole vectors; in
+    eight bits one float32 scale. For a row of inputs see ``model.fast.cpu.elements.round_to_int8``.
     """
     bits = next(bits for bits, each in LOW_BITS.items() if each == kind)
     groups = columns // GROUP
@@ -374,7 +355,7 @@ def sum_rows(typing: Any, kind: Any, rows: Any, stride: Any, weights: Any, count
         rows, stride, weights, count, columns, out = (Value(builder, each) for each in arguments[1:])
 
         def add_block(kind: int, first: Value, *, partly: bool) -> None:
-            number, size = number_type(kind)
+            number, size = NUMBERS[kind]
             at = [first + start for start in range(0, BLOCK, LANES)]
             left = [columns - column if partly else None for column in at]
             totals = [Sum(builder) for _ in at]

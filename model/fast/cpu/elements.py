@@ -9,66 +9,39 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types, uint32
 from numba.extending import intrinsic
 
-from model.fast.cpu.dot import BF16, BLOCK, F16, F32, FLOAT, GROUP, I8, I32, INT4, LANES, PAIRS
+from model.fast.cpu.dot import BF16, BLOCK, F32, GROUP, I8, INT4, LANES, PAIRS, sum_rows
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
 LARGEST_EXPONENT = np.float32(88.0)
 BYTES_OF = np.array([2, 2, 4])  # per number, by kind: BF16, F16, F32
+ONE = np.ones(1, np.float32)
 
 # Division by zero gives infinity: Python's check for it would prevent vectorisation.
 compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
-def bits_of(typing: Any, number: Any):
-    """Bits of a float32, as uint32."""
-    return uint32(types.float32), lambda context, builder, signature, given: builder.bitcast(given[0], I32)
-
-
-@intrinsic
-def number_of(typing: Any, bits: Any):
-    """Float32 with these bits."""
-    return types.float32(uint32), lambda context, builder, signature, given: builder.bitcast(given[0], FLOAT)
-
-
-@intrinsic
 def pointer_to(typing: Any, address: Any):
     """Pointer to an address, for ``carray``."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: list[ir.Value]) -> ir.Value:
-        return builder.inttoptr(given[0], I8.as_pointer())
-
-    return types.voidptr(types.int64), generate
+    kind = I8.as_pointer()
+    return types.voidptr(types.int64), lambda context, builder, signature, given: builder.inttoptr(given[0], kind)
 
 
 @compiled()
-def floats_at(place: int, count: int) -> np.ndarray:
-    """Array of the ``count`` float32 numbers at an address."""
-    return carray(pointer_to(place), count, np.float32)
-
-
-@compiled()
-def halves_at(place: int, count: int) -> np.ndarray:
-    """Array of the bits, uint16, of the ``count`` bfloat16 or float16 numbers at an address."""
-    return carray(pointer_to(place), count, np.uint16)
-
-
-@compiled()
-def address(array: np.ndarray) -> int:
-    """Address of an array's first number."""
-    return array.ctypes.data
+def array_at(place: int, count: int, dtype: type) -> np.ndarray:
+    """Array of ``count`` numbers at an address."""
+    return carray(pointer_to(place), count, dtype)
 
 
 @compiled()
 def bfloat16_bits(number: float) -> int:
     """Bits of ``number`` rounded to bfloat16, as uint32."""
-    bits = bits_of(number)
+    bits = np.float32(number).view(np.uint32)
     rounded = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
     is_nan = (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000)
     return (bits >> uint32(16)) | uint32(64) if is_nan else rounded
@@ -77,23 +50,15 @@ def bfloat16_bits(number: float) -> int:
 @compiled()
 def float16_bits(number: float) -> int:
     """Bits of ``number`` rounded to float16, as uint32."""
-    bits = bits_of(number)
+    bits = np.float32(number).view(np.uint32)
     sign, magnitude = (bits >> uint32(16)) & uint32(0x8000), bits & uint32(0x7FFFFFFF)
     if magnitude < uint32(0x38800000):  # below 2⁻¹⁴ float16 has multiples of 2⁻²⁴, as float32 has from .5 to 1
-        return sign | (bits_of(number_of(magnitude) + np.float32(0.5)) - uint32(0x3F000000))
+        shifted = np.uint32(magnitude).view(np.float32) + np.float32(0.5)
+        return sign | (np.float32(shifted).view(np.uint32) - uint32(0x3F000000))
     rounded = (magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1)) - uint32(0x38000000)) >> uint32(13)
     if magnitude > uint32(0x7F800000):
         return sign | uint32(0x7E00)
     return sign | (rounded if rounded < uint32(0x7C00) else uint32(0x7C00))
-
-
-@compiled()
-def from_float16(bits: int) -> float:
-    """Float32 of the bits of a float16."""
-    magnitude, sign = (bits & uint32(0x7FFF)) << uint32(13), (bits & uint32(0x8000)) << uint32(16)
-    found = bits_of(number_of(magnitude) * np.float32(2.0**112))
-    special = magnitude >= uint32(0x0F800000)
-    return number_of((magnitude | uint32(0x7F800000) if special else found) | sign)
 
 
 @compiled()
@@ -111,7 +76,7 @@ def exponential(x: float) -> float:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1)
-    return p * number_of((bits_of(shifted) << uint32(23)) + uint32(0x3F800000))
+    return p * np.uint32((np.float32(shifted).view(np.uint32) << uint32(23)) + uint32(0x3F800000)).view(np.float32)
 
 
 @compiled()
@@ -121,40 +86,14 @@ def tangent(x: float) -> float:
 
 
 @compiled()
-def round_to(kind: int, number: float) -> float:
-    """``number`` rounded to the dtype of this kind of weights, as float32."""
-    if kind == BF16:
-        return number_of(bfloat16_bits(number) << uint32(16))
-    if kind == F16:
-        return from_float16(float16_bits(number))
-    return number
-
-
-@compiled()
 def store(kind: int, numbers: np.ndarray, place: int) -> None:
-    """Store a query, key or value ``[D]`` of one head at an address, in the cache's dtype."""
-    floats, halves = floats_at(place, len(numbers)), halves_at(place, len(numbers))
+    """Store numbers at an address, rounded to the dtype of this kind of weights."""
+    floats, halves = array_at(place, len(numbers), np.float32), array_at(place, len(numbers), np.uint16)
     for index in range(len(numbers)):
         if kind == F32:
             floats[index] = numbers[index]
-        elif kind == BF16:
-            halves[index] = bfloat16_bits(numbers[index])
         else:
-            halves[index] = float16_bits(numbers[index])
-
-
-@compiled()
-def load(kind: int, place: int, scale: float, out: np.ndarray) -> None:
-    """Weights of this kind at an address, times ``scale``, into ``out``."""
-    floats, halves = floats_at(place, len(out)), halves_at(place, len(out))
-    for index in range(len(out)):
-        if kind == F32:
-            number = floats[index]
-        elif kind == BF16:
-            number = number_of(uint32(halves[index]) << uint32(16))
-        else:
-            number = from_float16(uint32(halves[index]))
-        out[index] = number * scale
+            halves[index] = bfloat16_bits(numbers[index]) if kind == BF16 else float16_bits(numbers[index])
 
 
 @compiled()
@@ -173,26 +112,26 @@ def total(numbers: np.ndarray) -> float:
 
 
 @compiled()
-def softmax(scores: np.ndarray) -> float:
-    """Sum of the exponentials of ``scores`` less the largest, which replace the scores: the divisor of a softmax."""
+def exponentials(scores: np.ndarray) -> None:
+    """Exponentials of ``scores`` less the largest, in place: a softmax but for its divisor, which is their total."""
     largest = np.float32(-np.inf)
     for index in range(len(scores)):
         largest = scores[index] if scores[index] > largest else largest
     for index in range(len(scores)):
         scores[index] = exponential(scores[index] - largest)
-    return total(scores)
 
 
 @compiled()
-def normalise(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+def normalise(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """RMSNorm (arXiv 1910.07467) of each row ``[rows, size]``, scaled by ``weight`` ``[size]``."""
-    size, squares = x.shape[1], np.empty(x.shape[1], np.float32)
+    size, squares, out = x.shape[1], np.empty(x.shape[1], np.float32), np.empty_like(x)
     for row in range(len(x)):
         for column in range(size):
             squares[column] = x[row, column] * x[row, column]
         inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps)
         for column in range(size):
             out[row, column] = x[row, column] * inverse * weight[column]
+    return out
 
 
 @compiled()
@@ -206,9 +145,10 @@ def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 @compiled()
-def activate(gate_up: np.ndarray, is_gelu: bool, out: np.ndarray) -> None:
-    """Product activation(gate) · up of rows ``[rows, 2 · size]``, SiLU or tanh GELU, into ``out`` ``[rows, size]``."""
-    size = out.shape[1]
+def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
+    """Product activation(gate) · up, SiLU or tanh GELU: ``[rows, 2 · size]`` -> ``[rows, size]``."""
+    size = gate_up.shape[1] // 2
+    out = np.empty((len(gate_up), size), np.float32)
     for row in range(len(out)):
         gate, up, product = gate_up[row, :size], gate_up[row, size:], out[row]
         if is_gelu:
@@ -219,6 +159,7 @@ def activate(gate_up: np.ndarray, is_gelu: bool, out: np.ndarray) -> None:
         else:
             for index in range(size):
                 product[index] = gate[index] / (np.float32(1) + exponential(-gate[index])) * up[index]
+    return out
 
 
 @compiled()
@@ -235,20 +176,20 @@ def in_blocks(columns: int) -> int:
 
 
 @compiled()
-def prepare(kind: int, x: np.ndarray, inputs: np.ndarray) -> None:
-    """Convert ``x`` ``[rows, columns]`` to operands of a product of this kind, ``inputs`` ``[rows, bytes]``."""
+def operands(kind: int, x: np.ndarray) -> np.ndarray:
+    """Inputs ``x`` ``[rows, columns]`` of a product of this kind in the form that it reads, ``[rows, bytes]``."""
     columns = x.shape[1]
+    found = np.empty((len(x), 4 * in_blocks(columns) + 4 * LANES), np.uint8)  # enough for any kind
     for row in range(len(x)):
+        place, upper = found[row].ctypes.data, found[row].ctypes.data + 2 * columns
         if kind >= INT4:  # low bits
-            round_to_int8(x[row], address(inputs[row]))
-        elif kind == BF16 and PAIRS:
-            halves = halves_at(address(inputs[row]), columns)
-            for column in range(columns):
-                halves[column] = bfloat16_bits(x[row, column])
-        else:
-            floats = floats_at(address(inputs[row]), columns)
-            for column in range(columns):
-                floats[column] = round_to(kind, x[row, column])
+            round_to_int8(x[row], place)
+        elif kind == F32 or (kind == BF16 and PAIRS):
+            store(kind, x[row], place)
+        else:  # rounded, but float32: as a sum of one row, from the upper half of the bytes to both halves
+            store(kind, x[row], upper)
+            sum_rows(kind, upper, 0, ONE.ctypes.data, 1, columns, place)
+    return found
 
 
 @compiled()
@@ -261,19 +202,19 @@ def round_to_int8(x: np.ndarray, place: int) -> None:
     columns = len(x)
     padded = in_blocks(columns)
     groups = padded // GROUP
-    words = carray(pointer_to(place), padded // 4, np.int32)
-    sums = carray(pointer_to(place + padded), padded // 4, np.int32)
-    scales = floats_at(place + 2 * padded, groups)
-    totals = floats_at(place + 2 * padded + 4 * groups, (groups + LANES - 1) // LANES * LANES)  # whole vectors
+    words = array_at(place, padded // 4, np.int32)
+    sums = array_at(place + padded, padded // 4, np.int32)
+    scales = array_at(place + 2 * padded, groups, np.float32)
+    totals = array_at(place + 2 * padded + 4 * groups, (groups + LANES - 1) // LANES * LANES, np.float32)
     numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
-    group_words = carray(pointer_to(address(codes)), GROUP // 4, np.int32)
-    numbers[:columns] = x
+    group_words = codes.view(np.int32)
+    bits, numbers[:columns] = numbers.view(np.uint32), x
     totals[:] = 0
     for group in range(groups):
         first, largest = group * GROUP, uint32(0)
         for index in range(GROUP):  # as integers, of which NaN and infinity are the largest
-            largest = max(largest, bits_of(numbers[first + index]) & uint32(0x7FFFFFFF))
-        scale = number_of(largest) / np.float32(127)
+            largest = max(largest, bits[first + index] & uint32(0x7FFFFFFF))
+        scale = np.uint32(largest).view(np.float32) / np.float32(127)
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
         for index in range(GROUP):
             codes[index] = np.int32(numbers[first + index] * inverse + ROUNDER - ROUNDER)
@@ -285,9 +226,3 @@ def round_to_int8(x: np.ndarray, place: int) -> None:
             total_code += word_sum
         scales[group] = scale
         totals[group] = scale * np.float32(total_code)
-
-
-@compiled()
-def input_bytes(columns: int) -> int:
-    """Bytes that are enough for a row of operands of any kind."""
-    return 4 * in_blocks(columns) + 4 * LANES

@@ -1,86 +1,47 @@
-"""Compiled rounding of weights to four or six bits: ``model.quantise.round_groups``, about ten times as fast."""
-
-from functools import partial
+"""Compiled grids of weights in four or six bits: ``model.quantise.judge``, many times as fast."""
 
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
-from model.fast.cpu.dot import BF16
-from model.fast.cpu.elements import compiled, round_to
-from model.quantise import CUTS, FITS, GROUP
+from model.fast.cpu.elements import compiled
+from model.quantise import GROUP
 
-STARTS = np.array(CUTS, np.float32)
+
+def judge(weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Codes of a grid, and four means: see ``model.quantise.judge``."""
+    codes, means = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(4, *scale.shape)
+    judge_rows(*(each.numpy() for each in (weight, importance, scale, zero)), levels, codes.numpy(), means.numpy())
+    return codes, means
+
+
 # Sums may be reordered, so that they vectorise: the weights of a draft need not have the same bits on all machines.
-summing = partial(compiled, fastmath={"reassoc", "contract", "nsz"})
-
-
-def round_groups(weight: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero of groups: see ``model.quantise.round_groups``."""
-    codes = np.empty(weight.shape, np.uint8)
-    scale, zero = np.empty((2, len(weight)), np.float32)
-    fit_groups(weight.contiguous().numpy(), importance.contiguous().numpy(), 2**bits - 1, codes, scale, zero)
-    return tuple(map(torch.from_numpy, (codes, scale, zero)))
-
-
-@summing()
-def code_of(weight: float, inverse: float, zero: float, levels: float) -> float:
-    """Code whose value is nearest to a weight."""
-    return min(max(np.floor((weight - zero) * inverse + np.float32(0.5)), np.float32(0)), levels)
-
-
-@summing()
-def judge(
-    weight: np.ndarray, importance: np.ndarray, scale: float, zero: float, levels: float
-) -> tuple[float, float, float, float]:
-    """Weighted squared error of a grid; weighted sums of its codes, of their squares and of codes times weights."""
-    inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-    error = sum_codes = sum_squares = sum_products = np.float32(0)
-    for index in range(GROUP):
-        code = code_of(weight[index], inverse, zero, levels)
-        off = code * scale + zero - weight[index]
-        weighted = importance[index] * code
-        error += importance[index] * off * off
-        sum_codes += weighted
-        sum_squares += weighted * code
-        sum_products += weighted * weight[index]
-    return error, sum_codes, sum_squares, sum_products
-
-
-@summing(parallel=True, cache=True, no_cpython_wrapper=False)
-def fit_groups(
-    weights: np.ndarray, importances: np.ndarray, levels: int, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray
-) -> None:
-    """Grid of the least weighted error of each group, a row of ``weights``, into ``codes``, ``scales`` and ``zeros``.
-
-    ``importances`` ``[rows, 32]`` repeat: group g has row g % rows.
-    """
+@compiled(fastmath={"reassoc", "contract", "nsz"}, parallel=True, cache=True, no_cpython_wrapper=False)
+def judge_rows(
+    weights: np.ndarray, importances: np.ndarray, scales: np.ndarray, zeros: np.ndarray, levels: int,
+    codes: np.ndarray, means: np.ndarray,
+) -> None:  # fmt: skip
+    """``judge``, into ``codes`` and ``means``."""
     most = np.float32(levels)
     for index in prange(len(weights)):
-        group = np.int64(index)
-        weight, importance = weights[group], importances[group % len(importances)]
-        total = sum_weights = np.float32(0)
-        low, high = weight[0], weight[0]
-        for column in range(GROUP):
-            low, high = min(low, weight[column]), max(high, weight[column])
-            total += importance[column]
-            sum_weights += importance[column] * weight[column]
-        least = np.float32(np.inf)
-        best_scale, best_zero = np.float32(0), np.float32(0)
-        for cut in STARTS:
-            scale = (high - low) * (np.float32(1) - np.float32(2) * cut / most) / most
-            zero = (low + high - most * scale) / np.float32(2)
-            for _ in range(FITS + 1):
-                scale, zero = round_to(BF16, scale), round_to(BF16, zero)
-                error, sum_codes, sum_squares, sum_products = judge(weight, importance, scale, zero, most)
-                if error < least:
-                    least, best_scale, best_zero = error, scale, zero
-                spread = sum_squares - sum_codes * sum_codes / total
-                if spread > 0:
-                    scale = (sum_products - sum_codes * sum_weights / total) / spread
-                zero = (sum_weights - scale * sum_codes) / total
-        inverse = np.float32(1) / best_scale if best_scale > 0 else np.float32(0)
-        for column in range(GROUP):
-            codes[group, column] = np.uint8(code_of(weight[column], inverse, best_zero, most))
-        scales[group], zeros[group] = best_scale, best_zero
+        row = np.int64(index)
+        for group in range(weights.shape[1]):
+            weight, importance, scale, zero = (
+                weights[row, group],
+                importances[group],
+                scales[row, group],
+                zeros[row, group],
+            )
+            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+            error = mean = mean_square = mean_product = np.float32(0)
+            for column in range(GROUP):
+                code = min(max(np.floor((weight[column] - zero) * inverse + np.float32(0.5)), np.float32(0)), most)
+                off, weighted = code * scale + zero - weight[column], importance[column] * code
+                codes[row, group, column] = np.uint8(code)
+                error += importance[column] * off * off
+                mean += weighted
+                mean_square += weighted * code
+                mean_product += weighted * weight[column]
+            means[0, row, group], means[1, row, group] = error, mean
+            means[2, row, group], means[3, row, group] = mean_square, mean_product
