@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.fast.tinygemm import LowBits
+from model.fast.tinygemm import low_bits
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.twins import Twins
@@ -32,7 +32,6 @@ ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyw
 SMALLEST = 512  # positions of the smallest cache; sizes double, so that few shapes are compiled
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong address gives.
 TOLERANCE = 0.2
-FAILURES = (RuntimeError, AssertionError, ImportError, OSError)  # of compilers, drivers and allocators
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ class StaticStep:
         self.offsets = torch.arange(self.rows, device=model.device)
         self.logits = torch.empty(1, self.rows, model.vocab_size, dtype=model.dtype, device=model.device)
         self.angles = rotary_table(model.config.rope, model.config.head_dim, cache.capacity, model.dtype, model.device)
+        self.head = model.twins.head(plan.head)
         # Blocks with the same kinds of products share one template, and so its compiled code.
         templates: dict[tuple[bool, ...], nn.Module] = {}
         self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []
@@ -111,7 +111,7 @@ class StaticStep:
             entries = StaticEntries(self.cache.keys[layer], self.cache.values[layer], index)
             if any(runs):
                 x = self.run(template, weights, x, angles, masks[config.windows[layer]], entries, *runs)
-        self.logits.copy_(model.logits(x, model.twins.head(self.plan.head)))
+        self.logits.copy_(model.logits(x, self.head))
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
         count = tokens.shape[1]
@@ -153,7 +153,7 @@ class StaticDecoder:
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         self.model, self.trouble, self.why_rows_vary = model, None, None
-        model.twins = Twins(model, LowBits())
+        model.twins = Twins(model, low_bits)
         self.run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
         self.captures = compiled and model.device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -182,7 +182,8 @@ class StaticDecoder:
             with torch.inference_mode(False):
                 static = StaticCache(self.model.new_cache(size), {})
             self.static_caches.append(static)
-        static.cache.clear()
+        for entries in (*static.cache.keys, *static.cache.values):
+            entries.zero_()  # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
         cache = copy.copy(static.cache)
         cache.capacity, cache.lengths = capacity, [0] * self.model.num_layers
         self.in_use[cache] = static
@@ -219,8 +220,9 @@ class StaticDecoder:
                     step.capture(self.pool)
                     self._check(step)
                 static.steps[plan] = step
-            except FAILURES as error:
-                self.trouble = f"steps are the readable blocks': {first_line(error)}"
+            except (RuntimeError, AssertionError, ImportError, OSError) as error:  # of compilers, drivers, allocators
+                line = " ".join(f"{type(error).__name__}: {error}".split())
+                self.trouble = f"steps are the readable blocks': {line:.300}"
         return None if self.trouble else static.steps[plan]
 
     def _check(self, step: StaticStep) -> None:
@@ -241,10 +243,3 @@ class StaticDecoder:
             raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the readable blocks'")
         if not torch.equal(alone, found[:, -1:]):
             self.why_rows_vary = "the kernels of this GPU give a row different bits alone and among others"
-
-
-def first_line(error: BaseException) -> str:
-    """First line of the message of the first error in a chain."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -35,20 +35,11 @@ class Int4Linear(nn.Module):
         return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
 
 
-class LowBits:
-    """Maker of a model's low-bit products; ``trouble`` says why some use the checkpoint's weights instead."""
-
-    def __init__(self) -> None:
-        self.trouble: str | None = None
-
-    @torch.no_grad()
-    def __call__(self, product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
-        weight = product.weight.detach()
-        fits = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and bits == 4
-        if fits and weight.shape[0] % ROWS == weight.shape[1] % COLUMNS == 0:
-            return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
-        self.trouble = (
-            "low-bit drafts use some of the checkpoint's weights here: there are fast kernels for 4 bits only, in "
-            f"bfloat16 on CUDA, for multiples of {ROWS}×{COLUMNS} weights"
-        )
-        return product if isinstance(product, nn.Linear) else partial(F.linear, weight=product.weight)
+@torch.no_grad()
+def low_bits(product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
+    """Low-bit twin of a product, or the product by the checkpoint's weights where there is no kernel for it."""
+    weight = product.weight
+    fits = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and bits == 4
+    if fits and weight.shape[0] % ROWS == weight.shape[1] % COLUMNS == 0:
+        return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
+    return product if isinstance(product, nn.Linear) else partial(F.linear, weight=weight)

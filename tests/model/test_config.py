@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import InputError, ModelConfig, parse_config
-from model.config import Rope, config_json
+from model.config import Rope
 from tests.oracle import FAMILIES, configs
 
 both_families = pytest.mark.parametrize("family", FAMILIES)
