@@ -41,14 +41,13 @@ class Twins:
             return self.model.layers[layer]
         key = layer, attention, mlp
         if key not in self.blocks:
-            block = self.blocks[key] = shallow(self.model.layers[layer])
+            block = self.blocks[key] = copy.copy(self.model.layers[layer])
+            block._modules = dict(block._modules)
             for name, bits in (("self_attn", attention), ("mlp", mlp)):
                 if bits not in (0, FULL):
-                    sublayer = shallow(getattr(block, name))
-                    for each, product in sublayer.named_children():
-                        if isinstance(product, nn.Linear):
-                            sublayer._modules[each] = self.product(product, bits)
-                    setattr(block, name, sublayer)
+                    block._modules[name] = sublayer = copy.copy(getattr(block, name))
+                    products = sublayer.named_children()
+                    sublayer._modules = {each: self.product(product, bits) for each, product in products}
         return self.blocks[key]
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
@@ -61,13 +60,6 @@ class Twins:
         if key not in self.products:
             self.products[key] = self.new_product(product, bits)
         return self.products[key]
-
-
-def shallow(part: nn.Module) -> nn.Module:
-    """Copy of a module that shares all its parts, each of which can be replaced."""
-    twin = copy.copy(part)
-    twin._modules = dict(part._modules)
-    return twin
 
 
 class RoundedLinear(nn.Linear):
