@@ -15,24 +15,20 @@ ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "dynamic": (),
 }
 LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: its base, and the scaling of its frequencies.
-
-    ``kind`` is "default", "linear" or "llama3". The other fields are those of the kinds in ``ROPE_FACTORS``.
-    """
+    """Rotary position embedding: its base, and the scaling of its frequencies by the factors of its ``kind``."""
 
     theta: float
-    kind: str = "default"
+    kind: str
+    original_max_positions: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def parse_config(raw: Any) -> ModelConfig:
             f"config.json: {heads} heads of size {head_dim} with {kv_heads} key heads are not supported; "
             "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even"
         )
-    rope, max_positions = _rope(raw, read("max_position_embeddings", int, 8192 if is_gemma else 2048))
+    max_positions = read("max_position_embeddings", int, 8192 if is_gemma else 2048)
     return ModelConfig(
         family=family,
         vocab_size=read("vocab_size", int),
@@ -97,7 +93,7 @@ def parse_config(raw: Any) -> ModelConfig:
         head_dim=head_dim,
         max_positions=max_positions,
         norm_eps=read("rms_norm_eps", float, 1e-6),
-        rope=rope,
+        rope=_rope(raw, max_positions),
         tie_embeddings=read("tie_word_embeddings", bool, is_gemma),
         attention_bias=read("attention_bias", bool, False),
         mlp_bias=read("mlp_bias", bool, False),
@@ -118,26 +114,17 @@ def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     return tuple(windows[_one_of("layer type", kind, windows)] for kind in kinds)
 
 
-def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
-    """Rotary embedding, and the longest context for which it is exact, in tokens.
-
-    ``dynamic`` rescales its angles once a text is longer than the trained context. A token's key would then
-    depend on the call that computed it, and no cached decoding could be lossless: the context ends there.
-    """
+def _rope(raw: dict[str, Any], max_positions: int) -> Rope:
+    """Rotary embedding of a model that reads up to ``max_positions`` tokens."""
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise InputError(f"config.json: rope_scaling must be null or one object for all layers, found {scaling!r:.80}")
     kind = _one_of("rope type", scaling.get("rope_type") or scaling.get("type") or "default", ROPE_FACTORS)
     read = partial(_read, raw | scaling)  # some fields occur in either
     _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
-    theta = read("rope_theta", float, 10000.0)
-    factors = {name: read(name, float) for name in ROPE_FACTORS[kind]}
     trained = read("original_max_position_embeddings", int, max_positions)
-    if kind == "dynamic":
-        return Rope(theta), min(max_positions, trained)
-    if kind == "llama3":
-        factors["original_max_positions"] = trained
-    return Rope(theta, kind, **factors), max_positions
+    factors = {name: read(name, float) for name in ROPE_FACTORS[kind]}
+    return Rope(read("rope_theta", float, 10000.0), kind, trained, **factors)
 
 
 def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:

@@ -10,8 +10,6 @@ import torch
 
 from model.decoder import Decoder
 
-__all__ = ["accelerate"]
-
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
     """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its device.

@@ -185,6 +185,7 @@ class StaticDecoder:
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         self.model, self.trouble, self.why_rows_vary = model, None, None
         model.twins = Twins(model, low_bits)
+        self.fast_bits = (4,) if model.dtype == torch.bfloat16 and model.device.type == "cuda" else ()
         self.run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
         self.captures = compiled and model.device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -193,11 +194,6 @@ class StaticDecoder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
-
-    @property
-    def fast_bits(self) -> tuple[int, ...]:
-        """Numbers of bits in which drafts are faster: those that tinygemm has kernels for."""
-        return (4,) if self.model.dtype == torch.bfloat16 and self.model.device.type == "cuda" else ()
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static cache not in use."""
@@ -228,12 +224,12 @@ class StaticDecoder:
         if step is None:
             return self.model(tokens, cache, start, plan)
         logits = []
-        for number, part in enumerate(tokens.split(step.rows, 1)):
-            first = start + number * step.rows
+        for part in tokens.split(step.rows, 1):
             for layer, bits in enumerate(plan.attention):
                 if bits:
-                    cache.claim(layer, first, part.shape[1])
-            logits.append(step(part, first))
+                    cache.claim(layer, start, part.shape[1])
+            logits.append(step(part, start))
+            start += part.shape[1]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
     @torch.inference_mode()

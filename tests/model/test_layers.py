@@ -76,7 +76,7 @@ def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(wind
 
 def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
     """Those of wavelengths up to original / high stay; beyond original / low they are divided by the factor."""
-    ropes = Rope(500000.0), Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    ropes = Rope(500000.0, "default", 8192), Rope(500000.0, "llama3", 8192, 8.0, 1.0, 4.0)
     plain, stretched = (inverse_frequencies(rope, 128, torch.float64, torch.device("cpu")) for rope in ropes)
     wavelengths = 2 * math.pi / plain
     short, long = wavelengths < 8192 / 4, wavelengths > 8192

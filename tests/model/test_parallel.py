@@ -177,14 +177,10 @@ class Rows:
         return self.model(torch.tensor([history]))[0, -1]
 
 
-@pytest.mark.parametrize(
-    ("heads", "shared", "size", "fit"),
-    [(4, 1, 3, "1 or 2 or 4"), (9, 3, 2, "1 or 3 or 9"), (12, 3, 2, "1 or 3 or 6 or 12"), (2, 1, 3, "1 or 2")],
-)
+@pytest.mark.parametrize(("heads", "shared", "size", "fit"), [(4, 1, 3, "1, 2, 4"), (12, 3, 2, "1, 3, 6, 12")])
 def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     heads: int, shared: int, size: int, fit: str
 ) -> None:
     config = parse_config(small(num_attention_heads=heads, num_key_value_heads=shared))
-    said = f"{heads} query heads and {shared} key/value heads do not divide over {size} processes: start {fit}$"
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=rf"do not divide over {size} processes: start one of \[{fit}\]$"):
         Shard(config, 0, size)
