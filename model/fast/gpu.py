@@ -187,8 +187,7 @@ class StaticDecoder:
         model.twins = Twins(model, low_bits)
         self.fast_bits = (4,) if model.dtype == torch.bfloat16 and model.device.type == "cuda" else ()
         self.run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
-        self.captures = compiled and model.device.type == "cuda"
-        self.pool = torch.cuda.graph_pool_handle() if self.captures else None
+        self.pool = torch.cuda.graph_pool_handle() if compiled and model.device.type == "cuda" else None
         self.static_caches: list[StaticCache] = []
         self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by the cache of a text
 
@@ -236,20 +235,20 @@ class StaticDecoder:
     def step_of(self, cache: KVCache, plan: LayerPlan) -> StaticStep | None:
         """Static step of a plan on this cache, made now if there is none; None where the readable blocks run."""
         static = self.in_use.get(cache)
-        if static is None:
+        if static is None or self.trouble:
             return None
-        if self.trouble is None and plan not in static.steps:
+        if plan not in static.steps:
             try:
                 step = StaticStep(self.model, static.cache, plan, self.run)
                 self._check(step)
-                if self.captures:
+                if self.pool is not None:
                     step.capture(self.pool)
                     self._check(step)
                 static.steps[plan] = step
             except (RuntimeError, AssertionError, ImportError, OSError) as error:  # of compilers, drivers, allocators
                 line = " ".join(f"{type(error).__name__}: {error}".split())
                 self.trouble = f"steps are the readable blocks': {line:.300}"
-        return None if self.trouble else static.steps[plan]
+        return static.steps.get(plan)
 
     def _check(self, step: StaticStep) -> None:
         """Compare a step's logits with the readable blocks', on the first positions of its cache, which are restored.
