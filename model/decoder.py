@@ -45,10 +45,6 @@ class Decoder(nn.Module):
         """Make the low-bit copies of a plan now, not while a text is timed."""
         self(torch.zeros(1, 1, dtype=torch.int64, device=self.device), plan=plan)
 
-    def forget_low_bits(self) -> None:
-        """Free all low-bit copies. They are made again when a plan next asks for them."""
-        self.twins.clear()
-
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Set a new model's weights for training: matrices and embedding normal with ``std``, biases 0."""
         for module in self.modules():

@@ -30,11 +30,6 @@ class Twins:
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.products: dict[tuple[nn.Module, int], Any] = {}
 
-    def clear(self) -> None:
-        """Free all twins."""
-        self.blocks.clear()
-        self.products.clear()
-
     def block(self, layer: int, attention: int, mlp: int) -> Any:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits must not be called."""
         if {attention, mlp} <= {0, FULL}:
