@@ -63,8 +63,3 @@ class KVCache:
         for target, entries in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
             target[:, :, :length] = entries[:, :, :length]
         self.lengths = [length] * len(self.lengths)
-
-    def clear(self) -> None:
-        """Zero every entry, for steps that also read invalid ones, with a mask: 0 times NaN would be NaN."""
-        for entries in (*self.keys, *self.values):
-            entries.zero_()

@@ -4,49 +4,31 @@ Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``r
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from model.errors import InputError
 
-FAMILIES = {"llama": ("LlamaForCausalLM", "silu"), "gemma2": ("Gemma2ForCausalLM", "gelu_pytorch_tanh")}
-FIELDS: dict[str, tuple[str, type, Any, Any]] = {
-    # config.json: ModelConfig, type, and the defaults of Llama and of Gemma-2; None: required
-    "vocab_size": ("vocab_size", int, None, None),
-    "hidden_size": ("hidden_size", int, None, None),
-    "intermediate_size": ("intermediate_size", int, None, None),
-    "num_hidden_layers": ("num_layers", int, None, None),
-    "num_attention_heads": ("num_heads", int, None, None),
-    "num_key_value_heads": ("num_kv_heads", int, None, None),
-    "head_dim": ("head_dim", int, None, 256),
-    "max_position_embeddings": ("max_positions", int, 2048, 8192),
-    "rms_norm_eps": ("norm_eps", float, 1e-6, 1e-6),
-    "tie_word_embeddings": ("tie_embeddings", bool, False, True),
-    "attention_bias": ("attention_bias", bool, False, False),
-    "mlp_bias": ("mlp_bias", bool, False, False),
-}
+ACTIVATIONS = {"llama": "silu", "gemma2": "gelu_pytorch_tanh"}
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "dynamic": (),
 }
 LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: its base, and the scaling of its frequencies.
-
-    ``kind`` is "default", "linear" or "llama3". The other fields are those of the kinds in ``ROPE_FACTORS``.
-    """
+    """Rotary position embedding: its base, and the scaling of its frequencies by the factors of its ``kind``."""
 
     theta: float
-    kind: str = "default"
+    kind: str
+    original_max_positions: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
 
 
 @dataclass(frozen=True)
@@ -54,7 +36,7 @@ class ModelConfig:
     """Sizes and constants of the forward pass, for both families.
 
     ``attention_scale`` multiplies q·k. ``windows[layer]`` is the sliding window of a layer in tokens, or
-    None for full attention. Soft caps are None where there are none.
+    None for full attention. Soft caps are None where there are none. ``source`` is the parsed ``config.json``.
     """
 
     family: str
@@ -69,12 +51,13 @@ class ModelConfig:
     norm_eps: float
     rope: Rope
     tie_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
     attention_scale: float
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    attention_soft_cap: float | None = None
-    final_soft_cap: float | None = None
-    windows: tuple[int | None, ...] = ()
+    attention_soft_cap: float | None
+    final_soft_cap: float | None
+    windows: tuple[int | None, ...]
+    source: dict[str, Any] = field(compare=False, repr=False)
 
 
 def parse_config(raw: Any) -> ModelConfig:
@@ -86,92 +69,62 @@ def parse_config(raw: Any) -> ModelConfig:
         raise InputError("config.json must hold one JSON object")
     if raw.get("quantization_config"):
         raise InputError("config.json: the checkpoint is quantised: use the original one, in plain float weights")
-    family = _one_of("model_type", raw.get("model_type"), FAMILIES)
-    activation = FAMILIES[family][1]
+    family = _one_of("model_type", raw.get("model_type"), ACTIVATIONS)
+    activation, is_gemma = ACTIVATIONS[family], family == "gemma2"
     _one_of("activation", raw.get("hidden_activation") or raw.get("hidden_act") or activation, [activation])
-    heads = _read(raw, "num_attention_heads", int)
-    fallback = {"num_key_value_heads": heads}
-    if family == "llama":
-        fallback["head_dim"] = _read(raw, "hidden_size", int) // heads
-    values = {
-        name: _read(raw, key, kind, fallback.get(key, defaults[family == "gemma2"]))
-        for key, (name, kind, *defaults) in FIELDS.items()
-    }
-    head_dim = values["head_dim"]
-    if heads % values["num_kv_heads"] or head_dim % 2:
+    read = partial(_read, raw)
+    hidden_size, heads, layers = (read(key, int) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    kv_heads = read("num_key_value_heads", int, heads)
+    head_dim = read("head_dim", int, 256 if is_gemma else hidden_size // heads)
+    if heads % kv_heads or head_dim % 2:
         raise InputError(
-            f"config.json: {heads} heads of size {head_dim} with {values['num_kv_heads']} key heads are not supported; "
+            f"config.json: {heads} heads of size {head_dim} with {kv_heads} key heads are not supported; "
             "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even"
         )
-    values["rope"], values["max_positions"] = _rope(raw, values["max_positions"])
-    if family == "llama":
-        windows = (None,) * values["num_layers"]
-        return ModelConfig(family, **values, attention_scale=head_dim**-0.5, windows=windows)
+    max_positions = read("max_position_embeddings", int, 8192 if is_gemma else 2048)
     return ModelConfig(
-        family,
-        **values,
-        attention_scale=_read(raw, "query_pre_attn_scalar", int, 256) ** -0.5,
-        attention_soft_cap=_read(raw, "attn_logit_softcapping", float, 50.0, optional=True),
-        final_soft_cap=_read(raw, "final_logit_softcapping", float, 30.0, optional=True),
-        windows=_windows(raw, values["num_layers"]),
+        family=family,
+        vocab_size=read("vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=read("intermediate_size", int),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        norm_eps=read("rms_norm_eps", float, 1e-6),
+        rope=_rope(raw, max_positions),
+        tie_embeddings=read("tie_word_embeddings", bool, is_gemma),
+        attention_bias=read("attention_bias", bool, False),
+        mlp_bias=read("mlp_bias", bool, False),
+        attention_scale=(read("query_pre_attn_scalar", int, 256) if is_gemma else head_dim) ** -0.5,
+        attention_soft_cap=read("attn_logit_softcapping", float, 50.0, optional=True) if is_gemma else None,
+        final_soft_cap=read("final_logit_softcapping", float, 30.0, optional=True) if is_gemma else None,
+        windows=_windows(raw, layers) if is_gemma else (None,) * layers,
+        source=raw,
     )
-
-
-def config_json(config: ModelConfig) -> dict[str, Any]:
-    """``config.json`` that ``parse_config`` reads as this config; transformers 4 and 5 read it too."""
-    architecture, activation = FAMILIES[config.family]
-    raw: dict[str, Any] = {"architectures": [architecture], "model_type": config.family, "hidden_act": activation}
-    raw |= {key: getattr(config, name) for key, (name, *_) in FIELDS.items()}
-    rope = config.rope
-    scaling = {"rope_type": rope.kind, **{name: getattr(rope, name) for name in ROPE_FACTORS[rope.kind]}}
-    if rope.kind == "llama3":
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    raw |= {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
-    if config.family == "llama":
-        return raw
-    return raw | {
-        "hidden_activation": activation,
-        "query_pre_attn_scalar": round(config.attention_scale**-2),
-        "attn_logit_softcapping": config.attention_soft_cap,
-        "final_logit_softcapping": config.final_soft_cap,
-        "sliding_window": next((window for window in config.windows if window), config.max_positions),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in config.windows],
-    }
 
 
 def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Sliding window of each Gemma-2 layer: by ``layer_types`` if given, else every even layer has one."""
     windows = {"sliding_attention": _read(raw, "sliding_window", int, 4096, optional=True), "full_attention": None}
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = (list(windows) * num_layers)[:num_layers]
+    kinds = raw.get("layer_types") or (list(windows) * num_layers)[:num_layers]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise InputError(f"config.json: layer_types must name the kind of each of {num_layers} layers")
     return tuple(windows[_one_of("layer type", kind, windows)] for kind in kinds)
 
 
-def _rope(raw: dict[str, Any], max_positions: int) -> tuple[Rope, int]:
-    """Rotary embedding, and the longest context for which it is exact, in tokens.
-
-    ``dynamic`` rescales its angles once a text is longer than the trained context. A token's key would then
-    depend on the call that computed it, and no cached decoding could be lossless: the context ends there.
-    """
+def _rope(raw: dict[str, Any], max_positions: int) -> Rope:
+    """Rotary embedding of a model that reads up to ``max_positions`` tokens."""
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise InputError(f"config.json: rope_scaling must be null or one object for all layers, found {scaling!r:.80}")
     kind = _one_of("rope type", scaling.get("rope_type") or scaling.get("type") or "default", ROPE_FACTORS)
-    raw = raw | scaling  # some fields occur in either
-    _one_of("partial_rotary_factor", raw.get("partial_rotary_factor"), [1, None])
-    theta = _read(raw, "rope_theta", float, 10000.0)
-    trained = _read(raw, "original_max_position_embeddings", int, max_positions)
-    if kind == "dynamic":
-        return Rope(theta), min(max_positions, trained)
-    factors = {name: _read(raw, name, float) for name in ROPE_FACTORS[kind]}
-    if kind != "llama3":
-        return Rope(theta, kind, **factors), max_positions
-    if factors["high_freq_factor"] <= factors["low_freq_factor"]:
-        raise InputError("config.json: rope high_freq_factor must be larger than low_freq_factor")
-    return Rope(theta, kind, **factors, original_max_positions=trained), max_positions
+    read = partial(_read, raw | scaling)  # some fields occur in either
+    _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
+    trained = read("original_max_position_embeddings", int, max_positions)
+    factors = {name: read(name, float) for name in ROPE_FACTORS[kind]}
+    return Rope(read("rope_theta", float, 10000.0), kind, trained, **factors)
 
 
 def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:

@@ -43,11 +43,7 @@ class Decoder(nn.Module):
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""
-        self.twins.prepare(plan)
-
-    def forget_low_bits(self) -> None:
-        """Free all low-bit copies. They are made again when a plan next asks for them."""
-        self.twins.clear()
+        self(torch.zeros(1, 1, dtype=torch.int64, device=self.device), plan=plan)
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Set a new model's weights for training: matrices and embedding normal with ``std``, biases 0."""
@@ -80,10 +76,8 @@ class Decoder(nn.Module):
         """Hidden states after the blocks of ``plan`` (all by default): ``[batch, T]`` ids -> ``[batch, T, hidden]``.
 
         The T tokens have positions ``[start, start + T)``, and their keys and values are written there.
-        Without a cache the tokens attend to each other only, so start must be 0.
+        Without a cache the tokens attend to each other only.
         """
-        if cache is None and start:
-            raise ValueError("without a cache no token comes before the given ones: start must be 0")
         plan, x = plan or LayerPlan.full(self.num_layers), self.embed(tokens)
         positions = Positions(start, *rotary_angles(self.config, start, tokens.shape[1], x), self.attend)
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):

@@ -129,17 +129,6 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)  # the cached tensors must serve training too
-def mask_table(count: int, size: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Causal mask ``[count, size]`` of the last ``count`` of ``size`` positions.
-
-    A mask depends on distances only. So its last S columns are the mask of the last ``count`` of S positions.
-    """
-    positions = torch.arange(size, device=device)
-    return causal_mask(positions[size - count :], positions, window, dtype)
-
-
 def attend_causally(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
@@ -159,8 +148,8 @@ def attend_causally(
         first = 0 if window is None else max(0, end - rows + 1 - window)
         mask = None  # a single query attends to all of these keys
         if rows > 1:
-            columns = 1 << (end - first - 1).bit_length()  # sizes double, so that few masks are made
-            mask = mask_table(rows, columns, window, q.dtype, q.device)[:, first - end :]
+            keys = torch.arange(first, end, device=q.device)
+            mask = causal_mask(keys[-rows:], keys, window, q.dtype)
         queries = q[:, :, begin : begin + rows]
         out.append(attend(queries, k[:, :, first:end], v[:, :, first:end], mask, scale=scale, soft_cap=soft_cap))
     return out[0] if len(out) == 1 else torch.cat(out, 2)
@@ -194,21 +183,16 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
         """``[B, T, hidden]`` -> the same shape; a cache, if given, is written at the positions."""
-        batch, count, _ = x.shape
-        q, k, v = self.project(x, positions)
-        if cache is not None:
-            k, v = cache.write(self.layer, positions.start, k, v)
         c = self.config
-        out = positions.attend(q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, count, -1))
-
-    def project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, rotated, and values ``[B, K, T, D]``."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        q, k, v = (  # [B, H or K, T, D]
+            projection(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(q, positions.cos, positions.sin), rotate(k, positions.cos, positions.sin), v
+        q, k = rotate(q, positions.cos, positions.sin), rotate(k, positions.cos, positions.sin)
+        if cache is not None:
+            k, v = cache.write(self.layer, positions.start, k, v)
+        out = positions.attend(q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class GatedMLP(nn.Module):

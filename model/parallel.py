@@ -41,10 +41,7 @@ class Shard:
         heads, shared = self.config.num_heads, self.config.num_kv_heads
         fit = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
         if self.size not in fit:
-            raise InputError(
-                f"{heads} query heads and {shared} key/value heads do not divide over {self.size} processes: "
-                f"start {' or '.join(map(str, fit))}"
-            )
+            raise InputError(f"the heads of this model do not divide over {self.size} processes: start one of {fit}")
 
     def part(self, length: int, unit: int = 1) -> range:
         """Indices of the rank, of ``length`` units with ``unit`` indices each: at least one unit, if need be shared."""

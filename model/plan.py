@@ -29,10 +29,9 @@ class LayerPlan:
     head: int = FULL
 
     def __post_init__(self) -> None:
-        if len(self.attention) != len(self.mlp):
-            raise ValueError(f"a plan of {len(self.attention)} attention and {len(self.mlp)} MLP sublayers")
-        if not {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} or self.head not in (*LOW_BITS, FULL):
-            raise ValueError(f"a plan gives each sublayer 0, 4, 6, 8 or {FULL} bits, and the head 4 or more: {self}")
+        known = {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} and self.head in (*LOW_BITS, FULL)
+        if not known or len(self.attention) != len(self.mlp):
+            raise ValueError(f"a plan gives both sublayers of each layer 0, 4, 6, 8 or {FULL} bits: {self}")
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:
@@ -56,13 +55,10 @@ class LayerPlan:
 
         Raises InputError when a layer is not in the model.
         """
-        layers, skipped = range(num_layers), {"attn": set(attention), "mlp": set(mlp)}
-        for name, chosen in skipped.items():
-            if absent := chosen.difference(layers):
-                raise InputError(
-                    f"the plan skips {name} of layer {min(absent)}, but this model has layers 0..{num_layers - 1}"
-                )
-        return LayerPlan(*(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped.values()))
+        layers, skipped = range(num_layers), (set(attention), set(mlp))
+        if absent := set().union(*skipped).difference(layers):
+            raise InputError(f"the plan skips layer {min(absent)}, but this model has layers 0..{num_layers - 1}")
+        return LayerPlan(*(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped))
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
         """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.plan import FULL, LayerPlan
-from model.quantise import Quantised, round_inputs
+from model.plan import FULL
+from model.quantise import round_inputs
 
 if TYPE_CHECKING:
     from model.decoder import Decoder
@@ -25,25 +26,9 @@ class Twins:
     """
 
     def __init__(self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None) -> None:
-        self.model, self.new_product = model, new_product or self.round
+        self.model, self.new_product = model, new_product or partial(RoundedLinear, model)
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.products: dict[tuple[nn.Module, int], Any] = {}
-
-    @property
-    def trouble(self) -> str | None:
-        """One line that says why some twins use the checkpoint's weights; None if none does."""
-        return getattr(self.new_product, "trouble", None)
-
-    def prepare(self, plan: LayerPlan) -> None:
-        """Make the twins of a plan now."""
-        for layer, bits in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            self.block(layer, *bits)
-        self.head(plan.head)
-
-    def clear(self) -> None:
-        """Free all twins."""
-        self.blocks.clear()
-        self.products.clear()
 
     def block(self, layer: int, attention: int, mlp: int) -> Any:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits must not be called."""
@@ -51,14 +36,13 @@ class Twins:
             return self.model.layers[layer]
         key = layer, attention, mlp
         if key not in self.blocks:
-            block = self.blocks[key] = shallow(self.model.layers[layer])
+            block = self.blocks[key] = copy.copy(self.model.layers[layer])
+            block._modules = dict(block._modules)
             for name, bits in (("self_attn", attention), ("mlp", mlp)):
                 if bits not in (0, FULL):
-                    sublayer = shallow(getattr(block, name))
-                    for each, product in sublayer.named_children():
-                        if isinstance(product, nn.Linear):
-                            sublayer._modules[each] = self.product(product, bits)
-                    setattr(block, name, sublayer)
+                    block._modules[name] = sublayer = copy.copy(getattr(block, name))
+                    products = sublayer.named_children()
+                    sublayer._modules = {each: self.product(product, bits) for each, product in products}
         return self.blocks[key]
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
@@ -72,25 +56,15 @@ class Twins:
             self.products[key] = self.new_product(product, bits)
         return self.products[key]
 
-    def round(self, product: nn.Linear | nn.Embedding, bits: int) -> RoundedLinear:
-        """Reference of a low-bit product."""
-        return RoundedLinear(product, self.model.rounded(product, bits))
-
-
-def shallow(part: nn.Module) -> nn.Module:
-    """Copy of a module that shares all its parts, each of which can be replaced."""
-    twin = copy.copy(part)
-    twin._modules = dict(part._modules)
-    return twin
-
 
 class RoundedLinear(nn.Linear):
     """Reference of a low-bit product: rounded weights and inputs, multiplied in the dtype of the model."""
 
     @torch.no_grad()
-    def __init__(self, product: nn.Linear | nn.Embedding, rounded: Quantised) -> None:
+    def __init__(self, model: Decoder, product: nn.Linear | nn.Embedding, bits: int) -> None:
         nn.Module.__init__(self)
-        self.weight = nn.Parameter(rounded.dequantised(product.weight.dtype), requires_grad=False)
+        weight = model.rounded(product, bits).dequantised(model.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = getattr(product, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:

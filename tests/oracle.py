@@ -163,7 +163,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
 def ropes(draw: st.DrawFn) -> dict[str, Any]:
     """The rotary part of a config.json: every type that is served, in both layouts."""
     theta = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
-    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3", "dynamic"]))}
+    rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3"]))}
     if rope["rope_type"] != "default":
         rope["factor"] = draw(st.sampled_from([1.0, 2.0, 8.0]))
     if rope["rope_type"] == "llama3":

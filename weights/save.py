@@ -7,10 +7,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from model import Decoder
-from model.config import config_json
 from weights.cli.files import atomic_path, explaining, read_optional_json, write_json
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+REPLACED = (*TOKEN_IDS, "dtype")  # fields of a model's config.json that are not copied as they are
 TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")  # patterns
 
 
@@ -25,7 +25,8 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
         for name, parameter in model.named_parameters()
     }
     source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
-    config = {key: source[key] for key in TOKEN_IDS if key in source} | config_json(model.config)
+    config = {key: value for key, value in model.config.source.items() if key not in REPLACED}
+    config |= {key: source[key] for key in TOKEN_IDS if key in source} | {"vocab_size": model.vocab_size}
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
         with atomic_path(folder / "model.safetensors") as temporary:
             save_file(state, temporary, metadata={"format": "pt"})

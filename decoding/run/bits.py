@@ -59,7 +59,8 @@ def measure_bits(
             continue
         costs = measure_costs(model, model, plan, params, coupling, verify=verify)
         verify, steady = costs.verify, steady and costs.steady
-        model.forget_low_bits()
+        if len(model.fast_bits) > 1:  # else the copies are those that drafts will use
+            model.forget_low_bits()
         prediction = predict(Calibration(model, texts, params, coupling).acceptance(plan), costs)
         rows.append((bits, costs.draft, prediction.kept_share, prediction.gamma, prediction.speedup))
     return BitsTable(*zip(*rows, strict=True), steady=steady)

@@ -169,8 +169,6 @@ def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Dra
     if plan.has_low_bits and not model.fast_bits:
         where = f"{model.dtype} on {model.device.type}"
         say(f"drafts in low bits are no faster here: there are no kernels for {where}")
-    elif plan.has_low_bits and model.twins.trouble:
-        say(model.twins.trouble)
     drafting = Drafting(plan_in_words(plan) if name is None else name, lambda cache: model_drafter(model, cache, plan))
     return replace(drafting, new_policy=lambda: chosen.new_policy(GAMMA), model=model, chosen=chosen)
 

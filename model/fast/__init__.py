@@ -10,10 +10,6 @@ import torch
 
 from model.decoder import Decoder
 
-__all__ = ["accelerate"]
-
-COMPILED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the compiled step; float64 is for tests
-
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
     """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its device.
@@ -26,7 +22,7 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
         from model.fast.gpu import StaticDecoder
 
         return StaticDecoder(model, model.device.type == "cuda" and compiled)
-    if model.dtype not in COMPILED or not compiled:
+    if model.dtype == torch.float64 or not compiled:
         return model
     if find_spec("numba") is None:
         print("numba is not installed: steps are the readable blocks', several times slower", file=sys.stderr)

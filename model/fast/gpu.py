@@ -7,7 +7,8 @@ step is then captured and replayed as one launch. A step costs what reading the 
 nearly free.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on other rows, which
-is checked.
+is checked. Drafts in four bits use torch's tinygemm kernel, which reads a quarter of the bytes of a bf16 product. In
+six and eight bits they use the checkpoint's weights: torch's eight-bit kernel is many times slower than that product.
 """
 
 import copy
@@ -18,21 +19,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.fast.tinygemm import LowBits
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
+from model.quantise import GROUP, Quantised, rounded
 from model.twins import Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 SMALLEST = 512  # positions of the smallest cache; sizes double, so that few shapes are compiled
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong address gives.
 TOLERANCE = 0.2
-FAILURES = (RuntimeError, AssertionError, ImportError, OSError)  # of compilers, drivers and allocators
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,35 @@ def run_block(
     return functional_call(block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp})
 
 
+class Int4Linear(nn.Module):
+    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16. It is fast for one row, as in drafts."""
+
+    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
+        super().__init__()
+        codes = weight.codes
+        tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
+        pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles))
+        middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
+        self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        product = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scale)
+        return (product if self.bias is None else product + self.bias).view(*x.shape[:-1], -1)
+
+
+@torch.no_grad()
+def low_bits(product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
+    """Low-bit twin of a product, or the product by the checkpoint's weights where the kernel does not take it."""
+    weight = product.weight
+    fits = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and bits == 4
+    if fits and weight.shape[0] % 8 == weight.shape[1] % GROUP == 0:
+        return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
+    return product if isinstance(product, nn.Linear) else partial(F.linear, weight=weight)
+
+
 class StaticStep:
     """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, by the same kernels on the same buffers."""
 
@@ -86,6 +116,7 @@ class StaticStep:
         self.offsets = torch.arange(self.rows, device=model.device)
         self.logits = torch.empty(1, self.rows, model.vocab_size, dtype=model.dtype, device=model.device)
         self.angles = rotary_table(model.config.rope, model.config.head_dim, cache.capacity, model.dtype, model.device)
+        self.head = model.twins.head(plan.head)
         # Blocks with the same kinds of products share one template, and so its compiled code.
         templates: dict[tuple[bool, ...], nn.Module] = {}
         self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []
@@ -111,7 +142,7 @@ class StaticStep:
             entries = StaticEntries(self.cache.keys[layer], self.cache.values[layer], index)
             if any(runs):
                 x = self.run(template, weights, x, angles, masks[config.windows[layer]], entries, *runs)
-        self.logits.copy_(model.logits(x, model.twins.head(self.plan.head)))
+        self.logits.copy_(model.logits(x, self.head))
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
         count = tokens.shape[1]
@@ -153,20 +184,15 @@ class StaticDecoder:
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         self.model, self.trouble, self.why_rows_vary = model, None, None
-        model.twins = Twins(model, LowBits())
+        model.twins = Twins(model, low_bits)
+        self.fast_bits = (4,) if model.dtype == torch.bfloat16 and model.device.type == "cuda" else ()
         self.run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
-        self.captures = compiled and model.device.type == "cuda"
-        self.pool = torch.cuda.graph_pool_handle() if self.captures else None
+        self.pool = torch.cuda.graph_pool_handle() if compiled and model.device.type == "cuda" else None
         self.static_caches: list[StaticCache] = []
         self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by the cache of a text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
-
-    @property
-    def fast_bits(self) -> tuple[int, ...]:
-        """Numbers of bits in which drafts are faster: those that tinygemm has kernels for."""
-        return (4,) if self.model.dtype == torch.bfloat16 and self.model.device.type == "cuda" else ()
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static cache not in use."""
@@ -174,15 +200,15 @@ class StaticDecoder:
             return self.model.new_cache(capacity, batch)
         used = list(self.in_use.values())
         free = [each for each in self.static_caches if each not in used and each.cache.capacity >= capacity + ROWS]
-        if free:
-            static = free[0]
-        else:
+        if not free:
             size = max(SMALLEST, 1 << (capacity + ROWS - 1).bit_length())
             self.static_caches = used  # those that are too small are freed
             with torch.inference_mode(False):
-                static = StaticCache(self.model.new_cache(size), {})
-            self.static_caches.append(static)
-        static.cache.clear()
+                free = [StaticCache(self.model.new_cache(size), {})]
+            self.static_caches += free
+        static = free[0]
+        for entries in (*static.cache.keys, *static.cache.values):
+            entries.zero_()  # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
         cache = copy.copy(static.cache)
         cache.capacity, cache.lengths = capacity, [0] * self.model.num_layers
         self.in_use[cache] = static
@@ -197,31 +223,32 @@ class StaticDecoder:
         if step is None:
             return self.model(tokens, cache, start, plan)
         logits = []
-        for number, part in enumerate(tokens.split(step.rows, 1)):
-            first = start + number * step.rows
+        for part in tokens.split(step.rows, 1):
             for layer, bits in enumerate(plan.attention):
                 if bits:
-                    cache.claim(layer, first, part.shape[1])
-            logits.append(step(part, first))
+                    cache.claim(layer, start, part.shape[1])
+            logits.append(step(part, start))
+            start += part.shape[1]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan) -> StaticStep | None:
         """Static step of a plan on this cache, made now if there is none; None where the readable blocks run."""
         static = self.in_use.get(cache)
-        if static is None:
+        if static is None or self.trouble:
             return None
-        if self.trouble is None and plan not in static.steps:
+        if plan not in static.steps:
             try:
                 step = StaticStep(self.model, static.cache, plan, self.run)
                 self._check(step)
-                if self.captures:
+                if self.pool is not None:
                     step.capture(self.pool)
                     self._check(step)
                 static.steps[plan] = step
-            except FAILURES as error:
-                self.trouble = f"steps are the readable blocks': {first_line(error)}"
-        return None if self.trouble else static.steps[plan]
+            except (RuntimeError, AssertionError, ImportError, OSError) as error:  # of compilers, drivers, allocators
+                line = " ".join(f"{type(error).__name__}: {error}".split())
+                self.trouble = f"steps are the readable blocks': {line:.300}"
+        return static.steps.get(plan)
 
     def _check(self, step: StaticStep) -> None:
         """Compare a step's logits with the readable blocks', on the first positions of its cache, which are restored.
@@ -241,10 +268,3 @@ class StaticDecoder:
             raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the readable blocks'")
         if not torch.equal(alone, found[:, -1:]):
             self.why_rows_vary = "the kernels of this GPU give a row different bits alone and among others"
-
-
-def first_line(error: BaseException) -> str:
-    """First line of the message of the first error in a chain."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -142,8 +142,3 @@ def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(plan, length, sta
     cache.truncate(length)
     with pytest.raises(ValueError, match=message):
         model(torch.arange(count)[None], cache, start)
-
-
-def test_tokens_without_a_cache_begin_at_position_0():
-    with pytest.raises(ValueError, match="start must be 0"):
-        random_model(small())(torch.tensor([[1]]), None, 3)

@@ -24,7 +24,7 @@ from tests.oracle import (
 )
 
 both_families = pytest.mark.parametrize("family", FAMILIES)
-over_configs = settings(max_examples=40, deadline=None, derandomize=True)
+over_configs = settings(max_examples=20, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
 
@@ -57,7 +57,7 @@ def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(fa
 
 
 @both_families
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "dynamic"])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 @pytest.mark.parametrize("transformers_version", [4, 5])
 def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, transformers_version):
     rope: dict[str, object] = {"rope_type": kind}

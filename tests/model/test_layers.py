@@ -12,7 +12,7 @@ from torch import Tensor
 from model import Decoder, build, parse_config
 from model.config import Rope
 from model.fast.flash import attend_by_flash
-from model.layers import RMSNorm, attend_causally, causal_mask, inverse_frequencies, normalise, rotary_table
+from model.layers import RMSNorm, attend_causally, inverse_frequencies, normalise, rotary_table
 from tests.configs import small
 from tests.oracle import FAMILIES, VOCAB, randomise
 
@@ -67,16 +67,9 @@ def test_attention_is_its_formula_for_any_start_and_number_of_tokens(
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 7])
-def test_a_token_attends_to_itself_and_the_keys_before_it_within_the_window(window):
-    mask = causal_mask(torch.arange(3, 8), torch.arange(8), window, torch.float32)
-    for i, row in enumerate(mask.tolist(), 3):
-        assert row == [0 if j <= i and (window is None or i - window < j) else -math.inf for j in range(8)]
-
-
 def test_llama3_frequencies_are_kept_stretched_or_blended_by_their_wavelength():
     """Those of wavelengths up to original / high stay; beyond original / low they are divided by the factor."""
-    ropes = Rope(500000.0), Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    ropes = Rope(500000.0, "default", 8192), Rope(500000.0, "llama3", 8192, 8.0, 1.0, 4.0)
     plain, stretched = (inverse_frequencies(rope, 128, torch.float64, torch.device("cpu")) for rope in ropes)
     wavelengths = 2 * math.pi / plain
     short, long = wavelengths < 8192 / 4, wavelengths > 8192

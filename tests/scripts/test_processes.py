@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'),
         "gamma must be a whole number of at least 0, found -1",
     ),
-    "a plan of another model": (lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'), "mlp of layer 9"),
+    "a plan of another model": (lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'), "skips layer 9"),
 }
 
 
