@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, load, write; returns the exit status."""
     request = Request(options)
     if options.serve:
-        return serve(options.serve, request)
+        return serve(request)
     fits = check_fits(estimate(request.config, **request.needs(), fast_on=request.device), request.device)
     if options.dry_run:
         print(fits)

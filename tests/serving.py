@@ -32,7 +32,6 @@ class Served:
     """A running server."""
 
     server: Server
-    port: int
 
     @property
     def worker(self) -> Worker:
@@ -44,7 +43,11 @@ class Served:
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return self.server.address.removesuffix("/")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
     def ask(
         self, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
@@ -77,17 +80,15 @@ class Served:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    request = generate.Request(generate.parse_arguments(["--serve", "0", *arguments]))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = Server(request, listener)
-        thread = threading.Thread(target=server.serve_until_stopped)
-        thread.start()
-        until(lambda: server.started)
-        try:
-            yield Served(server, listener.getsockname()[1])
-        finally:
-            server.should_exit = True
-            thread.join()
+    server = Server(generate.Request(generate.parse_arguments(["--serve", "0", *arguments])))
+    thread = threading.Thread(target=server.serve_until_stopped)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield Served(server)
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def until(true: Callable[[], Any], patience: float = 60.0) -> None:

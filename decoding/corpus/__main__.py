@@ -15,16 +15,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from decoding.corpus.quality import worth_learning
 from decoding.corpus.templates import story_request
 from decoding.run.calibration import sample_texts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
-from weights.cli.command_line import OneLineParser, run_command
+from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import keep_freed_memory, pick_device
 from weights.cli.files import atomic_path, explaining, read_json_lines
 from weights.cli.prompt import encode_prompt
@@ -35,55 +32,38 @@ NARRATOR = "You are a kind teacher who tells stories to small children in short,
 FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
 DISTINCT_CHARACTERS = 200  # of two stories that begin with the same 200 characters, the first is kept
 
-Story = tuple[str, str]  # the prompt and the model's response
 
-
-def read_stories(path: Path) -> list[Story]:
-    """Stories of a file. Raises InputError naming the first line that is none."""
-    stories = []
-    for place, row in read_json_lines(path):
-        match row:
-            case {"prompt": str(prompt), "response": str(response)}:
-                stories.append((prompt, response))
-            case _:
-                raise InputError(f"{place} is not a text that this command wrote: give another file")
-    return stories
-
-
-def add(stories: dict[str, Story], more: Iterable[Story], path: Path) -> None:
-    """Add those of ``more`` whose responses begin otherwise than all before, and write the file, atomically."""
-    for prompt, response in more:
-        stories.setdefault(response[:DISTINCT_CHARACTERS], (prompt, response))
-    lines = [json.dumps({"prompt": prompt, "response": response}) + "\n" for prompt, response in stories.values()]
+def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path: Path) -> None:
+    """Add those of ``more`` whose "response" begins otherwise than all before, and write the file, atomically."""
+    for story in more:
+        stories.setdefault(story["response"][:DISTINCT_CHARACTERS], story)
     with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
-        temporary.write_text("".join(lines))
+        temporary.write_text("".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
 def write_stories(
     model: Decoder, tokenizer: Tokenizer, params: SamplingParams, rows: int, max_new_tokens: int, rng: random.Random
-) -> list[Story]:
-    """Those of ``rows`` stories that are worth learning.
+) -> list[dict[str, str]]:
+    """ "prompt" and "response" of those of ``rows`` stories that are worth learning.
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues an opening that names
     the subject.
     """
     requests = [story_request(rng) for _ in range(rows)]
-    openings = [tokenizer.encode_parts(opening) for _, opening in requests]
+    openings = [tokenizer.encode_parts(opening) for _, opening, _ in requests]
     try:
-        prompts = [encode_prompt(tokenizer, prompt, system=NARRATOR) for prompt, _ in requests]
+        prompts = [encode_prompt(tokenizer, prompt, system=NARRATOR) for prompt, *_ in requests]
     except InputError:  # no template, or one that refuses a system message
-        prompts = [encode_prompt(tokenizer, prompt) for prompt, _ in requests]
+        prompts = [encode_prompt(tokenizer, prompt) for prompt, *_ in requests]
     begun = [prompt + opening for prompt, opening in zip(prompts, openings, strict=True)]
     limits = {"max_new_tokens": max_new_tokens, "eos_ids": tokenizer.eos_ids}
     written = sample_texts(model, begun, params=params, seed=rng.getrandbits(64), **limits)
     stories = []
-    for (prompt, _), opening, tokens in zip(requests, openings, written, strict=True):
-        finished = tokens[-1] in tokenizer.eos_ids
-        tokens = opening + (tokens[:-1] if finished else tokens)
-        said = tokenizer.decode(tokens).rstrip("\ufffd")  # the budget may end inside a character
-        story = worth_learning(prompt, said, finished)
+    for (prompt, _, subjects), opening, tokens in zip(requests, openings, written, strict=True):
+        tokens = opening + (tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
+        story = worth_learning(tokenizer.decode(tokens), subjects)
         if story and set(tokenizer.special.values()).isdisjoint(tokens):
-            stories.append((prompt, story))
+            stories.append({"prompt": prompt, "response": story})
     return stories
 
 
@@ -93,7 +73,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
     add("--tokens", type=int, required=True, metavar="N", help="tokens of responses wanted in the file")
     add("--out", type=Path, required=True, metavar="FILE", help=".jsonl; an earlier one is continued")
-    add("--judge-again", type=Path, metavar="FILE", help="begin with the good texts of an earlier file (default: none)")
     add("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     add("--top-k", type=int, default=80, metavar="K", help="0: off")
     add("--max-new-tokens", type=int, default=320, metavar="N", help="of a response")
@@ -110,43 +89,30 @@ def run(options: argparse.Namespace) -> None:
     A batch depends on the seed and on the contents of the file only, so that a run that was killed continues to the
     same file. Raises InputError when the model writes nothing new any more.
     """
-    for name in ("tokens", "batch", "max_new_tokens"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(options, name)}")
+    if min(options.tokens, options.batch, options.max_new_tokens) < 1:
+        raise InputError("--tokens, --batch and --max-new-tokens must be at least 1")
     params = SamplingParams(options.temperature, options.top_k)
     folder, device = model_folder(options.model), pick_device(options.device)
-    tokenizer = Tokenizer(folder)
-    stories: dict[str, Story] = {}
-    earlier = read_stories(options.out) if options.out.is_file() else []
-    if options.judge_again and not earlier:
-        judged = ((prompt, worth_learning(prompt, response)) for prompt, response in read_stories(options.judge_again))
-        earlier = [story for story in judged if story[1]]
-    add(stories, earlier, options.out)
+    tokenizer, stories, fruitless = Tokenizer(folder), {}, 0
+    with explaining(f"{options.out} is not a file of this command: give another", (KeyError, TypeError)):
+        add(stories, [row for _, row in read_json_lines(options.out)] if options.out.is_file() else [], options.out)
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
-    columns = BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        bar, fruitless = progress.add_task("", total=options.tokens), 0
-        while True:
-            tokens = sum(len(tokenizer.encode_parts(response)) for _, response in stories.values())
-            progress.update(bar, completed=tokens)
-            if tokens >= options.tokens:
-                break
-            if fruitless >= FRUITLESS_ROWS:
-                raise InputError(
-                    f"the last {fruitless} texts were all empty, unusable or in {options.out} already: raise "
-                    "--temperature or --top-k"
-                )
-            before, rows = len(stories), min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
-            rng = random.Random(f"{options.seed} {before} {fruitless}")
-            add(stories, write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng), options.out)
-            fruitless = 0 if len(stories) > before else fruitless + rows
-    print(f"{options.out}: {len(stories)} texts, {tokens} tokens", file=sys.stderr)
+    while True:
+        tokens = sum(len(tokenizer.encode_parts(story["response"])) for story in stories.values())
+        say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
+        if tokens >= options.tokens:
+            return
+        if fruitless >= FRUITLESS_ROWS:
+            raise InputError(f"the last {fruitless} texts were useless or not new: raise --temperature or --top-k")
+        before, rows = len(stories), min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
+        rng = random.Random(f"{options.seed} {before} {fruitless}")
+        add(stories, write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng), options.out)
+        fruitless = 0 if len(stories) > before else fruitless + rows
 
 
 def main(arguments: list[str] | None = None) -> int:
-    interrupted = "interrupted: the file holds whole texts; run the same command again to continue"
-    return run_command(lambda: run(parse_arguments(arguments)), interrupted)
+    return run_command(lambda: run(parse_arguments(arguments)), "interrupted: run the same command again to continue")
 
 
 if __name__ == "__main__":

@@ -57,9 +57,13 @@ FEELING = (
 )
 
 
-def story_request(rng: random.Random) -> tuple[str, str]:
-    """The prompt and the opening of a story: a random form of each, filled with the same random words."""
+def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
+    """A prompt, the opening of its story, and the subjects that this should name: the last word of each blank.
+
+    Forms of prompt and opening are random, and filled with the same random words.
+    """
     words = {"who": WHO, "where": WHERE, "thing": THING, "lesson": LESSON, "feeling": FEELING}
     form = rng.choice(FORMS)
     blanks = {name: rng.choice(choices) for name, choices in words.items()}
-    return form.format(**blanks), rng.choice(OPENINGS).format(**blanks)
+    subjects = [phrase.split()[-1] for name, phrase in blanks.items() if "{" + name + "}" in form]
+    return form.format(**blanks), rng.choice(OPENINGS).format(**blanks), subjects

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -21,9 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decoding.run.chooser import Setting
 from decoding.run.options import Request, TextOptions
-from decoding.serve.messages import CompletionWriter, live_page, write_live
-from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, Refusal, RequestReader
-from decoding.serve.worker import Job, Worker
+from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, RequestReader, error_json, refusal
+from decoding.serve.worker import Job, Worker, live_page, write_completion, write_live
 from model import InputError, LayerPlan
 from model.fast import accelerate
 from model.plan import LOW_BITS
@@ -33,65 +31,51 @@ from weights.memory import check_fits, estimate, free_bytes
 from weights.tokenizer import Tokenizer
 
 MAX_BODY = 1 << 20  # bytes
-MAX_REQUESTS = 128  # open at once, those that wait in the queue included
+MAX_REQUESTS = 128  # open at once, those that wait in the queue included; further ones are answered with status 503
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
 
 
-class Guard:
-    """Middleware that admits requests to the names of this server, from its page or from no page.
+def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
+    """The app, for requests to the names of this server, from its page or from no page.
 
     A page of another site may send requests here through the user's browser. The browser then names that site as their
     origin; and if that page's name resolves to this machine (DNS rebinding), the Host is that name. An address in
     numbers cannot be resolved to another.
     """
+    names = re.compile(rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+)(:\d+)?", re.IGNORECASE)
 
-    def __init__(self, app: ASGIApp, host_name: str) -> None:
-        names = rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+|\[[\da-f:.]+\])(:\d+)?"
-        self.app, self.names, self.open = app, re.compile(names, re.IGNORECASE), 0
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}"):
+            await app(scope, receive, send)
+        else:
+            foreign = HTTPException(403, "pages of other sites may not use this server: use its address")
+            await error_response(None, foreign)(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond (ASGI)."""
-        refusal = self.refusal(Headers(scope=scope), scope["path"])
-        self.open += 1
-        try:
-            await (error_response(None, refusal) if refusal else self.app)(scope, receive, send)
-        finally:
-            self.open -= 1
-
-    def refusal(self, headers: Headers, path: str) -> Refusal | None:
-        """The refusal of a request; None where it is admitted."""
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if not self.names.fullmatch(host):
-            return Refusal("the Host is none of this server's names: use its address", status=403, code="host")
-        is_foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
-        if is_foreign or (path != "/" and headers.get("sec-fetch-site", "none") not in ("none", "same-origin")):
-            return Refusal("pages of other sites may not use this server", status=403, code="origin")
-        if self.open >= MAX_REQUESTS:
-            return Refusal(f"{MAX_REQUESTS} requests are open already: try again", status=503, code="busy")
-        return None
+    return respond
 
 
 def error_response(request: HTTPRequest | None, error: Exception) -> JSONResponse:
     """Response to an error that is raised before any other response begins."""
-    refusal = Refusal.of(error)
-    return JSONResponse(refusal.data(), refusal.status, {"retry-after": "1"} if refusal.status in (429, 503) else None)
+    refused = refusal(error)
+    return JSONResponse(error_json(refused), refused.status_code)
 
 
-def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette:
-    """The routes, behind the guard."""
+def make_app(worker: Worker, reader: RequestReader) -> Starlette:
+    """The routes."""
     page, model = live_page(reader), {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
 
     def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
         """The route of one kind of request for texts."""
 
         async def respond(request: HTTPRequest) -> Response:
-            body = b""
-            with suppress(ClientDisconnect):  # the rest is missing: no valid JSON
-                async for part in request.stream():
-                    body += part
-                    if len(body) > MAX_BODY:
-                        raise Refusal(f"the body has more than {MAX_BODY} bytes", status=413)
+            if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
+                raise HTTPException(413, f"the body must have a Content-Length of up to {MAX_BODY} bytes")
+            body = b""  # of a client that disconnects
+            with suppress(ClientDisconnect):
+                body = await request.body()
             job = Job(*reader.read(kind, body), begin)
             worker.enqueue(job)
             return await job.respond(request)
@@ -108,11 +92,10 @@ def make_app(worker: Worker, reader: RequestReader, host_name: str) -> Starlette
             Route("/favicon.ico", lambda request: Response(status_code=204)),
             Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
             Route("/v1/models/{name:path}", show_model),
-            texts("/v1/chat/completions", Chat, CompletionWriter),
-            texts("/v1/completions", Completion, CompletionWriter),
+            texts("/v1/chat/completions", Chat, write_completion),
+            texts("/v1/completions", Completion, write_completion),
             texts("/live", LiveText, write_live),
         ],
-        middleware=[Middleware(Guard, host_name=host_name)],
         exception_handlers=dict.fromkeys((InputError, ValidationError, HTTPException, Exception), error_response),
     )
 
@@ -139,31 +122,36 @@ def context_length(command_line: Request, places: int) -> int:
 
 
 class Server(uvicorn.Server):
-    """Server of one model on a socket."""
+    """Server of one model at ``--serve [HOST:]PORT``, by default of host 127.0.0.1; port 0 is any free port."""
 
-    def __init__(self, command_line: Request, listener: socket.socket) -> None:
-        """Load the model. Raises InputError where it cannot be loaded, or does not fit."""
-        folder, asked, options = command_line.folder, command_line.options, TextOptions.of(command_line.options)
+    def __init__(self, command_line: Request) -> None:
+        """Listen, then load the model. Raises InputError where either is not possible, or the model does not fit."""
+        asked, folder, options = command_line.options, command_line.folder, TextOptions.of(command_line.options)
+        host, _, port = asked.serve.rpartition(":")
+        try:
+            self.listener = socket.create_server((host or "127.0.0.1", int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            raise InputError(f"--serve {asked.serve:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
+        self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         places = asked.together if command_line.device.type == "cpu" else 1
         capacity, tokenizer = context_length(command_line, places), Tokenizer(folder)
         model = accelerate(load_model(folder, command_line.dtype, command_line.device), not asked.no_compile)
-        if not hasattr(model, "together"):
-            say("texts are written one after another: here a step takes one text")
-            places = 1
         setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
-        self.worker, self.listener = Worker(setting, options, places), listener
+        self.worker = Worker(setting, options, places)
         reader = RequestReader(command_line, tokenizer, capacity, self.worker.bits)
-        app = make_app(self.worker, reader, asked.serve.rpartition(":")[0])
+        app = guarded(make_app(self.worker, reader), host)
         quiet = {"log_level": "critical", "access_log": False, "server_header": False, "headers": [*HEADERS.items()]}
         off = {"lifespan": "off", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 3}
-        super().__init__(uvicorn.Config(app, **quiet, **off))
+        super().__init__(uvicorn.Config(app, limit_concurrency=MAX_REQUESTS, **quiet, **off))
 
     def serve_until_stopped(self) -> None:
-        """Serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.
+        """Print the address and serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.
 
         Texts are written in the calling thread, connections are served in another. On a machine of two cores OpenMP
         keeps its threads awake between products for the main thread only: in another a step takes 1.6 times as long.
         """
+        print(self.address, flush=True)
+        say("Ctrl-C ends it")
         network = threading.Thread(target=self.run, args=([self.listener],), name="network")
         with self.capture_signals():
             network.start()
@@ -172,21 +160,3 @@ class Server(uvicorn.Server):
             finally:
                 self.should_exit = True
                 network.join()
-
-
-def run(address: str, command_line: Request) -> None:
-    """Load the model, print the address and serve until Ctrl-C (KeyboardInterrupt).
-
-    ``address`` is ``[HOST:]PORT``, by default of host 127.0.0.1; port 0 is any free port. Raises InputError where it is
-    wrong or in use.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        listener = socket.create_server((host or "127.0.0.1", int(port)))  # before the model is loaded
-    except (OSError, ValueError, OverflowError) as error:
-        raise InputError(f"--serve {address:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
-    with listener:
-        server = Server(command_line, listener)
-        print("http://{}:{}/".format(host or "127.0.0.1", listener.getsockname()[1]), flush=True)
-        say("Ctrl-C ends it")
-        server.serve_until_stopped()

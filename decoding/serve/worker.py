@@ -1,11 +1,14 @@
-"""Queue of requests, and the worker that writes their texts, several at once."""
+"""Queue of requests, the worker that writes their texts, several at once, and the messages that go to clients."""
 
 import asyncio
 import json
+import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sse_starlette import EventSourceResponse
@@ -13,21 +16,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
-from decoding.run.chooser import Drafting, DraftOptions, Setting, make_drafting, plain, with_policy
+from decoding.rounds import Round
+from decoding.run.chooser import DRAFTERS, DraftOptions, Setting, make_drafting, with_policy
+from decoding.run.drafting import Drafting, plain
 from decoding.run.options import TextOptions
 from decoding.run.together import Conductor, Task
-from decoding.serve.requests import Options, Refusal
-from decoding.show.labels import Labels
+from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
+from decoding.show.output import as_json
+from decoding.show.page import Recording, heading, render_page
+from decoding.show.streaming import Labels, TextStream
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model.plan import LOW_BITS
 
+FORM = Path(__file__).with_name("live.html")  # the elements that the live page has besides those of --html
 MAX_WAITING = 16  # requests in the queue, besides as many as texts are written at once
 LOOK = 0.2  # seconds between two looks at whether the client is still there, and whether the server stops
 
 
 class Job:
-    """A request, its texts, and its messages for the client: JSON values, at the end None or a Refusal.
+    """A request, its texts, and its messages for the client: JSON values or an HTTPException, at the end None.
 
     ``begin(job, worker, drafting)`` submits the texts, whose readers send the messages, all in the worker's thread.
     Unread messages wait in memory: a text is bounded, so are they.
@@ -45,7 +53,7 @@ class Job:
             self.loop.call_soon_threadsafe(self.messages.put_nowait, message)
 
     async def respond(self, request: HTTPRequest) -> Response:
-        """The response, once there is a message. Raises a Refusal that comes first."""
+        """The response, once there is a message. Raises an HTTPException that comes first."""
         message = None
         while message is None:
             if await request.is_disconnected():
@@ -53,19 +61,19 @@ class Job:
                 raise HTTPException(400, "the client has disconnected")
             with suppress(asyncio.TimeoutError):
                 message = await asyncio.wait_for(self.messages.get(), LOOK)
-        if isinstance(message, Refusal):
+        if isinstance(message, HTTPException):
             raise message
         if not self.asked.stream:
             return JSONResponse(message)
-        # In the grace period a stopping server ends its streams with a Refusal.
+        # In the grace period a stopping server ends its streams with an error.
         return EventSourceResponse(self._events(message), sep="\n", send_timeout=30, shutdown_grace_period=30)
 
     async def _events(self, message: Any) -> AsyncIterator[str]:
         try:
             while message is not None:
-                shown = message.data() if isinstance(message, Refusal) else message
+                shown = error_json(message) if isinstance(message, HTTPException) else message
                 yield shown if isinstance(shown, str) else json.dumps(shown)
-                message = None if isinstance(message, Refusal) else await self.messages.get()
+                message = await self.messages.get()
         finally:
             self.gone = True
 
@@ -76,7 +84,8 @@ class Worker(Conductor):
     def __init__(self, setting: Setting, options: TextOptions, places: int) -> None:
         """Raises InputError where the command line's draft is not possible."""
         super().__init__(setting.model, setting.positions, places)
-        self.setting, self.plain, self.labels = setting, plain(setting.model), Labels.of(setting.tokenizer)
+        self.setting, self.plain, tokenizer = setting, plain(setting.model), setting.tokenizer
+        self.labels = Labels(tokenizer.token_bytes, tokenizer.special)
         self.name = setting.folder.resolve().name  # of the model, to clients
         self.made: dict[DraftOptions, Drafting] = {}
         self.jobs: list[Job] = []  # in order of arrival; those with tasks have begun
@@ -89,9 +98,9 @@ class Worker(Conductor):
         self.run()
 
     def enqueue(self, job: Job) -> None:
-        """Put a job in the queue, in the thread of the event loop. Raises Refusal where it is full."""
+        """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is full."""
         if sum(not other.gone for other in self.jobs) >= len(self.rows) + MAX_WAITING:
-            raise Refusal(f"{MAX_WAITING} requests wait already: try again", status=429, code="queue_full")
+            raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
         self.jobs.append(job)
         self.arrived.set()
 
@@ -103,9 +112,9 @@ class Worker(Conductor):
             self.arrived.clear()
             self.run()
 
-    def write(self, job: Job, drafting: Drafting, coupling: Coupling, **more: Any) -> Task:
+    def write(self, job: Job, drafting: Drafting, **more: Any) -> Task:
         """Submit a text of a job; ``more`` are further fields of its task."""
-        _, params, rules, _ = job.options
+        _, params, rules, coupling = job.options
         text = Text(job.ids, rules, self.model, self.setting.tokenizer.token_bytes)
         job.tasks.append(Task(text, drafting, params, coupling, **more))
         self.submit(job.tasks[-1])
@@ -116,7 +125,7 @@ class Worker(Conductor):
         for job in [*self.jobs]:
             errors = [task.error for task in job.tasks if task.error]
             if self.stopped():
-                errors = [Refusal("the server is stopping", status=503)]
+                errors = [HTTPException(503, "the server is stopping")]
             elif not job.tasks and not job.gone and len(self.active) + len(self.waiting) < len(self.rows):
                 try:
                     job.begin(job, self, self.drafting(job.options))
@@ -126,7 +135,8 @@ class Worker(Conductor):
                 self.jobs.remove(job)
                 for task in job.tasks:
                     task.cancelled = True
-                job.send(Refusal.of(errors[0]) if errors else None)
+                for message in [*map(refusal, errors[:1]), None]:
+                    job.send(message)
         self.waiting = [task for task in self.waiting if not task.cancelled]
         return super().admit()
 
@@ -141,3 +151,84 @@ class Worker(Conductor):
         if made_of not in self.made:
             self.made[made_of] = make_drafting(made_of, self.setting)
         return with_policy(self.made[made_of], draft, options.params)
+
+
+def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
+    """Submit the text of a request to an endpoint of OpenAI's, and send it with statistics of its rounds.
+
+    After each round a stream has sent the text that a terminal would show.
+    """
+    streams, is_chat = bool(job.asked.stream), isinstance(job.asked, Chat)
+    kind = "chat.completion" if is_chat else "text_completion"
+    kind += ".chunk" if is_chat and streams else ""
+    head = {"id": secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": worker.name}
+    task = worker.write(job, drafting)
+    stream = TextStream(task.text)
+
+    def choice(finish: str | None = None, **said: str) -> dict[str, Any]:
+        shown = {"delta" if streams else "message": said} if is_chat else {"text": said.get("content", "")}
+        return {"index": 0, **shown, "logprobs": None, "finish_reason": finish}
+
+    def send(*choices: dict[str, Any], **more: Any) -> None:
+        job.send({**head, "choices": choices, **more})
+
+    def read(round: Round, seconds: float) -> None:
+        if streams and (piece := stream.pull()):
+            send(choice(content=piece))
+        if round.finish is None:
+            return
+        said = {} if streams else {"role": "assistant", "content": task.text.written}
+        last = choice("length" if round.finish == "length" else "stop", **said)
+        last["speculation"] = as_json(task.sample, str(task.coupling) if task.params.temperature else "")
+        prompt, output = len(job.ids), len(task.text.generated)
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        if not streams:
+            send(last, usage=usage)
+            return
+        send(last)
+        if (job.asked.stream_options or {}).get("include_usage"):
+            send(usage=usage)
+        job.send("[DONE]")
+
+    task.readers = [read]
+    if streams and is_chat:
+        send(choice(role="assistant", content=""))
+
+
+def live_page(reader: RequestReader) -> str:
+    """The page before anything is written."""
+    options = reader.options
+    form = {"drafts": [*DRAFTERS], "draft": options.draft, "temperature": options.temperature}
+    form |= {"seed": options.seed, "max_tokens": options.max_new_tokens}
+    facts = {"prompt": "", "facts": [("Model", reader.name)], "plan": None, "greedy": True, "race": False}
+    empty = {"rounds": [], "finish": None, "seconds": 0}
+    return render_page({**facts, "form": form}, [empty], FORM.read_text(encoding="utf-8"))
+
+
+def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
+    """Submit the text of the live page and, when it has ended, its plain text if asked.
+
+    The page gets each draft before its verification, and each round after it.
+    """
+    _, params, _, coupling = job.options
+    ways = [drafting, worker.plain] if job.asked.beside else [drafting]
+    facts = heading("", worker.name, drafting, params, coupling)
+    job.send({"kind": "begin", "columns": [way.name for way in ways], **facts})
+
+    def write(column: int) -> None:
+        recording = Recording(params, worker.labels)
+
+        def draft(tokens: list[int]) -> None:
+            job.send({"kind": "draft", "column": column, "tokens": [worker.labels(token) for token in tokens]})
+
+        def read(round: Round, seconds: float) -> None:
+            recording.add(round, seconds)
+            *_, added = recording.sample["rounds"]
+            seconds = recording.sample["seconds"]  # without observing
+            job.send({"kind": "round", "column": column, "round": added, "finish": round.finish, "seconds": seconds})
+            if round.finish and column + 1 < len(ways):
+                write(column + 1)
+
+        worker.write(job, ways[column], readers=[read], observer=recording.observe, on_draft=draft)
+
+    write(0)

@@ -3,20 +3,18 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from decoding.run.chooser import Drafting
+from decoding.run.drafting import Drafting
 from decoding.run.options import Request
 from decoding.run.together import Conductor, Task
 from decoding.run.writer import Interrupted, Reader, Sample, Writer
-from decoding.show.labels import Labels
 from decoding.show.page import Recording, heading, render_page
-from decoding.show.report import as_json, describe
-from decoding.show.streaming import TextStream
+from decoding.show.streaming import Labels, TextStream
 from decoding.show.trace import PAUSE, LiveTrace
 from decoding.text import Text
 from decoding.verify import Coupling
@@ -31,7 +29,7 @@ class Output:
     def __init__(self, request: Request, drafting: Drafting) -> None:
         self.request, self.drafting = request, drafting
         self.file = sys.stderr if request.options.json else sys.stdout
-        self.labels = Labels.of(request.tokenizer)
+        self.labels = Labels(request.tokenizer.token_bytes, request.tokenizer.special)
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []
 
@@ -52,17 +50,14 @@ class Output:
 
         The first is shown while it is written, the others after it. Raises the first error, when all have ended.
         """
-        request, began, interrupted = self.request, now(self.request.device), False
+        request, began = self.request, now(self.request.device)
         text = partial(Text, request.ids, request.rules, conductor.model, request.tokenizer.token_bytes)
         tasks = [Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings]
-        with self.shown(tasks[0].text) as read:
+        with self.shown(tasks[0].text) as read, suppress(KeyboardInterrupt):
             tasks[0].readers.append(read)
             for task in tasks:
                 conductor.submit(task)
-            try:
-                conductor.run()
-            except KeyboardInterrupt:
-                interrupted = True
+            conductor.run()
         seconds = now(request.device) - began - conductor.reading
         for task in [task for task in tasks if task.sample]:
             if task is not tasks[0]:
@@ -73,15 +68,13 @@ class Output:
         for error in [task.error for task in tasks if task.error]:
             raise error
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
-        print(f"[{len(self.samples)} texts together: {speed:.1f} tokens/s in all]", file=sys.stderr)
-        return interrupted
+        say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
+        return any(not task.sample or task.sample.interrupted for task in tasks)
 
     def record(self) -> dict[str, Any]:
-        """A fresh policy, and the recording of a text under it for the page: arguments of ``Writer.write``."""
-        recording = Recording(self.drafting.new_policy(), self.request.params, self.labels)
-        self.recordings.append(recording)
-        observer = recording.observe if self.request.options.html else None
-        return {"policy": recording.policy, "readers": [recording.add], "observer": observer}
+        """The recording of a text for the page: arguments of ``Writer.write``."""
+        self.recordings.append(recording := Recording(self.request.params, self.labels))
+        return {"readers": [recording.add], "observer": recording.observe if self.request.options.html else None}
 
     @contextmanager
     def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:
@@ -96,11 +89,17 @@ class Output:
         try:
             yield lambda round, seconds: show(stream.pull())
         finally:
-            show(stream.flush() + "\n")
+            show(stream.pull(at_end=True) + "\n")
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
-        print(describe(sample, self.drafting.name, self.request.repeat_with), file=sys.stderr)
+        s, line = sample.statistics, f"{sample.tokens_per_second:.1f} tokens/s; {self.drafting.name}"
+        if s.acceptance_rate is not None:
+            line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
+        line = f"{s.tokens} tokens in {sample.seconds:.2f} s: {line}, {s.tokens_per_round:.2f} tokens a round"
+        if sample.trouble:
+            line += f"; without CUDA graphs ({sample.trouble})"
+        say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
         self.samples.append(sample)
 
     def close(self) -> None:
@@ -108,9 +107,24 @@ class Output:
         request, page = self.request, self.request.options.html
         if request.options.json:
             for sample in self.samples:
-                print(json.dumps(as_json(sample, request.repeat_with), ensure_ascii=False))
-        if page and (recordings := [each for each in self.recordings if each.sample["rounds"]]):
+                written = {"text": sample.text.written, "tokens": sample.text.generated}
+                print(json.dumps(written | as_json(sample, request.repeat_with), ensure_ascii=False))
+        if page and (samples := [each.sample for each in self.recordings if each.sample["rounds"]]):
             facts = heading(request.prompt, request.folder.name, self.drafting, request.params, request.coupling)
             with explaining(f"{page} cannot be written"), atomic_path(page) as temporary:
-                temporary.write_text(render_page(facts, recordings), encoding="utf-8")
+                temporary.write_text(render_page(facts, samples), encoding="utf-8")
             say(f"the run round by round: {page}")
+
+
+def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
+    """Statistics for --json and for clients; ``repeat_with`` has the options that repeat a sampled text."""
+    names = ("rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round")
+    return {
+        "prompt_tokens": sample.text.prompt_length,
+        "finish_reason": sample.finish,
+        "seconds": sample.seconds,
+        "tokens_per_second": sample.tokens_per_second,
+        **{name: getattr(sample.statistics, name) for name in names},
+        "accepted_histogram": sample.statistics.histogram,
+        "repeat_with": repeat_with,
+    }

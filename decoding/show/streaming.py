@@ -1,8 +1,11 @@
-"""Streamed text: the characters of a growing text that are certain to stay."""
+"""Text that can be shown: the characters of a growing text that are certain to stay, and the names of tokens."""
 
 import codecs
+from collections.abc import Mapping
 
-from decoding.text import Text
+from decoding.text import Text, TokenBytes
+
+JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 
 
 class TextStream:
@@ -17,15 +20,35 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.shown = text.prompt_bytes
 
-    def pull(self) -> str:
-        """The characters that have become certain since the last call."""
-        return self._up_to(self.text.certain, final=self.text.finish is not None)
+    def pull(self, *, at_end: bool = False) -> str:
+        """The characters that have become certain since the last call.
 
-    def flush(self) -> str:
-        """The characters that are still held back, when no more tokens will come, as after Ctrl-C."""
-        return self._up_to(len(self.text.data) if self.text.cut is None else self.text.cut, final=True)
+        ``at_end``, when no more tokens will come, as after Ctrl-C: also those that were held back.
+        """
+        ended = self.text.finish is not None
+        end = len(self.text.data) if at_end and not ended else self.text.certain
+        begin, self.shown = self.shown, max(self.shown, end)
+        return self.decoder.decode(bytes(self.text.data[begin:end]), final=at_end or ended)
 
-    def _up_to(self, end: int, final: bool) -> str:
-        piece = self.decoder.decode(bytes(self.text.data[self.shown : end]), final=final)
-        self.shown = max(self.shown, end)
-        return piece
+
+def visible(text: str) -> str:
+    """``text`` in one line, with U+FFFD in place of control, format and surrogate characters."""
+    text = text.replace("\n", "↵").replace("\t", "⇥")
+    return "".join(
+        each if each.isprintable() or each in JOINERS else " " if each.isspace() else "\ufffd" for each in text
+    )
+
+
+class Labels:
+    """Names of single tokens; ``special`` has the ids of those that add no bytes to the text."""
+
+    def __init__(self, token_bytes: TokenBytes, special: Mapping[str, int]) -> None:
+        self.token_bytes = token_bytes
+        self.names = {token: visible(name) for name, token in special.items()}
+
+    def __call__(self, token: int) -> str:
+        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name or number of others."""
+        data = self.token_bytes(token)
+        if not data.strip(b" "):
+            return "␣" * len(data) or self.names.get(token, f"#{token}")
+        return visible(data.decode("utf-8", errors="backslashreplace"))

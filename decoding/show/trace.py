@@ -16,16 +16,14 @@ from rich.live import Live
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.show.labels import Labels, visible
+from decoding.show.streaming import Labels, visible
 
-UTF8 = codecs.getincrementaldecoder("utf-8")
 PAUSE = 0.06  # seconds for which a draft is shown before its verdict
 VERDICTS = {  # verdict -> its name in the legend, its style, and the signs around it where there are no colours
     "accepted": ("accepted", "green", "[", "]"),
     "rejected": ("rejected", "red strike", "{-", "-}"),
     "discarded": ("discarded", "dim strike", "{~", "~}"),
     "own": ("residual or bonus", "bold blue", "", ""),
-    "taken back": ("", "yellow", "", ""),
 }
 
 
@@ -39,13 +37,13 @@ class LiveTrace:
         self.console, self.labels, self.pause = console, labels, pause
         self.signs = console.no_color or console.color_system is None
         # With FORCE_COLOR rich takes a pipe for a terminal. Colours may go there, cursor movements may not.
-        self.redraws = console.file.isatty() and not console.is_dumb_terminal
+        self.redraws = not self.signs and console.file.isatty() and not console.is_dumb_terminal
         self.live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self.decoder = UTF8(errors="replace")  # of the tokens that are kept
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # of the tokens that are kept
         self.line = Text()  # the last line of the text
 
     def __enter__(self) -> LiveTrace:
-        legend = Text(" ").join(self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items() if name)
+        legend = Text(" ").join(self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items())
         self.console.print(legend, soft_wrap=not self.redraws)
         if self.redraws:
             self.live.start()
@@ -60,12 +58,10 @@ class LiveTrace:
 
     def add(self, round: Round, seconds: float) -> None:
         """Show a round."""
-        try:
-            if self.redraws and round.drafted and not self.signs:
-                self.live.update(self.line + Text(self._aside(round.drafted), style="dim"), refresh=True)
-                time.sleep(self.pause)
-        finally:  # Ctrl-C during the pause loses nothing
-            self._settle(self.text_of(round))
+        if self.redraws and round.drafted:
+            self.live.update(self.line + Text(self._aside(round.drafted), style="dim"), refresh=True)
+            time.sleep(self.pause)
+        self._settle(self.text_of(round))
 
     def text_of(self, round: Round) -> Text:
         """The round's tokens in order, styled by their verdicts, then the tokens that a banned word took back.
@@ -75,29 +71,28 @@ class LiveTrace:
         text = Text()
         for verdict, run in groupby(round.verdicts(), key=itemgetter(1)):
             tokens = [token for token, _ in run]
-            shown = self._decode(tokens, self.decoder) if verdict in ("accepted", "own") else self._aside(tokens)
+            if verdict in ("accepted", "own"):
+                lines = self.decoder.decode(self._bytes(tokens)).expandtabs(4).split("\n")
+                shown = "\n".join(map(visible, lines))
+            else:
+                shown = self._aside(tokens)
             text.append_text(self._styled(shown, verdict))
         if round.retracted:
             self.decoder.reset()
-            text.append_text(self._styled(f'<taken back: "{self._aside(round.retracted)}">', "taken back"))
+            text.append(f'<taken back: "{self._aside(round.retracted)}">', style=None if self.signs else "yellow")
         return text
-
-    def _styled(self, text: str, verdict: str) -> Text:
-        _, style, before, after = VERDICTS[verdict]
-        if self.signs:
-            return Text(before + text + after if text else "")
-        return Text(text, style=style)
 
     def _aside(self, tokens: list[int]) -> str:
         """Text of tokens that are not kept, in one line."""
-        decoder = UTF8(errors="replace")
-        return (self._decode(tokens, decoder) + decoder.decode(b"", final=True)).replace("\n", "↵")
+        return visible(self._bytes(tokens).decode("utf-8", errors="replace"))
 
-    def _decode(self, tokens: list[int], decoder: codecs.IncrementalDecoder) -> str:
-        pieces = [(token, self.labels.token_bytes(token)) for token in tokens]
-        return "".join(
-            visible(decoder.decode(data), lines=True) if data else self.labels.name(token) for token, data in pieces
-        )
+    def _bytes(self, tokens: list[int]) -> bytes:
+        """Bytes of tokens, with the names of those that have none."""
+        return b"".join(self.labels.token_bytes(token) or self.labels(token).encode() for token in tokens)
+
+    def _styled(self, text: str, verdict: str) -> Text:
+        _, style, before, after = VERDICTS[verdict]
+        return Text(before + text + after if text else "") if self.signs else Text(text, style=style)
 
     def _settle(self, text: Text) -> None:
         """Add text that is final, and print lines that are full."""

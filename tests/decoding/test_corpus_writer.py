@@ -110,37 +110,38 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 
 # The file.
 
-TEXTS = [("Tell me of a fox.", "A fox ran.\nIt \u00e4te \u2028 \U0001f98a."), ("Hi!", "Hello"), ("Again.", "The end")]
+TEXTS = [
+    {"prompt": prompt, "response": response}
+    for prompt, response in (
+        ("Of a fox?", "A fox.\nIt \u00e4te \u2028 \U0001f98a."),
+        ("Hi!", "Hello"),
+        ("Again.", "The end"),
+    )
+]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
     """Responses that begin alike are written once."""
     path, stories = tmp_path / "texts.jsonl", {}
     corpus.add(stories, TEXTS[:2], path)
-    assert corpus.read_stories(path) == TEXTS[:2]
+    assert read(path) == TEXTS[:2]
     beginning = "x" * corpus.DISTINCT_CHARACTERS
-    corpus.add(stories, [*TEXTS, ("Hi!", beginning + "a"), ("Hi!", beginning + "b"), ("Hi!", beginning[1:])], path)
-    assert corpus.read_stories(path) == [*TEXTS, ("Hi!", beginning + "a"), ("Hi!", beginning[1:])]
-
-
-def test_a_full_disk_keeps_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, stories = tmp_path / "texts.jsonl", {}
-    corpus.add(stories, TEXTS[:1], path)
-
-    def fills_up(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fills_up)
-    with pytest.raises(InputError, match="cannot be written: No space left on device"):
-        corpus.add(stories, TEXTS, path)
-    assert corpus.read_stories(path) == TEXTS[:1] and list(tmp_path.iterdir()) == [path]
+    first, alike, other = (
+        {"prompt": "", "response": text} for text in (beginning + "a", beginning + "b", beginning[1:])
+    )
+    corpus.add(stories, [*TEXTS, first, alike, other], path)
+    assert read(path) == [*TEXTS, first, other]
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (b"Dear diary\n", "line 1 is not valid JSON"),
-        (b'{"prompt": "", "response": 3}\n', "line 1 is not a text that this command wrote"),
+        (b'{"prompt": "", "response": 3}\n', "is not a file of this command"),
         (b'{"prompt": "", "response": ""}\n{"pro', "line 2 is not valid JSON"),
         (b"\xff\n", "cannot be read as UTF-8"),
     ],
@@ -177,7 +178,7 @@ def write(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
     Its babble is worth learning here: see ``tests/decoding/test_quality.py``.
     """
-    monkeypatch.setattr(corpus, "worth_learning", lambda prompt, text, finished: text)
+    monkeypatch.setattr(corpus, "worth_learning", lambda text, subjects: text)
 
     def command(*arguments: object) -> tuple[int, str]:
         options = ["--model", folder, "--temperature", 2, "--top-k", 0, "--max-new-tokens", 9, "--batch", 12]
@@ -192,12 +193,11 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(write: Command
     out = tmp_path / "out.jsonl"
     status, said = write("--tokens", 500, "--out", out)
     assert status == 0 and "of 500 tokens" in said
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read(out)
     for row in rows:
         subjects = [who for who in templates.WHO if who in row["prompt"]]
         beginnings = [opening.format(who=who) for opening in templates.OPENINGS for who in subjects]
         assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
-        assert not row["response"].endswith("\ufffd"), "half of a character"
     assert len({row["response"][: corpus.DISTINCT_CHARACTERS] for row in rows}) == len(rows)
     before = out.read_bytes()
     assert write("--tokens", 500, "--out", out)[0] == 0
@@ -211,7 +211,7 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
     assert write("--tokens", 700, "--out", whole)[0] == 0
     production, calls = corpus.write_stories, []
 
-    def interrupted(*arguments: Any) -> list[tuple[str, str]]:
+    def interrupted(*arguments: Any) -> list[dict[str, str]]:
         calls.append(parts.stat().st_size)
         if len(calls) in (1, 3, 4):
             raise KeyboardInterrupt
@@ -221,16 +221,6 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
     while (status := write("--tokens", 700, "--out", parts)[0]) == 130:
         pass
     assert status == 0 and len(calls) > 4 and parts.read_bytes() == whole.read_bytes()
-
-
-def test_good_texts_of_an_earlier_file_are_where_a_new_one_begins(
-    write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    earlier, out = tmp_path / "earlier.jsonl", tmp_path / "out.jsonl"
-    corpus.add({}, TEXTS, earlier)
-    monkeypatch.setattr(corpus, "worth_learning", lambda prompt, text: "" if text == "Hello" else text.upper())
-    assert write("--tokens", 1, "--out", out, "--judge-again", earlier)[0] == 0
-    assert corpus.read_stories(out) == [(prompt, text.upper()) for prompt, text in TEXTS if text != "Hello"]
 
 
 def test_a_model_that_repeats_itself_is_given_up(
@@ -245,11 +235,10 @@ def test_a_model_that_repeats_itself_is_given_up(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--tokens", 0], "--tokens must be at least 1, found 0"),
-        (["--max-new-tokens", 0], "--max-new-tokens must be at least 1, found 0"),
+        (["--tokens", 0], "must be at least 1"),
+        (["--max-new-tokens", 0], "must be at least 1"),
         (["--temperature", "nan"], "temperature must be at least 0"),
         (["--out", "/dev/full"], "/dev/full"),
-        (["--judge-again", "/no/file.jsonl"], "/no/file.jsonl"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, list) else None,
 )

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.drafters import ModelDrafter
+from decoding.drafters import Draft, ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
-from decoding.show.page import TOP, examine, likeliest
+from decoding.show.page import TOP, Recording
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
@@ -21,14 +21,14 @@ EXIT = LayerPlan.early_exit(3, 2)
 PARAMS = [SamplingParams(), SamplingParams(0.9, top_k=8), SamplingParams(1.0, repetition_penalty=1.3)]
 
 
-def write(model: Decoder, params: SamplingParams) -> tuple[list[Round], list[list[dict[str, Any]]]]:
+def write(model: Decoder, params: SamplingParams) -> list[tuple[Round, list[dict[str, Any]]]]:
     cache = model.new_cache(model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([PROMPT[:-1]]), cache)
-    seen: list[list[dict[str, Any]]] = []
-    text, drafter = Text(PROMPT, Rules(24), model), ModelDrafter(model, cache, EXIT)
+    text, drafter, recording = Text(PROMPT, Rules(24), model), ModelDrafter(model, cache, EXIT), Recording(params, str)
     rest = (drafter, FixedLength(GAMMA), params, SeededRandomness(1))
-    return [*speculate(model, cache, text, *rest, observer=lambda *facts: seen.append(examine(*facts, params)))], seen
+    rounds = speculate(model, cache, text, *rest, observer=recording.observe)
+    return [(round, recording.details) for round in rounds]
 
 
 @pytest.mark.parametrize("params", PARAMS)
@@ -37,7 +37,7 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
     model = tiny_model("llama", vocab=VOCAB)
     greedy = params.temperature == 0
     text, checked = list(PROMPT), set()
-    for round, details in zip(*write(model, params), strict=True):
+    for round, details in write(model, params):
         assert len(details) == len(round.drafted) + 1
         for at, detail in enumerate(details):
             row = at if at < len(round.drafted) else round.accepted
@@ -48,7 +48,11 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
                     logits = model(prefix[None], plan=plan)[0, -1:]
                 probs = distribution(logits, prefix, params)[0]
                 shown[side] = probs[detail["id"]].item(), (logits.softmax(-1)[0] if greedy else probs)
-            assert detail["id"] == (round.drafted[at] if at < len(round.drafted) else round.emitted[round.accepted])
+            assert (
+                int(detail["text"])
+                == detail["id"]
+                == (round.drafted[at] if at < len(round.drafted) else round.emitted[round.accepted])
+            )
             assert detail["p"] == pytest.approx(shown["target"][0], abs=1e-6)
             assert_lists(detail["target_top"], shown["target"][1], detail["id"])
             if row < len(round.drafted):
@@ -62,8 +66,9 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
     assert checked >= {"drafted", "own beside a rejected token"}
 
 
-def assert_lists(top: list[tuple[int, float]], probs: torch.Tensor, token: int) -> None:
+def assert_lists(labelled: list[tuple[str, float]], probs: torch.Tensor, token: int) -> None:
     """The list holds the likeliest tokens in order, with their probabilities, and the token asked about."""
+    top = [(int(label), prob) for label, prob in labelled]
     assert [prob for _, prob in top] == pytest.approx([probs[other].item() for other, _ in top], abs=1e-6)
     best = [prob for prob in probs.sort(descending=True).values[:TOP].tolist() if prob > 0]
     assert [prob for _, prob in top[: len(best)]] == pytest.approx(best, abs=1e-6)
@@ -71,10 +76,18 @@ def assert_lists(top: list[tuple[int, float]], probs: torch.Tensor, token: int) 
 
 
 def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broken_numbers() -> None:
-    probs = torch.tensor([0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0])
-    assert [token for token, _ in likeliest(probs, 3)] == [1, 3]
-    assert likeliest(probs, 5)[-1] == (5, 0.0)
-    assert likeliest(torch.full((7,), torch.nan), 2) == [(2, 0.0)]
+    probs, nothing = (
+        torch.tensor([[0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0]]),
+        Draft(torch.empty(0, dtype=int), torch.empty(0, 7)),
+    )
+    for target, token, wanted in (
+        (probs, 3, [("1", 0.6), ("3", 0.4)]),
+        (probs, 5, [("1", 0.6), ("3", 0.4), ("5", 0.0)]),
+        (torch.full((1, 7), torch.nan), 2, [("2", 0.0)]),
+    ):
+        recording = Recording(SamplingParams(1.0), str)
+        recording.observe(nothing, target, target, 0, torch.tensor(token))
+        assert recording.details[0]["target_top"] == wanted
 
 
 @pytest.mark.parametrize(

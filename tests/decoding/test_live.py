@@ -175,7 +175,6 @@ def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver) -> None:
 def test_the_page_may_ask_its_own_server_only(served: Served) -> None:
     page = served.ask("/", method="GET")[1].decode()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
-    assert policy.startswith("default-src 'none'; script-src 'sha256-") and policy.endswith("; connect-src 'self'")
-    assert len(re.findall("'sha256-", policy)) == 4, "two scripts and two styles, and none besides"
+    assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'nonce-")
     assert not re.search(r"https?:|<link|@import|\bsrc=", page.partition("<script type")[0])
-    assert "<b>tiny" not in page and "\\u003cb\\u003etiny" in page, "the folder's name is text"
+    assert "<b>tiny" not in page and "\\u003cb>tiny" in page, "the folder's name is text"

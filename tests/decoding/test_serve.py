@@ -14,12 +14,11 @@ from typing import Any
 import openai
 import pytest
 import torch
-from starlette.datastructures import Headers
 
 import generate
 from decoding.run.chooser import Drafting
 from decoding.serve import app, worker
-from decoding.serve.app import MAX_BODY, MAX_REQUESTS, Guard
+from decoding.serve.app import MAX_BODY
 from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
@@ -94,6 +93,8 @@ def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, A
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = create(model="tiny", extra_body=ours, **usage, **said, **standard)
     assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
+    told = chunks[-1].choices[0].model_extra["speculation"]
+    assert told["tokens_per_round"] >= 1 and told["repeat_with"].startswith("--seed 3" if "seed" in asked else "")
     choices = [chunk.choices[0] for chunk in chunks]
     if chat:
         assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
@@ -103,29 +104,10 @@ def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, A
     return "".join(pieces), finish, last.usage
 
 
-def test_several_samples_are_generates_several_samples(
-    client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """More than are written at once."""
-    options = ["--temperature", "0.9", "--seed", "3", "--max-new-tokens", "24"]
-    wanted = generated(folder, capsys, "--no-chat", "--draft", "exit", "--num-samples", "6", *options)
-    answer = client.completions.create(model="tiny", prompt=PROMPT, n=6, **SEEDED)
-    assert [choice.text for choice in answer.choices] == [sample["text"] for sample in wanted]
-    assert len({choice.text for choice in answer.choices}) == 6
-    told = answer.choices[0].model_extra["speculation"]
-    assert told["repeat_with"] == "--seed 3 --coupling race" and told["drafted"] > 0 and told["tokens_per_round"] >= 1
-    streamed, pieces = [""] * 6, Counter[int]()
-    for chunk in client.completions.create(model="tiny", prompt=PROMPT, n=6, stream=True, **SEEDED):
-        streamed[chunk.choices[0].index] += chunk.choices[0].text
-        pieces[chunk.choices[0].index] += 1
-    assert streamed == [sample["text"] for sample in wanted] and min(pieces.values()) > 1
-
-
 def test_the_model_is_listed_by_its_folders_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
-    with pytest.raises(openai.NotFoundError, match="the model 'gpt-5' does not exist here: there is tiny") as refused:
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-5' does not exist here: there is tiny"):
         client.models.retrieve("gpt-5")
-    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
 
 
 def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served: Served) -> None:
@@ -137,9 +119,8 @@ def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served
     ids = "x" * (CONTEXT - 3)  # three tokens are left
     status, answer = served.ask("/v1/completions", {"prompt": ids, "max_tokens": 1000, "draft": "lookup"})
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
-    with pytest.raises(openai.BadRequestError, match=f"has {CONTEXT} tokens, the context {CONTEXT}") as refused:
+    with pytest.raises(openai.BadRequestError, match=f"has {CONTEXT} tokens, the model's context {CONTEXT}"):
         client.completions.create(model="tiny", prompt="x" * CONTEXT)
-    assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
 
 
 # ---- refusals ----
@@ -157,36 +138,36 @@ def said(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-# The request, and the status, the field and a part of the message of the error.
-WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
-    "no messages": (("chat/completions", {}), 400, "messages", "messages: Field required"),
-    "a tool": (chats({"role": "tool", "content": "a"}), 400, "messages[0].role", "should be 'system'"),
-    "an image": (chats(said([{"type": "image_url"}])), 400, "messages[0].content[0].type", "should be 'text'"),
-    "an empty prompt": (("completions", {"prompt": ""}), 400, "prompt", "at least 1 character"),
-    "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
-    "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "temperature", "finite"),
-    "too many stops": (texts(stop=["a"] * 17), 400, "stop", "at most 16 items"),
-    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
-    "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),
-    "no such exit": (texts(exit_layer=5), 400, "exit_layer", "the model has 4 layers"),
-    "bits of no use": (texts(draft="lookup", bits=4), 400, "bits", "bits has no effect with draft lookup"),
-    "a second width": (texts(draft="lowbit", bits=8), 400, "bits", "other bits need another server"),
-    "probabilities": (texts(logprobs=3), 400, "logprobs", "logprobs is not served here: leave it out"),
-    "a list": (("completions", []), 400, None, "the body: Input should be an object"),
-    "too much": (texts(suffix="a" * MAX_BODY), 413, None, "more than 1048576 bytes"),
-    "another page": (("nowhere", {}), 404, None, "Not Found"),
+# The request, and the status and a part of the message of the error.
+WRONG: dict[str, tuple[tuple[str, Any], int, str]] = {
+    "no messages": (("chat/completions", {}), 400, "messages: Field required"),
+    "a tool": (chats({"role": "tool", "content": "a"}), 400, "should be 'system'"),
+    "an image": (chats(said([{"type": "image_url"}])), 400, "should be 'text'"),
+    "an empty prompt": (("completions", {"prompt": ""}), 400, "at least 1 character"),
+    "another model": (texts(model="gpt-5"), 404, "there is tiny"),
+    "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "must be at least 0"),
+    "an empty stop": (texts(stop=["a", ""]), 400, "a stop string is empty"),
+    "a file of code": (texts(draft="evil.py:Drafter"), 400, "should be 'auto', 'none'"),
+    "a draft model": (texts(draft="model"), 400, "draft model needs"),
+    "no such exit": (texts(exit_layer=5), 400, "exit layer 5 is not in 1..4"),
+    "no effect": (texts(draft="lookup", exit_layer=4), 400, "exit_layer has no effect with draft lookup"),
+    "bits": (texts(draft="lowbit", bits=8), 400, "bits is not served here"),
+    "probabilities": (texts(logprobs=3), 400, "logprobs is not served here: leave it out"),
+    "a list": (("completions", []), 400, "the body: Input should be an object"),
+    "too much": (texts(suffix="a" * MAX_BODY), 413, "up to 1048576 bytes"),
+    "another page": (("nowhere", {}), 404, "Not Found"),
 }
 
 
-@pytest.mark.parametrize(("asked", "status", "param", "part"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("asked", "status", "part"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_is_one_sentence_in_openais_shape(
-    asked: tuple[str, Any], status: int, param: str | None, part: str, served: Served
+    asked: tuple[str, Any], status: int, part: str, served: Served
 ) -> None:
     """Also of a stream: it does not begin before all is known to be well."""
     path, body = asked
     found, answer = served.ask(f"/v1/{path}", {**body, "stream": True} if isinstance(body, dict) else body)
     error = json.loads(answer)["error"]
-    assert found == status and part in error["message"] and error["param"] == param
+    assert found == status and part in error["message"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert "\n" not in error["message"] and "--" not in error["message"]
 
@@ -198,32 +179,21 @@ def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "code"),
+    ("headers", "status"),
     [
-        ({"host": "localhost:8000"}, None),
-        ({"host": "[::1]:8000"}, None),
-        ({"host": "192.168.1.7:8000"}, None),
-        ({"host": "My-Laptop:8000"}, None),
-        ({"host": "evil.example:8000"}, "host"),
-        ({"host": "127.0.0.1.evil.example"}, "host"),
-        ({"host": "localhost:8000@evil.example"}, "host"),
-        ({}, "host"),
-        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, None),
-        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, "origin"),
-        ({"host": "localhost:8000", "origin": "null"}, "origin"),
-        ({"host": "localhost:8000", "sec-fetch-site": "same-origin"}, None),
-        ({"host": "localhost:8000", "sec-fetch-site": "same-site"}, "origin"),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "192.168.1.7:8000"}, 200),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "localhost:8000@evil.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://evil.localhost:8000"}, 403),
+        ({"Host": "localhost:8000", "Origin": "null"}, 403),
     ],
 )
-def test_no_page_of_another_site_may_use_the_server(headers: dict[str, str], code: str | None) -> None:
-    refusal = Guard(lambda *_: None, "my-laptop").refusal(Headers(headers), "/v1/models")
-    assert (refusal and refusal.code) == code
-
-
-def test_a_page_of_another_site_may_link_to_the_page_but_not_read_it(served: Served) -> None:
-    other = {"Sec-Fetch-Site": "cross-site"}
-    assert [served.ask(path, method="GET", headers=other)[0] for path in ("/", "/v1/models")] == [200, 403]
-    assert served.ask("/v1/completions", {"prompt": "a"}, headers={"Origin": "https://evil.example"})[0] == 403
+def test_no_page_of_another_site_may_use_the_server(headers: dict[str, str], status: int, served: Served) -> None:
+    assert served.ask("/v1/models", method="GET", headers=headers)[0] == status
 
 
 def test_a_body_that_breaks_off_ends_its_request_alone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,21 +257,6 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
         until(lambda: len(served.worker.jobs) == 3)
         gate.set()
         assert text.result()
-
-
-def test_above_the_number_of_open_requests_the_answer_is_json(served: Served, gate: threading.Event) -> None:
-    connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(MAX_WAITING + 4)]
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"  # the body never ends
-    for _ in range(MAX_REQUESTS - len(connections)):
-        connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
-        connections[-1].sendall(head)
-    outcomes = []
-    until(lambda: outcomes.append(served.ask("/v1/models", method="GET")) or outcomes[-1][0] == 503)
-    error = json.loads(outcomes[-1][1])["error"]
-    assert error["type"] == "server_error" and "128 requests are open" in error["message"]
-    for connection in connections:
-        connection.close()
-    until(lambda: served.ask("/v1/models", method="GET")[0] == 200)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/live"])
@@ -390,7 +345,7 @@ def test_a_text_that_fails_ends_alone(folder: Path, tmp_path: Path) -> None:
         assert running.text(prompt=PROMPT) == wanted
 
 
-def test_of_a_hundred_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing_is_kept(served: Served) -> None:
+def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing_is_kept(served: Served) -> None:
     """Short, long, aborted, malformed and huge ones, at random; each text is the same request's when it was alone."""
     sizes = [(budget, draft) for budget in (3, 60) for draft in ("none", "lookup", "exit")]
     asked = [
@@ -401,7 +356,7 @@ def test_of_a_hundred_requests_of_four_clients_none_is_lost_or_mixed_up_and_noth
 
     def client_of(number: int) -> None:
         chance = random.Random(number)
-        for kind in ["whole", "stream", "aborted", "malformed", "huge"] * 3:
+        for kind in ["whole", "stream", "aborted", "malformed", "huge"] * 2:
             which = chance.randrange(len(asked))
             if kind == "whole":
                 assert served.text(**asked[which]) == alone[which]
@@ -429,7 +384,7 @@ def test_of_a_hundred_requests_of_four_clients_none_is_lost_or_mixed_up_and_noth
         kept.append(held())
     (tensors, *others), (more_tensors, *same) = kept
     assert others == same
-    assert more_tensors < tensors + 20  # a row keeps some of its last text; sixty requests would leak sixty tensors
+    assert more_tensors < tensors + 20  # a row keeps some of its last text; forty requests would leak forty tensors
 
 
 def held() -> tuple[int, ...]:
@@ -447,20 +402,18 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
     begin, *events = events_of(stream)
     assert status == 200 and begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
     assert begin["columns"] == ["exit at layer 2 of 4", "plain"]
-    labels: dict[str, str] = {}
     texts: list[list[int]] = [[], []]
     drafts, clocks, finished = [], [0.0, 0.0], [None, None]
     for event in events:
-        labels |= event["labels"]
         side = event["column"]
         if event["kind"] == "draft":
             drafts.append(event["tokens"])
             continue
         tokens = event["round"]["tokens"]
-        drafted = [token["id"] for token in tokens if token["verdict"] != "own"]
+        drafted = [token["text"] for token in tokens if token["verdict"] != "own"]
         assert drafted == (drafts.pop() if drafted else []) and not drafts, "a draft is shown before its verdict"
         texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
-        assert all(str(token["id"]) in labels and 0 <= token["p"] <= 1 for token in tokens)
+        assert all(0 <= token["p"] <= 1 for token in tokens)
         assert event["seconds"] >= clocks[side]
         clocks[side], finished[side] = event["seconds"], event["finish"]
     assert finished[0] == finished[1] and finished[0] in ("length", "eos")
@@ -499,17 +452,6 @@ def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(folde
     with serving("--model", str(folder), "--draft", "model", "--draft-model", str(folder)) as running:
         made = [running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)]
         assert made == [plain] * 3 and len(running.worker.made) == 1, "the draft model was loaded once"
-
-
-def test_a_model_without_common_steps_writes_one_text_after_another(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving("--model", str(folder), "--draft", "exit", "--dtype", "float32", "--no-compile") as running:
-        assert "[texts are written one after another: here a step takes one text]" in capsys.readouterr().err
-        assert len(running.worker.rows) == 1
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(lambda seed: running.text(prompt=PROMPT, **SEEDED | {"seed": seed}), (3, 3))
-        assert first == second
 
 
 def test_the_context_is_what_there_is_memory_for(

@@ -299,11 +299,11 @@ def test_a_banned_word_is_never_written_by_any_drafter(draft: str, run: Run, mod
 def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     production, calls = TextStream.pull, []
 
-    def interrupted(self: TextStream) -> str:
+    def interrupted(self: TextStream, **end: bool) -> str:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return production(self)
+        return production(self, **end)
 
     monkeypatch.setattr(TextStream, "pull", interrupted)
     outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
@@ -318,10 +318,10 @@ def test_ctrl_c_while_the_last_token_is_shown_ends_the_run_too(
 ) -> None:
     production = TextStream.pull
 
-    def interrupted(self: TextStream) -> str:
-        if self.text.finish:
+    def interrupted(self: TextStream, **end: bool) -> str:
+        if self.text.finish and not end:
             raise KeyboardInterrupt
-        return production(self)
+        return production(self, **end)
 
     monkeypatch.setattr(TextStream, "pull", interrupted)
     outcome = run("the", "--model", model, "--draft", "none", "--max-new-tokens", "3", "--num-samples", "2", "--json")

@@ -59,29 +59,16 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize("address", ["eight", "1.2.3.4:99999", "http://localhost:8000"])
-def test_an_address_that_is_none_is_refused(address: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = complaint(capsys, "--serve", address, "--model", str(folder))
-    assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
-
-
-def test_a_port_in_use_and_a_host_that_is_not_ours_are_refused_before_anything_is_loaded(
+def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoding.serve.app.load_model", None)
+    for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
+        said = complaint(capsys, "--serve", address, "--model", str(folder))
+        assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--serve {place}: " in complaint(capsys, "--serve", place, "--model", str(folder))
-    assert "192.0.2.1:8000" in complaint(capsys, "--serve", "192.0.2.1:8000", "--model", str(folder))
-
-
-@pytest.mark.parametrize("option", ["a prompt", "--trace", "--json", "--compare", "--dry-run"])
-def test_an_option_that_serving_would_ignore_is_refused(
-    option: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = complaint(capsys, "--serve", "0", "--model", str(folder), option)
-    assert "has no effect with --serve: leave it out" in said
-    assert "--together must be at least 1" in complaint(capsys, "--serve", "0", "--together", "0")
 
 
 def test_without_its_libraries_one_line_says_how_to_get_them(
@@ -91,6 +78,7 @@ def test_without_its_libraries_one_line_says_how_to_get_them(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = complaint(capsys, "--serve", "0", "--model", str(folder))
     assert "needs uvicorn: run make serve, or pip install -r requirements-serve.txt" in said
+    assert "--together must be at least 1" in complaint(capsys, "--serve", "0", "--together", "0")
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
