@@ -1,5 +1,6 @@
 """Server: routes with the guard before them, memory for the texts, start and end."""
 
+import asyncio
 import re
 import socket
 import threading
@@ -44,15 +45,20 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
     numbers cannot be resolved to another.
     """
     names = re.compile(rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+)(:\d+)?", re.IGNORECASE)
+    places = asyncio.Semaphore(MAX_REQUESTS)
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}"):
-            await app(scope, receive, send)
-        else:
+        if not (names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}")):
             foreign = HTTPException(403, "pages of other sites may not use this server: use its address")
             await error_response(None, foreign)(scope, receive, send)
+        elif places.locked():
+            full = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
+            await error_response(None, full)(scope, receive, send)
+        else:
+            async with places:
+                await app(scope, receive, send)
 
     return respond
 
@@ -142,7 +148,7 @@ class Server(uvicorn.Server):
         app = guarded(make_app(self.worker, reader), host)
         quiet = {"log_level": "critical", "access_log": False, "server_header": False, "headers": [*HEADERS.items()]}
         off = {"lifespan": "off", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 3}
-        super().__init__(uvicorn.Config(app, limit_concurrency=MAX_REQUESTS, **quiet, **off))
+        super().__init__(uvicorn.Config(app, **quiet, **off))
 
     def serve_until_stopped(self) -> None:
         """Print the address and serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.

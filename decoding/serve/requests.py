@@ -47,9 +47,11 @@ def refusal(error: BaseException) -> HTTPException:
 
 
 def error_json(error: HTTPException) -> dict[str, Any]:
-    """An error in OpenAI's JSON."""
+    """An error in OpenAI's JSON. Its ``param`` is the field that the sentence begins with, if any."""
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return {"error": {"message": error.detail, "type": kind, "param": None, "code": None}}
+    field = re.match(r"\w*", error.detail)[0]
+    is_served = f"{field} is not" in error.detail or field in LiveText.model_fields | Chat.model_fields
+    return {"error": {"message": error.detail, "type": kind, "param": field if is_served else None, "code": None}}
 
 
 class TextPart(BaseModel):
@@ -168,4 +170,4 @@ class RequestReader:
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""
         if name != self.name:
-            raise HTTPException(404, f"the model {name!r:.80} does not exist here: there is {self.name}")
+            raise HTTPException(404, f"model {name!r:.80} does not exist here: there is {self.name}")

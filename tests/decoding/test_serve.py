@@ -18,7 +18,7 @@ import torch
 import generate
 from decoding.run.chooser import Drafting
 from decoding.serve import app, worker
-from decoding.serve.app import MAX_BODY
+from decoding.serve.app import MAX_BODY, MAX_REQUESTS
 from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
@@ -106,7 +106,7 @@ def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, A
 
 def test_the_model_is_listed_by_its_folders_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
-    with pytest.raises(openai.NotFoundError, match="the model 'gpt-5' does not exist here: there is tiny"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt-5' does not exist here: there is tiny"):
         client.models.retrieve("gpt-5")
 
 
@@ -138,36 +138,41 @@ def said(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-# The request, and the status and a part of the message of the error.
-WRONG: dict[str, tuple[tuple[str, Any], int, str]] = {
-    "no messages": (("chat/completions", {}), 400, "messages: Field required"),
-    "a tool": (chats({"role": "tool", "content": "a"}), 400, "should be 'system'"),
-    "an image": (chats(said([{"type": "image_url"}])), 400, "should be 'text'"),
-    "an empty prompt": (("completions", {"prompt": ""}), 400, "at least 1 character"),
-    "another model": (texts(model="gpt-5"), 404, "there is tiny"),
-    "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "must be at least 0"),
-    "an empty stop": (texts(stop=["a", ""]), 400, "a stop string is empty"),
-    "a file of code": (texts(draft="evil.py:Drafter"), 400, "should be 'auto', 'none'"),
-    "a draft model": (texts(draft="model"), 400, "draft model needs"),
-    "no such exit": (texts(exit_layer=5), 400, "exit layer 5 is not in 1..4"),
-    "no effect": (texts(draft="lookup", exit_layer=4), 400, "exit_layer has no effect with draft lookup"),
-    "bits": (texts(draft="lowbit", bits=8), 400, "bits is not served here"),
-    "probabilities": (texts(logprobs=3), 400, "logprobs is not served here: leave it out"),
-    "a list": (("completions", []), 400, "the body: Input should be an object"),
-    "too much": (texts(suffix="a" * MAX_BODY), 413, "up to 1048576 bytes"),
-    "another page": (("nowhere", {}), 404, "Not Found"),
+# The request, and the status, the field and a part of the message of the error.
+WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
+    "no messages": (("chat/completions", {}), 400, "messages", "messages: Field required"),
+    "a tool": (chats({"role": "tool", "content": "a"}), 400, "messages", "should be 'system'"),
+    "an image": (chats(said([{"type": "image_url"}])), 400, "messages", "should be 'text'"),
+    "an empty prompt": (("completions", {"prompt": ""}), 400, "prompt", "at least 1 character"),
+    "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
+    "temperature NaN": (
+        ("completions", b'{"prompt": "a", "temperature": NaN}'),
+        400,
+        "temperature",
+        "must be at least 0",
+    ),
+    "an empty stop": (texts(stop=["a", ""]), 400, None, "a stop string is empty"),
+    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
+    "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),
+    "no such exit": (texts(exit_layer=5), 400, None, "exit layer 5 is not in 1..4"),
+    "no effect": (texts(draft="lookup", exit_layer=4), 400, "exit_layer", "exit_layer has no effect with draft lookup"),
+    "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not served here"),
+    "probabilities": (texts(logprobs=3), 400, "logprobs", "logprobs is not served here: leave it out"),
+    "a list": (("completions", []), 400, None, "the body: Input should be an object"),
+    "too much": (texts(suffix="a" * MAX_BODY), 413, None, "up to 1048576 bytes"),
+    "another page": (("nowhere", {}), 404, None, "Not Found"),
 }
 
 
-@pytest.mark.parametrize(("asked", "status", "part"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("asked", "status", "param", "part"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_is_one_sentence_in_openais_shape(
-    asked: tuple[str, Any], status: int, part: str, served: Served
+    asked: tuple[str, Any], status: int, param: str | None, part: str, served: Served
 ) -> None:
     """Also of a stream: it does not begin before all is known to be well."""
     path, body = asked
     found, answer = served.ask(f"/v1/{path}", {**body, "stream": True} if isinstance(body, dict) else body)
     error = json.loads(answer)["error"]
-    assert found == status and part in error["message"]
+    assert found == status and part in error["message"] and error["param"] == param
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert "\n" not in error["message"] and "--" not in error["message"]
 
@@ -257,6 +262,21 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
         until(lambda: len(served.worker.jobs) == 3)
         gate.set()
         assert text.result()
+
+
+def test_above_the_number_of_open_requests_the_answer_is_json(served: Served, gate: threading.Event) -> None:
+    connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(MAX_WAITING + 4)]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"  # the body never ends
+    for _ in range(MAX_REQUESTS - len(connections)):
+        connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
+        connections[-1].sendall(head)
+    outcomes = []
+    until(lambda: outcomes.append(served.ask("/v1/models", method="GET")) or outcomes[-1][0] == 503)
+    error = json.loads(outcomes[-1][1])["error"]
+    assert error["type"] == "server_error" and "128 requests are open" in error["message"]
+    for connection in connections:
+        connection.close()
+    until(lambda: served.ask("/v1/models", method="GET")[0] == 200)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/live"])
