@@ -1,6 +1,5 @@
 """Bits of low-bit drafts, chosen by measurement; importance of inputs; calibration text."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from decoding.run.bits import BitsTable, measure_bits
 from decoding.run.calibration import PROMPTS, TOKENS, calibration_texts, input_squares, linear_layers, weigh_inputs
 from decoding.run.chooser import DraftOptions, Setting, choose
 from decoding.run.costs import CostTable
-from decoding.run.plan_file import read_plan
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
@@ -163,10 +161,3 @@ def test_copies_are_freed_one_number_of_bits_at_a_time(
 def test_auto_chooses_lengths_and_refuses_options_for_them(option: dict[str, object]) -> None:
     with pytest.raises(InputError, match="no effect with --draft auto"):
         DraftOptions("auto", **option)
-
-
-@pytest.mark.parametrize("plan", [{"bits": 0}, {"bits": False}, {"attn": [1, 1]}, {"bits": {"mlp": [True] * 3}}])
-def test_a_plan_file_with_impossible_bits_or_a_layer_twice_is_refused(plan: dict[str, object], tmp_path: Path) -> None:
-    (file := tmp_path / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(InputError, match="must be"):
-        read_plan(file, 3)
