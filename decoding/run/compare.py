@@ -27,8 +27,8 @@ def comparison(
     """
     rules, turns = sample.text.rules, []
     for _ in range(TURNS):
-        drafted = writer.write(writer.new_text(rules), drafting, params, coupling)
-        turns.append((drafted, writer.write_plainly(rules, params, coupling)))
+        ways = drafting, writer.plain
+        turns.append([writer.write(writer.new_text(rules), way, params, coupling) for way in ways])
     plain = turns[0][1]
     if params.temperature and coupling.name == "ratio":
         texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")

@@ -13,7 +13,6 @@ from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer
 from decoding.rounds import Round
 from decoding.run.break_even import BreakEven
 from decoding.run.costs import CostTable, expected_tokens, predicted_speedup
-from model import InputError
 
 CHEAP = CostTable(0.0, (1.0, 1.0, 1.0, 1.1, 1.2))
 DEAR = CostTable(0.9, (1.0, 1.3, 1.6, 1.9, 2.2))
@@ -226,18 +225,3 @@ def test_the_offer_of_the_largest_predicted_speedup_is_taken() -> None:
 
 def test_break_even_never_drafts_longer_than_was_measured() -> None:
     assert BreakEven({"model": CostTable(0.0, (1.0, 1.0, 1.0))}, longest=8).gamma == 2
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: FixedLength(-1),
-        lambda: AdaptiveExit(1.1),
-        lambda: AdaptiveExit(math.nan),
-        lambda: ConfidenceGate(FixedLength(1), -0.1),
-        lambda: ConfidenceGate(FixedLength(1), math.nan),
-    ],
-)
-def test_a_policy_value_outside_its_range_is_refused(make: object) -> None:
-    with pytest.raises(InputError):
-        make()

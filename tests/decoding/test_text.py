@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.patterns import Patterns
 from decoding.rounds import Round, Statistics
 from decoding.show.streaming import TextStream
-from decoding.text import Rules, Text
+from decoding.text import Patterns, Rules, Text
 from model import InputError
 from tests.laws import text_of
 
