@@ -58,25 +58,18 @@ class AdaptiveExit(Policy):
     """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low confidence.
 
     Drafting ends after the first token whose confidence is below ``threshold``; that token is verified like the others.
-    While the smoothed acceptance rate is below ``alpha``, the threshold rises. Otherwise it falls, but not after a
+    While the smoothed acceptance rate is below ``ALPHA``, the threshold rises. Otherwise it falls, but not after a
     draft of full length.
     """
 
     reads_draft_confidence = True
+    ALPHA, RATE_MEMORY = 0.9, 0.5
 
     def __init__(
-        self,
-        threshold: float,
-        longest: int = 8,
-        *,
-        alpha: float = 0.9,
-        step: float = 0.01,
-        rate_memory: float = 0.5,
-        threshold_memory: float = 0.9,
+        self, threshold: float, longest: int = 8, *, step: float = 0.01, threshold_memory: float = 0.9
     ) -> None:
         super().__init__(longest)
-        self.threshold, self.alpha, self.step = threshold, alpha, step
-        self.rate_memory, self.threshold_memory = rate_memory, threshold_memory
+        self.threshold, self.step, self.threshold_memory = threshold, step, threshold_memory
         self.rate = 0.0
 
     def keep_drafting(self, confidence: float) -> bool:
@@ -86,9 +79,9 @@ class AdaptiveExit(Policy):
         drafted = len(round.drafted)
         if not drafted:
             return
-        self.rate = self.rate_memory * self.rate + (1 - self.rate_memory) * round.accepted / drafted
+        self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * round.accepted / drafted
         moved = self.threshold
-        if self.rate < self.alpha:
+        if self.rate < self.ALPHA:
             moved += self.step
         elif drafted < self.gamma:
             moved -= self.step

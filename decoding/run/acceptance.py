@@ -63,15 +63,14 @@ class Acceptance:
 def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths: int, like: Tensor) -> Positions:
     """Positions and masks of ``depths · count`` draft queries, depth by depth, on the device and in the dtype of like.
 
-    Query (d, i) is the draft's step at position ``first + i`` as number d of its round (from 0), so the round began at
-    position first + i - d. One pass can compute all of them at once, for three reasons. First, the text is known: an
-    accepted draft has the text's tokens, so the inputs of every step are known before any step has run. Steps whose
-    draft has left the text were rejected and need no computing. Second, a step reads only keys and values of the past:
-    before its round those of the target's pass over the text, and within its round those that the draft wrote at
-    depths 0 ... d. So a step depends on its position and depth only, not on the rounds before. Third, layer by layer,
-    those keys and values are outputs of other queries of the same pass: query (d, i) sees the target's entries at
-    positions below first + i - d, and the entries of queries (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of
-    the pass. The mask has this pattern, so that the result equals the loop's.
+    Query (d, i) is the draft's step at position ``first + i`` as number d (from 0) of its round, which began at
+    position first + i - d. One pass can compute all of them. First, an accepted draft has the text's tokens, so the
+    inputs of every step are known; steps whose draft has left the text were rejected and need no computing. Second, a
+    step reads only keys and values of the past: before its round those of the target's pass over the text, and within
+    it those that the draft wrote at depths 0 ... d. So it depends on its position and depth only. Third, these are
+    outputs of other queries of the same pass, layer by layer: query (d, i) sees the target's entries at positions below
+    first + i - d, and the entries of queries (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of the pass. The
+    mask has this pattern, so that the result equals the loop's.
     """
     length = first + count
     cos, sin = rotary_angles(config, 0, length, like)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def plainly_greedy(model: Decoder, count: int, prompt: list[int] = PROMPT) -> li
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 1000), plan=plans(), gamma=st.integers(0, 6))
 def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
     family: str, seed: int, plan: LayerPlan, gamma: int
@@ -79,9 +80,10 @@ def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
 POLICIES = REAL_POLICIES | {"one offer": lambda: OneOffer(COSTS)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", REAL_DRAFTERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("family", "kind", "policy"),
+    [*product(["llama"], REAL_DRAFTERS, POLICIES), *product(["gemma2"], REAL_DRAFTERS, ["fixed"])],
+)
 def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: str) -> None:
     model = tiny_model(family, vocab=VOCAB, seed=3)
     cache = prefilled(model)
@@ -189,17 +191,6 @@ def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches()
             assert rounds == write(model, fresh, make(fresh), FixedLength(3), params=params, seed=seed)
 
 
-def test_the_same_seed_writes_the_same_text_and_another_seed_another() -> None:
-    model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(1.5)
-    texts = []
-    for seed in (1, 1, 2):
-        cache = prefilled(model)
-        plan = LayerPlan.early_exit(3, 1)
-        texts.append(write(model, cache, ModelDrafter(model, cache, plan), FixedLength(3), params=params, seed=seed))
-    assert texts[0] == texts[1]
-    assert texts[0] != texts[2]
-
-
 def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> None:
     model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(0.7, top_k=3)
     rounds = write(model, prefilled(model), NoDraft(VOCAB), ConfidenceGate(FixedLength(0), 0.5), params=params)
@@ -219,10 +210,9 @@ def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
             list(rounds)
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_non_finite_target_logits_end_the_loop(broken: float) -> None:
+def test_non_finite_target_logits_end_the_loop() -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    model.norm.weight[3] = broken
+    model.norm.weight[3] = torch.nan
     with pytest.raises(InputError, match="stop being finite"):
         write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0))
 
