@@ -14,7 +14,7 @@ from decoding.run.calibration import PROMPTS, TOKENS, calibration_texts, input_s
 from decoding.run.chooser import DraftOptions, Setting, choose
 from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError
+from model import Decoder
 from model.fast import accelerate
 from model.quantise import quantise
 from weights.load import load_model, model_folder
@@ -162,9 +162,3 @@ def test_copies_are_freed_one_number_of_bits_at_a_time(
     monkeypatch.setattr(bits_module, "measure_costs", measured)
     measure_bits(model, few, GREEDY)
     assert held == [{4, 8}, {6, 8}, {8}] and not model.low_bits  # the head is in eight bits
-
-
-@pytest.mark.parametrize("option", [{"gamma": 3}, {"adaptive": True}, {"adaptive": False}])
-def test_auto_chooses_lengths_and_refuses_options_for_them(option: dict[str, object]) -> None:
-    with pytest.raises(InputError, match="no effect with --draft auto"):
-        DraftOptions("auto", **option)

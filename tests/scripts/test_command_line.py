@@ -149,17 +149,6 @@ def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> No
     assert outcome.status == 2 and "the tokenizer does not belong to this model" in outcome.err
 
 
-def test_weights_that_are_not_numbers_stop_in_one_line(run: Run, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "broken")
-    state = load_file(folder / "model.safetensors")
-    state["model.layers.2.mlp.up_proj.weight"][1, 2] = float("nan")
-    save_file(state, folder / "model.safetensors")
-    outcome = run("hello", "--model", str(folder), "--draft", "none")
-    assert outcome.status == 2
-    assert "stop being finite" in outcome.err
-    assert outcome.err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "draft",
     [
@@ -290,14 +279,6 @@ def test_a_stop_string_is_not_printed(run: Run, model: str) -> None:
     stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isprintable() and letter not in whole[:3])
     out = run("the hen", "--model", model, "--draft", "exit", "--dtype", "float64", "--stop", stop).out
     assert out == whole[: whole.index(stop)] + "\n"
-
-
-def test_ctrl_c_while_loading_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "load_model", interrupted)
-    assert run("the", "--model", model).status == 130
 
 
 def test_a_mistyped_option_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
