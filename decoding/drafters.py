@@ -66,7 +66,7 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, vocab_size: int) -> 
         fits = tokens.min() >= 0 and tokens.max() < vocab_size and probs.sum().isfinite()
     if not fits:
         wanted = f"k <= {limit} int64 ids below {vocab_size} [k] and finite probs [k, {vocab_size}]"
-        raise contract_error(drafter, f"`propose` must return a Draft of {wanted}, found {draft!r}")
+        raise contract_error(drafter, f"`propose` must return a Draft of {wanted}, found {draft!r:.200}")
 
 
 def contract_error(drafter: Drafter, broken: str) -> InputError:

@@ -35,12 +35,11 @@ class TextOptions(NamedTuple):
         draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
         shared = options.num_samples > 1 or (options.serve and options.together > 1)  # texts that may share steps
-        race = "race" if shared else None
         return TextOptions(
             DraftOptions(options.draft, **draft),
             SamplingParams(**params),
             Rules(options.max_new_tokens, eos_ids, options.stop, options.ban),
-            Coupling.of(options.coupling or race, options.seed),
+            Coupling.of(options.coupling or ("race" if shared else None), options.seed),
         )
 
 

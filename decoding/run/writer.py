@@ -51,7 +51,6 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while a text was written; ``sample`` is the text so far."""
 
     def __init__(self, sample: Sample) -> None:
-        super().__init__()
         self.sample = sample
 
 
