@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from decoding.rounds import Round
-from model.errors import InputError
 
 
 class Policy:
@@ -26,9 +26,6 @@ class Policy:
     threshold: float | None = None  # drafting ends at a confidence below it; None for a policy without this rule
 
     def __init__(self, gamma: int) -> None:
-        """Raises InputError for a negative length."""
-        if gamma < 0:
-            raise InputError(f"gamma must be at least 0, found {gamma}")
         self.gamma = gamma
 
     def draft_length(self) -> int:
@@ -61,28 +58,18 @@ class AdaptiveExit(Policy):
     """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low confidence.
 
     Drafting ends after the first token whose confidence is below ``threshold``; that token is verified like the others.
-    While the smoothed acceptance rate is below ``alpha``, the threshold rises. Otherwise it falls, but not after a
+    While the smoothed acceptance rate is below ``ALPHA``, the threshold rises. Otherwise it falls, but not after a
     draft of full length.
     """
 
     reads_draft_confidence = True
+    ALPHA, RATE_MEMORY = 0.9, 0.5
 
     def __init__(
-        self,
-        threshold: float,
-        longest: int = 8,
-        *,
-        alpha: float = 0.9,
-        step: float = 0.01,
-        rate_memory: float = 0.5,
-        threshold_memory: float = 0.9,
+        self, threshold: float, longest: int = 8, *, step: float = 0.01, threshold_memory: float = 0.9
     ) -> None:
         super().__init__(longest)
-        if not 0 <= threshold <= 1:
-            raise InputError(f"the exit threshold must be from 0 to 1, found {threshold}")
-        self.threshold = threshold
-        self.alpha, self.step = alpha, step
-        self.rate_memory, self.threshold_memory = rate_memory, threshold_memory
+        self.threshold, self.step, self.threshold_memory = threshold, step, threshold_memory
         self.rate = 0.0
 
     def keep_drafting(self, confidence: float) -> bool:
@@ -92,9 +79,9 @@ class AdaptiveExit(Policy):
         drafted = len(round.drafted)
         if not drafted:
             return
-        self.rate = self.rate_memory * self.rate + (1 - self.rate_memory) * round.accepted / drafted
+        self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * round.accepted / drafted
         moved = self.threshold
-        if self.rate < self.alpha:
+        if self.rate < self.ALPHA:
             moved += self.step
         elif drafted < self.gamma:
             moved -= self.step
@@ -113,39 +100,23 @@ class Offer:
     tokens: Sequence[int] | None = None
 
 
-class ConfidenceGate(Policy):
+class ConfidenceGate:
     """Gate by the target's confidence: a round has no draft where drafts are likely to be rejected.
 
     The gate is closed for a round if, in the round before, the target's confidence in the token that it drew was below
-    ``least``. While it is open, ``inner`` decides.
+    ``least``. While it is open, ``inner`` decides, whose other methods are the gate's too.
     """
 
     reads_target_confidence = True
 
     def __init__(self, inner: Policy, least: float) -> None:
-        """Raises InputError for a confidence outside [0, 1]."""
-        super().__init__(inner.gamma)
-        if not 0 <= least <= 1:
-            raise InputError(f"min-target-confidence must be from 0 to 1, found {least}")
-        self.inner, self.least = inner, least
-        self.reads_draft_confidence = inner.reads_draft_confidence
-        self.open = True
+        self.inner, self.least, self.open = inner, least, True
 
-    @property
-    def threshold(self) -> float | None:
-        return self.inner.threshold
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def draft_length(self) -> int:
         return self.inner.draft_length() if self.open else 0
-
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
-        return self.inner.choose(offers)
-
-    def keep_drafting(self, confidence: float) -> bool:
-        return self.inner.keep_drafting(confidence)
-
-    def share(self, texts: Callable[[], int]) -> None:
-        self.inner.share(texts)
 
     def observe(self, round: Round) -> None:
         self.inner.observe(round)

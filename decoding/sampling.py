@@ -30,16 +30,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Each condition is written so that NaN fails it.
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be at least 0, found {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top-k must be at least 0 (0: off), found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top-p must be above 0 and at most 1, found {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p must be from 0 to 1, found {self.min_p}")
-        if not 1e-6 <= self.repetition_penalty <= 1e6:
-            raise InputError(f"repetition penalty must be above 0 (1e-6 to 1e6), found {self.repetition_penalty}")
+        for name, is_valid, wanted in (
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6"),
+        ):
+            if not is_valid:
+                raise InputError(f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}")
 
 
 def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:

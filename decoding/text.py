@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from decoding.model_port import Model
-from decoding.patterns import Patterns
 from decoding.randomness import Place
 from model.errors import InputError
 
@@ -47,10 +46,39 @@ class Rules:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
-        if "" in self.stop_strings:
-            raise InputError("a stop string is empty: it would stop every text at once; give at least one character")
-        if "" in self.banned:
-            raise InputError("a banned word is empty: it would forbid every text; give at least one character")
+        if "" in (*self.stop_strings, *self.banned):
+            raise InputError("a stop string or a banned word is empty: give it at least one character")
+
+
+class Patterns:
+    """Search for several strings at the end of a growing text.
+
+    It keeps no state between calls, so a rollback of the text needs no rollback here.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = [string.encode() for string in strings]
+        self.longest = max(map(len, self.strings), default=0)
+
+    def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
+        """Offset of the pattern that ends first within the last ``new`` bytes; None if there is none.
+
+        Of several that end at the same byte, the longest counts. It must begin at ``floor`` or later.
+        """
+        best: tuple[int, int] | None = None
+        for string in self.strings:
+            begin = data.find(string, max(floor, len(data) - new - len(string) + 1))
+            if begin >= 0 and (best is None or (begin + len(string), begin) < best):
+                best = (begin + len(string), begin)
+        return best[1] if best else None
+
+    def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
+        """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if there is none."""
+        for begin in range(max(floor, end - self.longest + 1), end):
+            tail = bytes(data[begin:end])
+            if any(string.startswith(tail) and string != tail for string in self.strings):
+                return begin
+        return end
 
 
 class DeadEnd(InputError):

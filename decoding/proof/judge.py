@@ -2,24 +2,20 @@
 
     bias(table, request, Setup(PopularTokens)) < 1e-9
 
-``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``. ``bias``
-uses the ratio rule, ``race_bias`` the race, with a table of two tokens.
+``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from decoding import speculate as loop  # as modules, so that the tests can replace a function by a mutant
 from decoding import verify as rules
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
-from decoding.proof.enumeration import RaceEnumerator, output_law, total_variation
+from decoding.proof.enumeration import Enumerator, RaceEnumerator, output_law, total_variation
 from decoding.proof.plain_law import DEAD_END, Outcome, Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TEXTS, TableModel
 from decoding.randomness import Randomness
@@ -65,25 +61,14 @@ def run_loop(
     return tuple(text.generated), text.finish
 
 
-def bias(model: TableModel, request: Request, setup: Setup) -> float:
+def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
     """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the loop is exact.
 
-    It takes seconds for a request of two tokens, and up to two minutes with a banned word: a bar shows the probability
-    of the draws so far.
+    Under the exponential race the model must have two tokens. It takes seconds for a request of two tokens, and up to
+    two minutes with a banned word.
     """
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("every outcome of every draw", total=1.0)
-        law = output_law(
-            lambda randomness: run_loop(model, request, setup, randomness),
-            progress=lambda weight: bar.advance(task, weight),
-        )
+    law = output_law(
+        lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
+        {"ratio": Enumerator, "race": RaceEnumerator}[coupling],
+    )
     return total_variation(law, plain_law(model, request))
-
-
-def race_bias(model: TableModel, request: Request, setup: Setup) -> float:
-    """``bias`` under the exponential race, for a model of two tokens."""
-
-    def run(randomness: Randomness) -> Outcome:
-        return run_loop(model, request, setup, randomness, coupling="race")
-
-    return total_variation(output_law(run, RaceEnumerator), plain_law(model, request))

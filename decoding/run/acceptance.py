@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decoding.sampling import SamplingParams, distribution
-from model import Decoder, KVCache, LayerPlan, ModelConfig
+from model import Decoder, LayerPlan, ModelConfig
 from model.layers import Positions, attend, rotary_angles
 from model.twins import Twins
 
@@ -60,75 +60,60 @@ class Acceptance:
     limits: Tensor
 
 
-class TargetEntries:
-    """Cache of a draft's pass: attention reads the target's entries, then those of the pass."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``[1, K, n, D]`` new keys and values -> ``[1, K, S + n, D]``, the target's S positions first."""
-        return torch.cat((self.cache.keys[layer], keys), 2), torch.cat((self.cache.values[layer], values), 2)
-
-
 def positions_at_all_depths(config: ModelConfig, first: int, count: int, depths: int, like: Tensor) -> Positions:
     """Positions and masks of ``depths · count`` draft queries, depth by depth, on the device and in the dtype of like.
 
-    Query (d, i) is the draft's step at position ``first + i`` as number d of its round (from 0), so the round began at
-    position first + i - d. One pass can compute all of them at once, for three reasons. First, the text is known: an
-    accepted draft has the text's tokens, so the inputs of every step are known before any step has run. Steps whose
-    draft has left the text were rejected and need no computing. Second, a step reads only keys and values of the past:
-    before its round those of the target's pass over the text, and within its round those that the draft wrote at
-    depths 0 ... d. So a step depends on its position and depth only, not on the rounds before. Third, layer by layer,
-    those keys and values are outputs of other queries of the same pass: query (d, i) sees the target's entries at
-    positions below first + i - d, and the entries of queries (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of
-    the pass. The mask has this pattern, so that the result equals the loop's.
+    Query (d, i) is the draft's step at position ``first + i`` as number d (from 0) of its round, which began at
+    position first + i - d. One pass can compute all of them. First, an accepted draft has the text's tokens, so the
+    inputs of every step are known; steps whose draft has left the text were rejected and need no computing. Second, a
+    step reads only keys and values of the past: before its round those of the target's pass over the text, and within
+    it those that the draft wrote at depths 0 ... d. So it depends on its position and depth only. Third, these are
+    outputs of other queries of the same pass, layer by layer: query (d, i) sees the target's entries at positions below
+    first + i - d, and the entries of queries (0, i - d), (1, i - d + 1), ..., (d, i), one diagonal of the pass. The
+    mask has this pattern, so that the result equals the loop's.
     """
-    target_length = first + count
-    cos, sin = rotary_angles(config, 0, target_length, like)
+    length = first + count
+    cos, sin = rotary_angles(config, 0, length, like)
     depth = torch.arange(depths, device=like.device).repeat_interleave(count)[:, None]
     at = first + torch.arange(count, device=like.device).repeat(depths)[:, None]
-    began = at - depth
-    key = torch.arange(target_length, device=like.device)
-    of_target = key < began
-    of_draft = (began == began.T) & (depth >= depth.T)
-    masks = {}
-    for window in set(config.windows):
-        seen = torch.cat((of_target, of_draft), 1)
-        if window is not None:
-            seen &= torch.cat((key.expand_as(of_target), at.T.expand_as(of_draft)), 1) > at - window
-        masks[window] = torch.where(seen, 0.0, -torch.inf).to(like.dtype)
+    began, of_target = at - depth, torch.arange(length, device=like.device)
+    seen = torch.cat((of_target < began, (began == began.T) & (depth >= depth.T)), 1)
+    key = torch.cat((of_target, at[:, 0]))
+    masks = {
+        window: torch.where(seen & (key > at - (window or length)), 0.0, -torch.inf).to(like.dtype)
+        for window in set(config.windows)
+    }
 
     def attend_at_depths(q: Tensor, k: Tensor, v: Tensor, window: int | None, **constants: Any) -> Tensor:
         return attend(q, k, v, masks[window], **constants)
 
-    return Positions(0, cos[at[:, 0]], sin[at[:, 0]], attend_at_depths)
+    return Positions(length, cos[at[:, 0]], sin[at[:, 0]], attend_at_depths)
 
 
 class TargetPass:
-    """The target's pass over one text, and a plan's pass that reads the target's keys and values.
+    """The target's pass over one text, and a plan's pass, whose keys and values stand behind the target's in the cache.
 
     ``context`` ``[n]`` is the text without its last token; ``embedded`` and ``last`` ``[1, M, hidden]`` are the states
     before the first and after the last layer, at the M positions whose logits predict the written tokens.
     """
 
     def __init__(self, model: Decoder, text: Continuation, depths: int) -> None:
-        self.depths = depths
+        first, count = len(text.prompt) - 1, len(text.written)
         self.context = torch.tensor([*text.prompt, *text.written[:-1]], device=model.device)
         self.written = torch.tensor(text.written, device=model.device)[:, None]
-        cache, first = model.new_cache(len(self.context)), len(text.prompt) - 1
-        self.last = model.hidden(self.context[None], cache)[:, first:]
+        self.cache = model.new_cache(first + count + depths * count)
+        self.last = model.hidden(self.context[None], self.cache)[:, first:]
         self.embedded = model.embed(self.context[None, first:])
-        self.entries = TargetEntries(cache)
-        self.positions = positions_at_all_depths(model.config, first, len(text.written), depths, self.last)
+        self.positions = positions_at_all_depths(model.config, first, count, depths, self.last)
 
     def draft_states(self, twins: Twins, plan: LayerPlan) -> Tensor:
         """The states ``[D, M, hidden]`` after the plan's last sublayer."""
-        x = self.embedded.repeat(1, self.depths, 1)
+        count = len(self.written)
+        x = self.embedded.repeat(1, len(self.positions.cos) // count, 1)
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = twins.block(layer, attention, mlp)
-            x = block(x, self.positions, self.entries, attention=attention > 0, mlp=mlp > 0)
-        return x[0].unflatten(0, (self.depths, -1))
+            x = block(x, self.positions, self.cache, attention=attention > 0, mlp=mlp > 0)
+        return x[0].unflatten(0, (-1, count))
 
 
 def accepted_by_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
@@ -180,13 +165,8 @@ class Calibration:
             target = distribution(self.model.logits(text.last)[0], text.context, self.params).double()
             for depth, states in enumerate(text.draft_states(self.twins, plan)):  # one by one, since logits are large
                 logits = self.model.logits(states[None], head)[0]
-                columns[:, depth, :length] = self._measure(logits, target, text).cpu()
+                draft, raw = distribution(logits, text.context, self.params).double(), logits.double().softmax(-1)
+                best, accept = draft.argmax(-1, keepdim=True), self.accepted(target, draft, text.written)
+                measured = accept, raw.gather(1, text.written), raw.gather(1, best), draft.gather(1, best)
+                columns[:, depth, :length] = torch.cat(measured, 1).T.cpu()
         return Acceptance(*found, self.lengths, self.limits)
-
-    def _measure(self, logits: Tensor, target: Tensor, text: TargetPass) -> Tensor:
-        """The four columns ``[4, M]`` of Acceptance, from the draft's logits and the target's distributions."""
-        draft, raw = distribution(logits, text.context, self.params).double(), logits.double().softmax(-1)
-        best = draft.argmax(-1, keepdim=True)
-        accept = self.accepted(target, draft, text.written)
-        columns = accept, raw.gather(1, text.written), raw.gather(1, best), draft.gather(1, best)
-        return torch.stack([column[:, 0] for column in columns])

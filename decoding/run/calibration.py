@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from decoding.randomness import inverse_cdf
 from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Rules
 from model import Decoder, InputError
 from model.errors import NON_FINITE
 from weights.cli.files import atomic_path
@@ -74,7 +72,9 @@ def sample_texts(
         logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
         if not logits.isfinite().all():
             raise InputError(NON_FINITE)
-        drawn = inverse_cdf(_distributions(logits, tokens[:, :position], params), uniform[:, position])
+        # ``distribution`` takes its rows for positions of one text, which only the repetition penalty reads.
+        parts = zip(logits.split(rows if params.repetition_penalty == 1 else 1), tokens[:, :position], strict=False)
+        drawn = inverse_cdf(torch.cat([distribution(*part, params) for part in parts]), uniform[:, position])
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
         ends = torch.where(writes & torch.isin(drawn, eos), position + 1, ends)
@@ -82,27 +82,6 @@ def sample_texts(
             break
     spans = zip(tokens.tolist(), starts.tolist(), ends.tolist(), strict=True)
     return [text[start:end] for text, start, end in spans]
-
-
-def write_texts(
-    model: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams, rules: Rules, seed: int = 0
-) -> list[Continuation]:
-    """The continuation of each prompt by ``sample_texts``, from which acceptance is measured."""
-    limits = {"max_new_tokens": rules.max_new_tokens, "eos_ids": rules.eos_ids}
-    written = sample_texts(model, prompts, params=params, seed=seed, **limits)
-    pairs = zip(prompts, written, strict=True)
-    return [Continuation(tuple(prompt), tuple(text), rules.max_new_tokens - len(text)) for prompt, text in pairs]
-
-
-def _distributions(logits: Tensor, texts: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities ``[rows, vocab]`` after each of the ``texts`` ``[rows, n]``.
-
-    ``distribution`` takes its rows for successive positions of one text. Only the repetition penalty reads that text.
-    """
-    if params.repetition_penalty == 1:
-        return distribution(logits, texts[0], params)
-    rows = zip(logits, texts, strict=True)
-    return torch.cat([distribution(row[None], text, params) for row, text in rows])
 
 
 def calibration_texts(
@@ -116,7 +95,9 @@ def calibration_texts(
     """The model's continuations of those prompts that fit its context, up to ``tokens`` tokens each."""
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     fitting = [ids for ids in encoded if len(ids) < model.max_positions]
-    return write_texts(model, fitting, params, Rules(tokens, tokenizer.eos_ids), seed)
+    limits = {"max_new_tokens": tokens, "eos_ids": tokenizer.eos_ids}
+    pairs = zip(fitting, sample_texts(model, fitting, params=params, seed=seed, **limits), strict=True)
+    return [Continuation(tuple(prompt), tuple(text), tokens - len(text)) for prompt, text in pairs]
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
@@ -135,23 +116,18 @@ def input_squares(
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    layers = linear_layers(model)
-    sums: dict[str, Tensor] = {}
+    layers, sums = linear_layers(model), dict[str, Tensor]()
 
-    def add(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, inputs: tuple[Tensor, ...], output: Any = None) -> None:
-            x = inputs[0] if output is None else output
-            sums[name] = sums.get(name, 0) + square(x.float().flatten(0, -2))
-
-        return hook
+    def add(name: str, x: Tensor) -> None:
+        sums[name] = sums.get(name, 0) + square(x.float().flatten(0, -2))
 
     with ExitStack() as hooks:
-        for name, layer in layers.items():
-            if name != "head":
-                hooks.callback(layer.register_forward_pre_hook(add(name)).remove)
-        hooks.callback(model.norm.register_forward_hook(add("head")).remove)
+        for name in [name for name in layers if name != "head"]:
+            hook = layers[name].register_forward_pre_hook(lambda _, inputs, name=name: add(name, inputs[0]))
+            hooks.enter_context(hook)
         for text in texts:
-            model.norm(model.hidden(torch.tensor([[*text.prompt, *text.written]], device=model.device)))
+            ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)
+            add("head", model.norm(model.hidden(ids)))
     count = sum(len(text.prompt) + len(text.written) for text in texts)
     return {name: squares / count for name, squares in sums.items()}
 

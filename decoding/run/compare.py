@@ -27,8 +27,7 @@ def comparison(
     """
     rules, turns = sample.text.rules, []
     for _ in range(TURNS):
-        drafted = writer.write(writer.new_text(rules), drafting, params, coupling)
-        turns.append((drafted, writer.write_plainly(rules, params, coupling)))
+        turns.append([writer.write(writer.new_text(rules), way, params, coupling) for way in (drafting, writer.plain)])
     plain = turns[0][1]
     if params.temperature and coupling.name == "ratio":
         texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")
@@ -50,6 +49,5 @@ def agreement(writer: Writer, sample: Sample, plain: Sample) -> str:
     if drafted == plainly:
         return "same text"
     why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on their length"
-    shorter = min(len(drafted), len(plainly))
-    at = next((i for i, (a, b) in enumerate(zip(drafted, plainly, strict=False)) if a != b), shorter)
-    return f"the texts differ from token {at} on ({why})"
+    same = [one == other for one, other in zip(drafted, plainly, strict=False)]
+    return f"the texts differ from token {[*same, False].index(False)} on ({why})"

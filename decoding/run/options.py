@@ -35,12 +35,11 @@ class TextOptions(NamedTuple):
         draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
         shared = options.num_samples > 1 or (options.serve and options.together > 1)  # texts that may share steps
-        race = "race" if shared else None
         return TextOptions(
             DraftOptions(options.draft, **draft),
             SamplingParams(**params),
             Rules(options.max_new_tokens, eos_ids, options.stop, options.ban),
-            Coupling.of(options.coupling or race, options.seed),
+            Coupling.of(options.coupling or ("race" if shared else None), options.seed),
         )
 
 
@@ -54,10 +53,8 @@ class Request:
         with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
             "".join((options.system or "", *options.stop, *options.ban)).encode()
         self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
-        if options.num_samples < 1:
-            raise InputError(f"--num-samples must be at least 1, found {options.num_samples}")
-        if options.together < 1:
-            raise InputError(f"--together must be at least 1, found {options.together}")
+        if min(options.num_samples, options.together) < 1:
+            raise InputError("--num-samples and --together must be at least 1")
         if options.html is not None:
             check_place(options.html)
         self.repeat_with = str(self.coupling) if options.temperature else ""
@@ -85,8 +82,8 @@ class Request:
 
     def setting(self, model: Decoder) -> Setting:
         """The setting in which the prepared model drafts for this request."""
-        model_and_texts = self.folder, model, self.tokenizer, self.params, self.capacity
-        return Setting(*model_and_texts, self.coupling.name, len(self.ids))
+        texts = self.params, self.capacity, self.coupling.name, len(self.ids)
+        return Setting(self.folder, model, self.tokenizer, *texts)
 
     def samples_together(self, model: Decoder) -> int:
         """The number of samples written at once: as many as fit into memory; 1 where times are to be compared."""

@@ -9,9 +9,9 @@ finite, and each logit is computed by one rank. So no two ranks diverge, however
 import math
 import os
 import signal
+import sys
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from threading import Event
 from typing import Any, NoReturn
@@ -73,16 +73,9 @@ def costs_of_rank_0(way: chooser.Drafting, setting: chooser.Setting) -> CostTabl
 
 def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Request, Decoder], int]) -> NoReturn:
     """The command line by the parts of ``generate.py``, on every rank; ends the process with its exit status."""
-
-    def work() -> int:
-        if os.environ["RANK"] == "0":
-            return run(parse(), write)
-        nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-        with redirect_stdout(nowhere), redirect_stderr(nowhere), suppress(InputError):  # rank 0 prints it
-            return run(parse(), write)
-        return 2
-
-    os._exit(run_command(work))  # at once: the interpreter would wait for the other ranks
+    if os.environ["RANK"] != "0":
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    os._exit(run_command(lambda: run(parse(), write)))  # at once: the interpreter would wait for the other ranks
 
 
 def run(options: Namespace, write: Callable[[Request, Decoder], int]) -> int:
@@ -109,13 +102,13 @@ def run(options: Namespace, write: Callable[[Request, Decoder], int]) -> int:
         sharers = 1 if on_gpus else int(os.environ["LOCAL_WORLD_SIZE"])
         # Every rank has all logits, which are in the workspace of the whole model.
         fits = check_fits(replace(part, workspace=whole.workspace), request.device, sharers)
-        files = needs, request.ids, options.dry_run or model_fingerprint(request.folder)
+        found = fits, (needs, request.ids, options.dry_run or model_fingerprint(request.folder))
     except InputError as error:
-        fits, files = str(error), None
-    ranks = exchange(dist.all_gather_object, [None] * size, (fits, files))
-    for number, (line, found) in enumerate(ranks):
-        if found is None or found != files:
-            raise InputError(f"process {number}: {'it has other files than process 0' if found else line}")
+        found = str(error), None
+    ranks = exchange(dist.all_gather_object, [None] * size, found)
+    for number, (line, files) in enumerate(ranks):
+        if files is None or files != ranks[0][1]:
+            raise InputError(f"process {number}: {'it has other files than process 0' if files else line}")
     if options.dry_run:
         print("\n".join(f"process {number} of {size}: {line}" for number, (line, _) in enumerate(ranks)))
         return 0

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from greenlet import greenlet
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import Drafter
@@ -50,9 +49,8 @@ class Call(NamedTuple):
 class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
-    The conductor calls ``readers``, and ``on_draft`` with each draft before its verification. Once ``ended``, there is
-    a ``sample`` or an ``error``, and readers of the last round find it. Any thread may set ``cancelled``: the sample is
-    then interrupted.
+    The conductor calls ``readers``, and ``on_draft`` with each draft before its verification. Readers of the last round
+    find the ``sample``. Any thread may set ``cancelled``: the sample is then interrupted.
     """
 
     text: Text
@@ -65,36 +63,38 @@ class Task:
     on_draft: Callable[[list[int]], None] | None = None
     sample: Sample | None = None
     error: BaseException | None = None
-    ended: bool = False
     cancelled: bool = False
     loop: greenlet | None = None
     row: Row | None = None
     call: Call | None = None  # of the model, unanswered
-    answer: Tensor | Exception | None = None
     unread: list[tuple[Round, float]] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.sample or self.error)
 
 
 class Port:
-    """Stand-in for a model in a text's loop: the conductor computes its calls."""
+    """Stand-in for a model in a text's loop: the conductor answers its calls, or raises their errors there."""
 
-    def __init__(self, model: Decoder, conductor: Conductor) -> None:
-        self.model, self.conductor = model, conductor
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def __call__(self, tokens: Tensor, cache: KVCache, start: int = 0, plan: LayerPlan | None = None) -> Tensor:
-        return self.conductor.ask(Call(self.model, tokens, cache, start, plan))
+        return getcurrent().parent.switch(Call(self.model, tokens, cache, start, plan))
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        self.conductor.ask(Call(self.model, tokens, cache, start, is_prompt=True))
+        getcurrent().parent.switch(Call(self.model, tokens, cache, start, is_prompt=True))
 
 
 class Row(Writer):
     """Writer of one of the texts written together; its cache serves one text after another."""
 
     def __init__(self, conductor: Conductor) -> None:
-        super().__init__(Port(conductor.model, conductor), conductor.capacity)
+        super().__init__(Port(conductor.model), conductor.capacity)
         self.conductor = conductor
 
     def clock(self) -> float:
@@ -106,7 +106,7 @@ class Row(Writer):
         drafter = super().drafter(drafting)
         for each in (drafter, *getattr(drafter, "drafters", {}).values()):
             if getattr(each, "model", None) is not None and not isinstance(each.model, Port):
-                each.model = Port(each.model, self.conductor)
+                each.model = Port(each.model)
         return drafter
 
 
@@ -119,8 +119,6 @@ class Conductor:
         self.rows = [Row(self) for _ in range(places)]
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
-        self.running: Task | None = None  # the text whose loop runs
-        self.interrupted = False  # by Ctrl-C, while a text's loop was running
         self.reading = 0.0  # seconds that readers took
 
     def submit(self, task: Task) -> None:
@@ -141,22 +139,11 @@ class Conductor:
             self.waiting.clear()
             for task in [task for task in self.active if not task.ended]:
                 task.cancelled = True
-                self._switch(task)
+                task.loop.throw(KeyboardInterrupt)
             self.active.clear()
 
-    def ask(self, call: Call) -> Any:
-        """In a text's loop: wait for the answer. Raises the call's error, and KeyboardInterrupt if cancelled."""
-        task = self.running
-        task.call = call
-        task.loop.parent.switch()
-        if task.cancelled:
-            raise KeyboardInterrupt
-        if isinstance(task.answer, Exception):
-            raise task.answer
-        return task.answer
-
     def _write(self, task: Task) -> None:
-        """Write a text, in its greenlet."""
+        """Write a text, in its greenlet. Ctrl-C goes on to the conductor's."""
         text, notes = task.text, [lambda *round: task.unread.append(round)]
         try:
             policy = task.policy or task.drafting.new_policy()
@@ -167,24 +154,19 @@ class Conductor:
             task.sample = task.row.write(text, task.drafting, task.params, task.coupling, **shown)
         except KeyboardInterrupt as stopped:
             task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)
-            self.interrupted = not task.cancelled
+            if not task.cancelled:
+                raise
         except BaseException as error:
             task.error = error
             task.row.prompt = []  # the cache may hold anything
-        task.ended = True
 
-    def _switch(self, task: Task) -> None:
-        """Let a text's loop run until it calls the model or ends. Raises KeyboardInterrupt for Ctrl-C meanwhile."""
-        self.running = task
-        task.loop.switch()
-        if self.interrupted:
-            self.interrupted = False
-            raise KeyboardInterrupt
+    def _go_on(self, task: Task, answer: object = None) -> None:
+        """Let a text's loop run until its next call, from the answer of the last; pass its new rounds to its readers.
 
-    def _go_on(self, task: Task, answer: Tensor | Exception | None = None) -> None:
-        """Give a text its answer, and pass its new rounds to its readers."""
-        task.answer, task.unread = answer, []
-        self._switch(task)
+        An ``answer`` that is an exception is raised in the loop.
+        """
+        task.unread = []
+        task.call = (task.loop.throw if isinstance(answer, BaseException) else task.loop.switch)(answer)
         began = now(self.model.device)
         for round, seconds in task.unread:
             for read in task.readers:
@@ -198,13 +180,13 @@ class Conductor:
     def admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
         for task in [task for task in self.active if task.cancelled]:
-            self._go_on(task)
+            self._go_on(task, KeyboardInterrupt())
         while self.waiting and len(self.active) < len(self.rows):
             task, taken = self.waiting.pop(0), [task.row for task in self.active]
             task.row = next(row for row in self.rows if row not in taken)
-            task.loop = greenlet(partial(self._write, task))
+            task.loop = greenlet(self._write)
             self.active.append(task)
-            self._go_on(task)
+            self._go_on(task, task)
         return bool(self.active)
 
     def _read(self) -> None:

@@ -51,7 +51,6 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while a text was written; ``sample`` is the text so far."""
 
     def __init__(self, sample: Sample) -> None:
-        super().__init__()
         self.sample = sample
 
 
@@ -112,14 +111,12 @@ class Writer:
         policy: Policy | None = None,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
-        drafter: Drafter | None = None,
     ) -> Sample:
         """Write a text, which holds the prompt, to its end. Raises Interrupted on Ctrl-C.
 
-        ``policy`` and ``drafter`` are the drafting's by default. The time of the ``readers`` is not counted.
+        ``policy`` is a new one of the drafting by default. The time of the ``readers`` is not counted.
         """
-        sample, policy = Sample(text), policy or drafting.new_policy()
-        drafter = drafter or self.drafter(drafting)
+        sample, policy, drafter = Sample(text), policy or drafting.new_policy(), self.drafter(drafting)
         drawn = self.decide(policy, coupling.randomness(self.model.device), coupling.verify)
         rounds = speculate(self.model, self.cache, text, drafter, policy, params, *drawn, observer=observer)
         try:
@@ -138,10 +135,6 @@ class Writer:
         finally:
             sample.trouble = getattr(self.model, "trouble", None)
         return sample
-
-    def write_plainly(self, rules: Rules, params: SamplingParams, coupling: Coupling) -> Sample:
-        """Write a text of the same prompt without a draft."""
-        return self.write(self.new_text(rules), self.plain, params, coupling)
 
     def warm_up(self, drafting: Drafting, params: SamplingParams) -> None:
         """Write a few tokens, with the draft and without, before anything is timed.

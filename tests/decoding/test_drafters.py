@@ -92,15 +92,6 @@ def test_a_draft_models_cache_has_no_hole_after_any_round(
 
 
 @torch.inference_mode()
-def test_a_draft_is_drawn_from_the_distributions_it_carries() -> None:
-    """For a greedy draft these are one-hot."""
-    model = tiny_model("llama", vocab=VOCAB)
-    drafter = ModelDrafter(model, model.new_cache(20))
-    draft = drafter.propose(text_of([1, 2], vocab=VOCAB), 3, SamplingParams(0.0), FixedLength(3), SeededRandomness(0))
-    assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, VOCAB).double())
-
-
-@torch.inference_mode()
 def test_confidence_is_the_raw_softmax_probability_and_the_token_below_the_threshold_stays() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
@@ -148,7 +139,7 @@ def test_no_constraint_is_called_with_tokens_after_a_drafted_end_of_text() -> No
     assert len(draft.confidence) == len(draft.tokens) == 4
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(
     tokens=st.lists(st.sampled_from([0, 1, 2, 256, 65536]), min_size=1, max_size=30),
     limit=st.integers(0, 5),

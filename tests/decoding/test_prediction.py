@@ -19,6 +19,7 @@ from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio
 from model import Decoder, LayerPlan
+from model.fast.gpu import StaticDecoder
 from model.plan import FULL
 from tests.laws import tiny_model
 
@@ -72,8 +73,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("eos_ids", [frozenset(), frozenset({3})], ids=["budget", "eos"])
+@pytest.mark.parametrize(("family", "eos_ids"), [("llama", frozenset({3})), ("gemma2", frozenset())])
 def test_greedy_rounds_are_predicted_exactly(family: str, eos_ids: frozenset[int]) -> None:
     """Every draft length, with the depths of the whole draft computed: rounds, draft lengths and acceptances."""
     model = tiny_model(family, vocab=7, layers=4)
@@ -97,29 +97,31 @@ def test_greedy_rounds_are_predicted_exactly(family: str, eos_ids: frozenset[int
             assert predicted.rejected[0, gamma - 1].sum() == pytest.approx(rejections, abs=1e-9)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.8, top_k=2, repetition_penalty=1.4)])
-def test_sampled_rounds_are_predicted_exactly_for_every_text(params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    ("plan", "params"),
+    [(PLANS[1], SamplingParams(1.0)), (PLANS[2], SamplingParams(0.8, top_k=2, repetition_penalty=1.4))],
+)
+def test_sampled_rounds_are_predicted_exactly_for_every_text(plan: LayerPlan, params: SamplingParams) -> None:
     """The production loop under enumeration: its expected draft lengths given each text that it may write."""
     model, prompt, gamma, budget = tiny_model("llama", vocab=3, layers=4), (1, 2, 0), 2, 3
-    for plan in PLANS[1:3]:
-        weights: dict[tuple[int, ...], float] = {}
-        expected: dict[tuple[int, ...], torch.Tensor] = {}
-        enumerator = Enumerator()
-        while True:
-            rounds = run(model, prompt, plan, FixedLength(gamma), params, enumerator, budget)
-            text = tuple(token for round in rounds for token in round.emitted)
-            found = torch.tensor([*counts(rounds, gamma), sum(round.accepted for round in rounds)]).double()
-            weights[text] = weights.get(text, 0.0) + enumerator.weight
-            expected[text] = expected.get(text, torch.zeros(gamma + 2)) + enumerator.weight * found
-            if not enumerator.next_path():
-                break
-        texts = [Continuation(prompt, text) for text in weights]
-        acceptance = Calibration(model, texts, params, depths=gamma).acceptance(plan)
-        for number, text in enumerate(texts):
-            one = Acceptance(*(values[number : number + 1] for values in vars(acceptance).values()))
-            predicted = expected_rounds(one, [gamma], [0.0])
-            law = expected[text.written] / weights[text.written]
-            assert [*predicted.drafted[0, 0], predicted.accepted[0, 0].sum()] == pytest.approx(law.tolist(), abs=1e-9)
+    weights: dict[tuple[int, ...], float] = {}
+    expected: dict[tuple[int, ...], torch.Tensor] = {}
+    enumerator = Enumerator()
+    while True:
+        rounds = run(model, prompt, plan, FixedLength(gamma), params, enumerator, budget)
+        text = tuple(token for round in rounds for token in round.emitted)
+        found = torch.tensor([*counts(rounds, gamma), sum(round.accepted for round in rounds)]).double()
+        weights[text] = weights.get(text, 0.0) + enumerator.weight
+        expected[text] = expected.get(text, torch.zeros(gamma + 2)) + enumerator.weight * found
+        if not enumerator.next_path():
+            break
+    texts = [Continuation(prompt, text) for text in weights]
+    acceptance = Calibration(model, texts, params, depths=gamma).acceptance(plan)
+    for number, text in enumerate(texts):
+        one = Acceptance(*(values[number : number + 1] for values in vars(acceptance).values()))
+        predicted = expected_rounds(one, [gamma], [0.0])
+        law = expected[text.written] / weights[text.written]
+        assert [*predicted.drafted[0, 0], predicted.accepted[0, 0].sum()] == pytest.approx(law.tolist(), abs=1e-9)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(0.7, repetition_penalty=1.3)])
@@ -142,6 +144,14 @@ def test_rounds_of_the_race_are_predicted_exactly_for_every_text(params: Samplin
         assert found.accept[number, 0, 0].item() == pytest.approx(accepted[text] / weights[text], abs=1e-9)
 
 
+def test_acceptance_is_measured_alike_in_the_longer_cache_of_a_static_step() -> None:
+    found = [
+        Calibration(model, [Continuation((0, 1, 2), (2, 1, 0, 1))], SamplingParams(1.0)).acceptance(PLANS[0]).accept
+        for model in (tiny_model("llama", layers=4), StaticDecoder(tiny_model("llama", layers=4), compiled=False))
+    ]
+    assert torch.equal(*found)
+
+
 def test_a_token_that_the_draft_cannot_draw_is_never_accepted_by_race() -> None:
     p, q = torch.tensor([[0.25, 0.75]]).double(), torch.tensor([[0.0, 1.0]]).double()
     assert accepted_by_race(p, q, torch.tensor([[0]])).item() == 0
@@ -149,7 +159,7 @@ def test_a_token_that_the_draft_cannot_draw_is_never_accepted_by_race() -> None:
     assert accepted_by_race(p, p, torch.tensor([[0]])).item() == 1
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("threshold", [0.3, 0.7])
 def test_an_exit_threshold_predicts_rounds_and_acceptances_exactly(threshold: float) -> None:
     """What a draft does once it has left the text is estimated; it changes how much is drafted, not which rounds."""
     model = tiny_model("llama", vocab=7, layers=4, seed=1)

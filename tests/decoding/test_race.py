@@ -12,7 +12,7 @@ from torch import Tensor
 from decoding import verify
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
-from decoding.proof.judge import Setup, race_bias, run_loop
+from decoding.proof.judge import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
 from decoding.randomness import GOLDEN, KeyedRandomness, Place, Randomness, hashed, mix, race, signed
@@ -70,7 +70,7 @@ def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy:
     """By enumeration: the draws on a path split the interval of the random number at each place."""
     for seed in range(2):
         setup = Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
-        assert race_bias(two_token_model(seed), REQUESTS[case], setup) < EXACT
+        assert bias(two_token_model(seed), REQUESTS[case], setup, "race") < EXACT
 
 
 def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:

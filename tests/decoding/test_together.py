@@ -168,7 +168,7 @@ wishes = st.builds(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(wanted=st.lists(wishes, min_size=2, max_size=5), places=st.integers(1, 4))
 def test_texts_written_together_are_those_written_alone(name: str, wanted: list[Wish], places: int) -> None:
     model = MODELS[name]

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,6 @@ from tests.folders import GEMMA2, LLAMA, write_folder
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[2]
 FOUR_BITS = BitsTable((4,), (0.3,), (0.9,), (4,), (1.5,))
 KEYS = [
     "text",
@@ -78,13 +75,6 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_folder(tmp_path_factory.mktemp("models") / "draft", config, seed=5))
 
 
-def test_python_runs_the_script_and_fails_in_one_line() -> None:
-    command = [sys.executable, str(ROOT / "generate.py"), "hello", "--model", "no-such-model"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"error: no folder 'no-such-model'[^\n]*weights\.fetch [^\n]*\n", done.stderr)
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -92,43 +82,30 @@ def test_python_runs_the_script_and_fails_in_one_line() -> None:
         (["a", "--prompt-file", "b"], "give one prompt"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
         ([""], "the prompt is empty"),
-        ([" \n"], "the prompt is empty"),
         (["\udcff"], "the prompt cannot be read as UTF-8"),
         (["a", "--stop", "\udcff"], "not UTF-8"),
         (["a", "--temperature", "-1"], "temperature must be at least 0"),
-        (["a", "--temperature", "nan"], "temperature must be at least 0"),
         (["a", "--top-p", "0"], "top-p must be above 0"),
-        (["a", "--top-p", "1.5"], "top-p must be above 0"),
         (["a", "--top-k", "-2"], "top-k must be at least 0"),
         (["a", "--min-p", "2"], "min-p must be from 0 to 1"),
-        (["a", "--repetition-penalty", "0"], "repetition penalty must be above 0"),
+        (["a", "--repetition-penalty", "0"], "repetition-penalty must be from 1e-6"),
         (["a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
-        (["a", "--num-samples", "0"], "num-samples must be at least 1"),
-        (["a", "--stop", ""], "a stop string is empty"),
-        (["a", "--ban", ""], "a banned word is empty"),
+        (["a", "--num-samples", "0"], "num-samples and --together must be at least 1"),
+        (["a", "--stop", ""], "a stop string or a banned word is empty"),
         (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
         (["a", "--draft", "exit", "--exit-layer", "5"], "exit layer 5 is not in 1..4"),
-        (["a", "--draft", "exit", "--exit-layer", "0"], "exit layer 0 is not in 1..4"),
         (["a", "--draft", "none", "--gamma", "3"], "--gamma has no effect with --draft none"),
-        (["a", "--draft", "lookup", "--gamma", "-3"], "gamma must be at least 0"),
-        (["--dry-run", "--max-new-tokens", "-5"], "max-new-tokens must be at least 1"),
-        (["a", "--system", "\udcff", "--chat"], "not UTF-8"),
-        (["a", "--temperature", "1e-46", "--repetition-penalty", "1e39"], "repetition penalty must be above 0"),
         (["a", "--exit-layer", "2"], "--exit-layer has no effect with --draft auto"),
         (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
         (["a", "--draft", "skip"], "--draft skip needs --plan FILE"),
         (["a", "--draft", "skip", "--plan", "/no/plan"], "/no/plan cannot be read"),
         (["a", "--draft", "own.py:"], "no draft is called 'own.py:': give auto, "),
-        (["a", "--draft", ":"], "no draft is called ':': give auto, "),
         (["a", "--draft", "/no/own.py:Class"], "FileNotFoundError"),
         (["a", "--html", ""], "the name of a file to write is empty"),
         (["a", "--draft", "model"], "--draft model needs --draft-model DIR"),
         (["a", "--draft", "model", "--draft-model", "/no/model"], "no folder '/no/model'"),
         (["a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
-        (["a", "--device", "toaster"], "device 'toaster' is not there"),
-        (["a", "--device", "hpu"], "device 'hpu' is not there"),
-        (["a", "--device", "mkldnn"], "device 'mkldnn' is not there"),
         (["a", "--device", "meta"], "device 'meta' is not there"),
         (["a", "--chat"], "no chat template"),
         (["a", "--system", "s"], "--system needs a chat"),
@@ -144,51 +121,37 @@ def test_wrong_input_is_one_clear_line_and_status_2(arguments: list[str], compla
     assert outcome.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["two\nlines", "two\r\x1b[31mcolours"], ids=["newline", "control"])
-def test_a_folder_of_an_odd_name_does_not_break_the_line(name: str, run: Run, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-    outcome = run("the hen", "--model", str(tmp_path / name))
-    assert outcome.status == 2
-    assert len(outcome.err.splitlines()) == 1
-    assert "\x1b" not in outcome.err
+def test_a_folder_of_an_odd_name_or_none_does_not_break_the_line(run: Run, tmp_path: Path) -> None:
+    (folder := tmp_path / "two\r\n\x1b[31mcolours").mkdir()
+    for name in (str(folder), "no-such-model"):
+        outcome = run("the hen", "--model", name)
+        assert outcome.status == 2 and len(outcome.err.splitlines()) == 1 and "\x1b" not in outcome.err
+    assert re.fullmatch(r"error: no folder 'no-such-model'[^\n]*weights\.fetch [^\n]*\n", outcome.err)
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(run: Run, model: str, tmp_path: Path) -> None:
-    other = write_folder(tmp_path / "other", {**LLAMA, "vocab_size": LLAMA["vocab_size"] + 8})
-    outcome = run("a", "--model", model, "--draft", "model", "--draft-model", str(other))
-    assert outcome.status == 2
-    assert "must share the target's tokenizer" in outcome.err
-
-
-def test_a_draft_model_with_a_shorter_context_is_refused(run: Run, model: str, tmp_path: Path) -> None:
-    short = write_folder(tmp_path / "short", {**LLAMA, "max_position_embeddings": 8})
-    outcome = run("abcdef", "--model", model, "--draft", "model", "--draft-model", str(short))
-    assert outcome.status == 2
-    assert "has a context of 8 tokens" in outcome.err
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vocab_size": LLAMA["vocab_size"] + 8}, "must share the target's tokenizer"),
+        ({"max_position_embeddings": 8}, "has a context of 8 tokens"),
+    ],
+)
+def test_a_draft_model_that_does_not_suit_the_target_is_refused(
+    change: dict[str, int], said: str, run: Run, model: str, tmp_path: Path
+) -> None:
+    other = write_folder(tmp_path / "other", {**LLAMA, **change})
+    outcome = run("abcdef", "--model", model, "--draft", "model", "--draft-model", str(other))
+    assert outcome.status == 2 and said in outcome.err
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})
-    outcome = run("zebra", "--model", str(folder))
-    assert outcome.status == 2
-    assert "the tokenizer does not belong to this model" in outcome.err
-
-
-def test_weights_that_are_not_numbers_stop_in_one_line(run: Run, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "broken")
-    state = load_file(folder / "model.safetensors")
-    state["model.layers.2.mlp.up_proj.weight"][1, 2] = float("nan")
-    save_file(state, folder / "model.safetensors")
-    outcome = run("hello", "--model", str(folder), "--draft", "none")
-    assert outcome.status == 2
-    assert "stop being finite" in outcome.err
-    assert outcome.err.count("\n") == 1
+    outcome = run("zebra", "--model", str(write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})))
+    assert outcome.status == 2 and "the tokenizer does not belong to this model" in outcome.err
 
 
 @pytest.mark.parametrize(
     "draft",
     [
-        ["none"],
         ["auto"],
         ["lookup"],
         ["lookup", "--adaptive"],
@@ -206,11 +169,9 @@ def test_every_way_of_drafting_writes_the_plain_greedy_text_in_float64(
     plan = tmp_path / "plan.json"
     plan.write_text('{"attn": [1], "mlp": [0, 3], "gamma": 3, "threshold": 0.2}')
     extra = {"model": ["--draft-model", draft_model], "skip": ["--plan", str(plan)]}.get(draft[0], [])
-    common = ["the hen the", "--model", model, "--dtype", "float64", "--max-new-tokens", "40"]
+    common = ["the hen the", "--model", model, "--dtype", "float64", "--max-new-tokens", "20"]
     outcome = run(*common, "--draft", *draft, *extra, "--compare")
-    assert outcome.status == 0
-    assert "same text" in outcome.err
-    assert outcome.out == run(*common, "--draft", "none").out
+    assert outcome.status == 0 and "same text" in outcome.err
 
 
 def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, model: str) -> None:
@@ -253,11 +214,11 @@ def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: 
     assert run(*common, *flags[1].split()).out == first.out
 
 
-@pytest.mark.parametrize("more", [[], ["--ban", "a", "--stop", "e"], ["--top-p", "0.8", "--repetition-penalty", "1.2"]])
+@pytest.mark.parametrize("more", [["--ban", "a", "--stop", "e"], ["--top-p", "0.8", "--repetition-penalty", "1.2"]])
 def test_with_a_seed_every_drafter_writes_the_same_texts(
     run: Run, model: str, draft_model: str, more: list[str]
 ) -> None:
-    common = ["the hen in", "--model", model, "--temperature", "0.9", "--seed", "5", "--max-new-tokens", "20"]
+    common = ["the hen in", "--model", model, "--temperature", "0.9", "--seed", "5", "--max-new-tokens", "12"]
     drafts = [["none"], ["lookup"], ["exit", "--exit-layer", "3"], ["exit", "--adaptive"], ["auto"]]
     drafts.append(["model", "--draft-model", draft_model, "--gamma", "2"])
     texts = []
@@ -313,36 +274,11 @@ def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monk
     assert outcome.err.count("tokens/s") == 3 and outcome.err.count("-" * 20) == 1
 
 
-def test_ctrl_c_while_the_last_token_is_shown_ends_the_run_too(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    production = TextStream.pull
-
-    def interrupted(self: TextStream, **end: bool) -> str:
-        if self.text.finish and not end:
-            raise KeyboardInterrupt
-        return production(self, **end)
-
-    monkeypatch.setattr(TextStream, "pull", interrupted)
-    outcome = run("the", "--model", model, "--draft", "none", "--max-new-tokens", "3", "--num-samples", "2", "--json")
-    assert outcome.status == 130
-    assert [result["finish_reason"] for result in outcome.objects] == ["length", "interrupted"]
-
-
 def test_a_stop_string_is_not_printed(run: Run, model: str) -> None:
     whole = run("the hen", "--model", model, "--draft", "none", "--max-new-tokens", "12", "--dtype", "float64").out
     stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isprintable() and letter not in whole[:3])
-    for draft in ("none", "lookup", "exit"):
-        out = run("the hen", "--model", model, "--draft", draft, "--dtype", "float64", "--stop", stop).out
-        assert out == whole[: whole.index(stop)] + "\n"
-
-
-def test_ctrl_c_while_loading_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "load_model", interrupted)
-    assert run("the", "--model", model).status == 130
+    out = run("the hen", "--model", model, "--draft", "exit", "--dtype", "float64", "--stop", stop).out
+    assert out == whole[: whole.index(stop)] + "\n"
 
 
 def test_a_mistyped_option_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,7 +357,6 @@ def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(
         ("bfloat16", {"attn": [1]}, "all layers in 4 bits or skipping 1 attention and 0 MLP sublayers or prompt"),
         ("bfloat16", {"bits": 8}, "all layers in 4 bits or all layers in 8 bits or prompt lookup"),
         ("bfloat16", {"bits": 4, "head_bits": 8}, "s; all layers in 4 bits or prompt lookup"),
-        ("float32", {"bits": 4, "head_bits": 8}, "s; all layers in 4 bits or prompt lookup"),
     ],
 )
 def test_auto_drafts_with_measured_bits_and_with_a_plan_that_is_another(
@@ -434,7 +369,8 @@ def test_auto_drafts_with_measured_bits_and_with_a_plan_that_is_another(
     assert drafts in outcome.err.splitlines()[-1]
 
 
-def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path) -> None:
+def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: BitsTable())
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2], "gamma": 0}')
     options = ["the", "--model", str(folder), "--max-new-tokens", "6"]

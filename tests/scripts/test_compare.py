@@ -54,7 +54,7 @@ def test_texts_that_differ_are_reported_with_their_first_difference(tmp_path: Pa
     model = load_model(write_folder(tmp_path))
     texts, greedy, coupling = writer.Writer(model, 40), SamplingParams(), Coupling("ratio", 0)
     texts.begin([5, 9, 2])
-    sample = texts.write_plainly(Rules(8), greedy, coupling)
+    sample = texts.write(texts.new_text(Rules(8)), texts.plain, greedy, coupling)
     said = comparison(texts, sample, texts.plain, greedy, coupling)
     assert "same text" in said
     sample.text.tokens[3 + 4] ^= 1
@@ -71,7 +71,7 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     texts.begin([5, 9, 2])
     ticks = count(step=seconds / tokens)  # one before each round and one after it
     monkeypatch.setattr(writer, "now", lambda device: next(ticks))
-    sample = texts.write_plainly(Rules(tokens), greedy, coupling)
+    sample = texts.write(texts.new_text(Rules(tokens)), texts.plain, greedy, coupling)
     said = comparison(texts, sample, texts.plain, greedy, coupling)
     speeds = f"1.00 times plain decoding (median of {TURNS} turns, 1.00 to 1.00; {tokens / seconds:.1f} tokens/s)"
     assert said.startswith("[same text; too short to compare speeds" if short else f"[{speeds}, same text]")

@@ -11,7 +11,6 @@ import torch
 
 import generate
 from decoding.drafters import Draft
-from decoding.proof.enumeration import total_variation
 from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
 from tests.folders import write_folder
@@ -87,10 +86,3 @@ def test_a_class_that_cannot_be_had_is_one_clear_line(
     error = capsys.readouterr().err
     assert error.startswith("error: --draft") and error.count("\n") == 1
     assert said in error
-
-
-@pytest.mark.parametrize(("law", "other", "distance"), [({"a": 1.0}, {"a": 1.0}, 0.0), ({"a": 1.0}, {"b": 1.0}, 1.0)])
-def test_total_variation_is_zero_for_equal_laws_and_one_for_disjoint_ones(
-    law: dict[str, float], other: dict[str, float], distance: float
-) -> None:
-    assert total_variation(law, other) == distance

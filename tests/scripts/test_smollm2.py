@@ -124,7 +124,8 @@ def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> li
     """Text of the production loop after a prompt, without a draft."""
     writer = Writer(model, len(prompt) + NEW_TOKENS)
     writer.begin(prompt)
-    return writer.write_plainly(Rules(NEW_TOKENS, eos_ids), SamplingParams(), Coupling("ratio", 0)).text.generated
+    text = writer.new_text(Rules(NEW_TOKENS, eos_ids))
+    return writer.write(text, writer.plain, SamplingParams(), Coupling("ratio", 0)).text.generated
 
 
 def test_text_ends_at_every_id_that_generate_ends_at(

@@ -14,7 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.acceptance import Calibration, Continuation
-from decoding.run.calibration import write_texts
+from decoding.run.calibration import sample_texts
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.run.prediction import Prediction
@@ -171,7 +171,9 @@ def test_an_interrupted_search_resumes_without_losing_a_finished_trial(tmp_path:
 
 def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab=7, layers=4)
-    held_out = write_texts(model, [(1, 2), (3, 4, 5)], GREEDY, Rules(20), 0)
+    prompts = [(1, 2), (3, 4, 5)]
+    written = sample_texts(model, prompts, max_new_tokens=20, params=GREEDY, eos_ids=(), seed=0)
+    held_out = [Continuation(prompt, tuple(text)) for prompt, text in zip(prompts, written, strict=True)]
     setting = Setting(tmp_path, model, byte_tokenizer(), GREEDY, 64)
     lengths = {LayerPlan.early_exit(4, 2): 3, LayerPlan.skipping(4, [1], [2]): 5}
     found = {plan: Prediction(1.0, gamma, 0.0, 0.0, 0.0, 0.0) for plan, gamma in lengths.items()}

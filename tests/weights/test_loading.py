@@ -236,13 +236,12 @@ def test_a_plan_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"bits": 5}, "bits must be 4, 6, 8 or 16, or 4 of them"),
-        ({"bits": {"attn": [4, 4, 4, 3]}}, "bits must be 4, 6, 8 or 16, or 4 of them"),
-        ({"bits": {"head": 8}}, "bits must be 4, 6, 8 or 16, or 4 of them"),
-        ({"bits": 4, "head_bits": 0}, "head_bits must be 4, 6, 8 or 16, found 0"),
+        ({"bits": 5}, "0, 4, 6, 8 or 16 bits"),
+        ({"bits": {"attn": [4, 4, 4]}}, "holds no plan for 4 layers"),
+        ({"bits": 4, "head_bits": 0}, "head=0"),
         ({"attn": [4], "mlp": []}, "skips layer 4, but this model has layers 0..3"),
         ({"attn": [], "mlp": [-1]}, "skips layer -1"),
-        ({"attn": [1.0]}, "attn must be a list of layer numbers"),
+        ({"attn": 3}, "holds no plan for 4 layers"),
         ({"attn": [], "gamma": -1}, "gamma"),
         ({"attn": [], "threshold": 1.1}, "threshold"),
         ('{"attn": [], "threshold": NaN}', "threshold"),
