@@ -60,13 +60,18 @@ def check_drafter(drafter: Drafter) -> None:
 def check_draft(drafter: Drafter, draft: Draft, limit: int, vocab_size: int) -> None:
     """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers in it."""
     tokens, probs = getattr(draft, "tokens", None), getattr(draft, "probs", None)
-    fits = isinstance(tokens, Tensor) and isinstance(probs, Tensor) and tokens.dim() == 1
-    fits = fits and tokens.dtype == torch.int64 and len(tokens) <= limit and probs.shape == (len(tokens), vocab_size)
-    if fits and len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
-        fits = tokens.min() >= 0 and tokens.max() < vocab_size and probs.sum().isfinite()
-    if not fits:
-        wanted = f"k <= {limit} int64 ids below {vocab_size} [k] and finite probs [k, {vocab_size}]"
-        raise contract_error(drafter, f"`propose` must return a Draft of {wanted}, found {draft!r:.200}")
+    if not (isinstance(tokens, Tensor) and isinstance(probs, Tensor)):
+        raise contract_error(drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}")
+    if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
+        found = f"{list(tokens.shape)} {tokens.dtype}"
+        raise contract_error(drafter, f"`tokens` must be [k] int64 with k at most {limit}, found {found}")
+    if probs.shape != (len(tokens), vocab_size):
+        raise contract_error(drafter, f"`probs` must be [{len(tokens)}, {vocab_size}], found {list(probs.shape)}")
+    if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
+        if not (tokens.min() >= 0 and tokens.max() < vocab_size):
+            raise contract_error(drafter, f"`tokens` must be ids from 0 to {vocab_size - 1}, found {tokens.tolist()}")
+        if not probs.sum().isfinite():
+            raise contract_error(drafter, "`probs` holds a non-finite number")
 
 
 def contract_error(drafter: Drafter, broken: str) -> InputError:

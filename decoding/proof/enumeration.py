@@ -88,17 +88,21 @@ class RaceEnumerator(Enumerator):
 
 
 def output_law(
-    run: Callable[[Randomness], Hashable], enumerator: Callable[[], Enumerator] = Enumerator
+    run: Callable[[Randomness], Hashable],
+    enumerator: Callable[[], Enumerator] = Enumerator,
+    progress: Callable[[float], object] = lambda weight: None,
 ) -> dict[Hashable, float]:
     """Exact probability of every result of ``run``.
 
     ``run`` must begin from the same state at each call, and draw only through the randomness that it receives.
+    ``progress`` is called with the probability of each path of draws; they sum to 1.
     """
     law: defaultdict[Hashable, float] = defaultdict(float)
     walk = enumerator()
     while True:
         result = run(walk)
         law[result] += walk.weight
+        progress(walk.weight)
         if not walk.next_path():
             return dict(law)
 

@@ -5,11 +5,14 @@
 ``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from decoding import speculate as loop  # as modules, so that the tests can replace a function by a mutant
 from decoding import verify as rules
@@ -65,10 +68,13 @@ def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "rat
     """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the loop is exact.
 
     Under the exponential race the model must have two tokens. It takes seconds for a request of two tokens, and up to
-    two minutes with a banned word.
+    two minutes with a banned word: a bar shows the probability of the draws so far.
     """
-    law = output_law(
-        lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
-        {"ratio": Enumerator, "race": RaceEnumerator}[coupling],
-    )
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("every outcome of every draw", total=1.0)
+        law = output_law(
+            lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),
+            {"ratio": Enumerator, "race": RaceEnumerator}[coupling],
+            lambda weight: bar.advance(task, weight),
+        )
     return total_variation(law, plain_law(model, request))

@@ -116,21 +116,15 @@ IDS, UNIFORM = torch.tensor([1, 2]), torch.full((2, VOCAB), 1 / VOCAB)
 @pytest.mark.parametrize(
     ("drafter", "broken"),
     [
-        *[
-            (Breaking(draft), r"k <= 4 int64 ids below 11 \[k\] and finite probs \[k, 11\], found (None|Draft)")
-            for draft in (
-                None,
-                Draft([1, 2], UNIFORM),
-                Draft(IDS.float(), UNIFORM),
-                Draft(IDS[None], UNIFORM),
-                Draft(IDS.repeat(3), UNIFORM.repeat(3, 1)),
-                Draft(IDS, UNIFORM[:1]),
-                Draft(IDS, UNIFORM[:, 1:]),
-                Draft(torch.tensor([1, VOCAB]), UNIFORM),
-                Draft(torch.tensor([-1, 1]), UNIFORM),
-                Draft(IDS, UNIFORM * torch.nan),
-            )
-        ],
+        (Breaking(None), "must return a Draft of tensors, found None"),
+        (Breaking(Draft([1, 2], UNIFORM)), "must return a Draft of tensors"),
+        (Breaking(Draft(IDS.float(), UNIFORM)), r"int64 with k at most 4, found \[2\] torch.float32"),
+        (Breaking(Draft(IDS[None], UNIFORM)), r"`tokens` must be \[k\] int64 .* found \[1, 2\]"),
+        (Breaking(Draft(IDS.repeat(3), UNIFORM.repeat(3, 1))), r"k at most 4, found \[6\]"),
+        (Breaking(Draft(IDS, UNIFORM[:, 1:])), r"`probs` must be \[2, 11\], found \[2, 10\]"),
+        (Breaking(Draft(torch.tensor([1, VOCAB]), UNIFORM)), r"ids from 0 to 10, found \[1, 11\]"),
+        (Breaking(Draft(torch.tensor([-1, 1]), UNIFORM)), r"ids from 0 to 10, found \[-1, 1\]"),
+        (Breaking(Draft(IDS, UNIFORM * torch.nan)), "`probs` holds a non-finite number"),
         (NoRollback(), "it has no method `rollback`"),
     ],
 )
