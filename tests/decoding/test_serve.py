@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "temperature",
         "must be at least 0",
     ),
-    "an empty stop": (texts(stop=["a", ""]), 400, None, "a stop string is empty"),
+    "an empty stop": (texts(stop=["a", ""]), 400, None, "a stop string or a banned word is empty"),
     "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
     "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),
     "no such exit": (texts(exit_layer=5), 400, None, "exit layer 5 is not in 1..4"),
