@@ -271,8 +271,8 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
 def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     """With a draft that is mostly rejected."""
-    p, q = torch.tensor([[0.1, 0.45, 0.45], [0.8, 0.17, 0.03]]).double()
-    model, request, runs = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2), 1000
+    p, q = torch.tensor([[0.04, 0.36, 0.6], [0.66, 0.01, 0.33]]).double()
+    model, request, runs = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2), 1500
     counts = torch.zeros(3, dtype=torch.float64)
     for seed in range(runs):
         randomness = verify.Coupling(coupling, seed).randomness()
