@@ -37,7 +37,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, config.vocab_size
         self.max_positions, self.num_layers = config.max_positions, config.num_layers
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Not initialised: on the meta device torch's initialisation would import its compiler, in two seconds.
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.twins = Twins(self)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 

@@ -8,8 +8,6 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
@@ -81,7 +79,7 @@ AXES: dict[str, dict[str, object]] = {
         "free": {},
         "constraint": {"constraint": no_letter_twice},
         "banned": {"banned": ("bb",)},
-        # Two tokens, since repeated retractions make too many paths for a third.
+        # Two tokens, since repeated retractions make too many paths for a third, as they do above in some tables.
         "banned from the prompt": {"banned": ("aa", "ba"), "prompt": (1, 0), "max_new_tokens": 2},
         "banned and constraint": {"banned": ("ab",), "constraint": no_letter_twice},
     },
@@ -92,13 +90,13 @@ def every_pair(axes: dict[str, dict[str, object]]) -> list[dict[str, str]]:
     """Cases such that any two values of any two axes meet in at least one of them (greedy covering array)."""
     names = list(axes)
     missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in axes[a] for y in axes[b]}
+    every_case = [tuple(zip(names, values, strict=True)) for values in product(*axes.values())]
+    pairs_of = {case: set(combinations(case, 2)) for case in every_case}
     cases = []
-    every_case = [dict(zip(names, values, strict=True)) for values in product(*axes.values())]
     while missing:
-        pairs_of = {id(case): set(combinations(case.items(), 2)) for case in every_case}
-        best = max(every_case, key=lambda case: len(missing & pairs_of[id(case)]))
-        missing -= pairs_of[id(best)]
-        cases.append(best)
+        best = max(every_case, key=lambda case: len(missing & pairs_of[case]))
+        missing -= pairs_of[best]
+        cases.append(dict(best))
     return cases
 
 
@@ -128,7 +126,6 @@ def random_model(random: Random, kind: str, vocab: int = 3, states: int = 4) -> 
 
 
 KINDS = ["unrelated", "shifted", "equal"]
-table_models = st.builds(random_model, st.integers(0, 2**32).map(Random), st.sampled_from(KINDS))
 
 
 def case_deviation(
@@ -153,10 +150,10 @@ def case_deviation(
 
 
 @pytest.mark.parametrize("case", every_pair(AXES), ids=lambda case: ", ".join(case.values()))
-@settings(max_examples=10, derandomize=True, deadline=None)
-@given(model=table_models, max_new_tokens=st.sampled_from([1, 2, 3]))
-def test_every_pair_of_axes_keeps_the_law(case: dict[str, str], model: TableModel, max_new_tokens: int) -> None:
-    assert case_deviation(model, case, max_new_tokens) < EXACT
+def test_every_pair_of_axes_keeps_the_law(case: dict[str, str]) -> None:
+    for number, length in enumerate([2 if case["rule"] == "banned" else 3, 3, 3, 2, 2, 2, 2, 1, 1, 1]):
+        model = random_model(Random(f"{case} {number}"), KINDS[number % 3])
+        assert case_deviation(model, case, length) < EXACT
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -222,8 +219,8 @@ def test_real_modules_with_their_real_caches_keep_the_law_along_every_axis(famil
 @pytest.mark.parametrize("policy", ["fixed 2", "adaptive"])
 def test_real_drafts_across_the_edge_of_a_window_keep_the_law(family: str, drafter: str, policy: str) -> None:
     """Three tokens after a prompt longer than Gemma-2's window of two."""
-    model = tiny_model(family)
-    request = Request(prompt=(0, 2, 1, 0), params=SamplingParams(1.5), max_new_tokens=3)
+    model = tiny_model(family, vocab=2)
+    request = Request(prompt=(0, 1, 1, 0), params=SamplingParams(1.5), max_new_tokens=3)
     setup = Setup(REAL_DRAFTERS[drafter], AXES["policy"][policy])
     expected = plain_law(Uncached(model), request)
     assert deviation(lambda randomness: run_loop(model, request, setup, randomness), expected) < EXACT

@@ -21,7 +21,7 @@ from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 
 VOCAB, PROMPT = 19, [1, 2, 3, 4]
 static = partial(StaticDecoder, compiled=False)
-RULES = Rules(24)
+RULES = Rules(12)
 BANNED = Rules(24, banned=["ab", "ca"])
 
 

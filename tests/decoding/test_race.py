@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
@@ -68,9 +69,9 @@ REQUESTS = {
 @pytest.mark.parametrize("case", REQUESTS)
 def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy: str) -> None:
     """By enumeration: the draws on a path split the interval of the random number at each place."""
-    for seed in range(2):
-        setup = Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
-        assert bias(two_token_model(seed), REQUESTS[case], setup, "race") < EXACT
+    model = two_token_model(Random(f"{case} {drafter} {policy}").getrandbits(32))
+    setup = Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
+    assert bias(model, REQUESTS[case], setup, "race") < EXACT
 
 
 def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
@@ -205,7 +206,7 @@ def not_the_same_again(tokens: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     model_seed=st.integers(0, 99),
     seed=st.integers(0, 2**64 - 1),
@@ -240,7 +241,7 @@ def test_the_seed_determines_the_text_under_any_draft(
 ) -> None:
     """In float64, token for token plain decoding's, for any rules, parameters and samples."""
     model = tiny_model(family, vocab=VOCAB, seed=model_seed)
-    rules = Rules(24, frozenset(eos), stops, banned, (not_the_same_again,) if constrained else ())
+    rules = Rules(16, frozenset(eos), stops, banned, (not_the_same_again,) if constrained else ())
     speculated = write(model, rules, params, kind, POLICIES[policy](), seed, sample)
     plain = write(model, rules, params, "none", FixedLength(0), seed, sample)
     assert (speculated.generated, speculated.finish) == (plain.generated, plain.finish)
@@ -255,7 +256,7 @@ def test_seeds_and_samples_give_different_texts() -> None:
 
 def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     """With probability Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x); with other exponentials it would be Σ p·q."""
-    model, request, runs, accepted = two_token_model(5), Request(max_new_tokens=2), 4000, 0
+    model, request, runs, accepted = two_token_model(5), Request(max_new_tokens=2), 1500, 0
     p, q = (table[1].exp().tolist() for table in model.tables.values())
     shared = sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(2)) for x in range(2))
     other = sum(a * b for a, b in zip(p, q, strict=True))
@@ -270,8 +271,8 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
 def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     """With a draft that is mostly rejected."""
-    p, q = torch.tensor([[0.1, 0.45, 0.45], [0.8, 0.17, 0.03]]).double()
-    model, request, runs = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2), 3000
+    p, q = torch.tensor([[0.04, 0.36, 0.6], [0.66, 0.01, 0.33]]).double()
+    model, request, runs = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2), 1500
     counts = torch.zeros(3, dtype=torch.float64)
     for seed in range(runs):
         randomness = verify.Coupling(coupling, seed).randomness()

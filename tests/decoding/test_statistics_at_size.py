@@ -55,7 +55,7 @@ def test_the_chi_square_finds_another_law_and_passes_the_right_one() -> None:
     probs = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.04, 0.008, 0.002, 0.0])
     moved = 0.9 * probs + 0.1 * probs.flip(0).roll(-1)
     for law, fits in ((probs, True), (moved, False)):
-        drawn = torch.multinomial(law, 3000, replacement=True, generator=torch.Generator().manual_seed(0))
+        drawn = torch.multinomial(law, 1500, replacement=True, generator=torch.Generator().manual_seed(0))
         assert (chi_square_p_value(torch.bincount(drawn, minlength=9), probs) > FALSE_ALARM) == fits
     with pytest.raises(AssertionError, match="probability zero"):
         chi_square_p_value(torch.tensor([5, 1]), torch.tensor([1.0, 0.0]))
@@ -105,7 +105,7 @@ def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(drafter: s
     model, prompt = tiny_model(family, vocab=64, layers=4), [5, 9, 2, 7, 5, 9]
     small = tiny_model("llama", vocab=64, layers=1, seed=4)
     make = DRAFTERS.get(drafter) or (lambda target, cache: ModelDrafter(Recall(small), small.new_cache(16)))
-    counts, exact, rejected = first_tokens(model, prompt, make, samples=3000)
+    counts, exact, rejected = first_tokens(model, prompt, make, samples=1500)
     assert chi_square_p_value(counts, exact) > FALSE_ALARM
     assert rejected > 0 or drafter == "none", "the test says nothing unless some drafts are rejected"
 
@@ -114,6 +114,6 @@ def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(drafter: s
 def test_smollm2_writes_first_tokens_by_its_law(drafter: str, smollm2: Path) -> None:
     model, tokenizer = load_model(smollm2), Tokenizer(smollm2)
     prompt = tokenizer.encode("The old man looked at the dog. The dog looked at the cat. The old man looked at the")
-    counts, exact, rejected = first_tokens(model, prompt, DRAFTERS[drafter], samples=400)
+    counts, exact, rejected = first_tokens(model, prompt, DRAFTERS[drafter], samples=250)
     assert chi_square_p_value(counts, exact) > FALSE_ALARM
     assert rejected > 0 or drafter == "none"

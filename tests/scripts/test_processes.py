@@ -55,7 +55,7 @@ def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path) -> Non
     """As in ``generate.py ... | head -c 1``."""
     model = write_folder(tmp_path / "model", LONG)
     with subprocess.Popen(
-        command("the hen", "--model", model, "--max-new-tokens", 1 << 16),
+        command("the hen", "--model", model, "--max-new-tokens", 1 << 16, "--draft", "none"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:

@@ -20,7 +20,7 @@ from weights.tokenizer import Tokenizer
 
 transformers.logging.set_verbosity_error()
 
-NEW_TOKENS = 48
+NEW_TOKENS = 24
 PROMPT_TOKENS = 16  # each of the eight prompts is cut to this, so that a batch of them needs no padding
 PROMPTS = [
     "Once upon a time, in a small village at the foot of a mountain, there lived an old woman",
