@@ -58,8 +58,10 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
         raise InputError(f"{path} was made for another model than {folder}: run python -m search for this one")
     try:
-        runs = LayerPlan.skipping(num_layers, raw.get("attn", []), raw.get("mlp", []))
-        bits = raw.get("bits", FULL)
+        skipped, bits = (raw.get("attn", []), raw.get("mlp", [])), raw.get("bits", FULL)
+        if not bits or any(len(set(layers)) < len(layers) for layers in skipped):
+            raise ValueError("no bits, or a layer that is named twice")
+        runs = LayerPlan.skipping(num_layers, *skipped)
         bits = bits if isinstance(bits, dict) else dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
         attention, mlp = (
             tuple(each and wide for each, wide in zip(kept, bits.get(name, kept), strict=True))

@@ -195,6 +195,13 @@ def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -
     assert dots.get_array().tolist() == [16, 4, 8, 6]
 
 
+@pytest.mark.parametrize("plan", [{"bits": 0}, {"bits": False}, {"attn": [1, 1]}, {"bits": {"mlp": [True] * 3}}])
+def test_a_plan_file_with_impossible_bits_or_a_layer_twice_is_refused(plan: dict[str, object], tmp_path: Path) -> None:
+    (file := tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(InputError, match="holds no plan for 3 layers"):
+        read_plan(file, 3)
+
+
 def test_a_plan_file_comes_back_as_it_was_and_only_for_its_model(tmp_path: Path) -> None:
     model, other = write_folder(tmp_path / "a"), write_folder(tmp_path / "b", seed=1)
     path = tmp_path / "plan.json"
