@@ -136,7 +136,7 @@ def together_section(bench: Bench) -> list[Row]:
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     calls = [Call(model, token, filled_cache(model, 1), CONTEXT) for _ in prompts]
     steps = [lambda rows=rows: torch.cat(answers(calls[:rows])).argmax(-1).tolist() for rows in TOGETHER]
-    costs = [took.median for took in take_turns(steps, STEP_REPEATS, model.device)]
+    costs = [*map(statistics.median, take_turns(steps, STEP_REPEATS, model.device))]
     for way in ways:  # warm-up
         write(TOGETHER[-1], way, WARM_UP_TOKENS)
     rows: list[Row] = []
@@ -158,10 +158,9 @@ def first_token_section(bench: Bench) -> list[Row]:
     contenders |= {name: write for name, write in bench.libraries.items() if name in bench.options.against}
     for tokens in bench.lengths:
         steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
-        times = take_turns(steps, 1, model.device)
+        plainly, *_ = times = [seconds for (seconds,) in take_turns(steps, 1, model.device)]
         for name, took in zip(contenders, times, strict=True):
-            row = {"decoder": name, "tokens": tokens, "ms": 1e3 * took.median, "ratio": took.median / times[0].median}
-            rows.append(row)
+            rows.append({"decoder": name, "tokens": tokens, "ms": 1e3 * took, "ratio": took / plainly})
     return rows
 
 
@@ -170,7 +169,7 @@ def floor_section(bench: Bench) -> list[Row]:
     model, config = bench.setting.model, bench.setting.model.config
     read = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
-    speed = block.nbytes / take_turns([block.sum], STEP_REPEATS, model.device)[0].fastest
+    speed = block.nbytes / min(take_turns([block.sum], STEP_REPEATS, model.device)[0])
     size = read * model.dtype.itemsize
     return [{"MB": size / 1e6, "GB/s": speed / 1e9, "ms": 1e3 * size / speed, "tokens/s": speed / size}]
 

@@ -1,10 +1,8 @@
 """Timing of steps on a device: in turns, so that a busy moment of the machine slows all of them alike."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -16,21 +14,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median, minimum and maximum of ``count`` measurements, in seconds."""
-
-    median: float
-    fastest: float
-    slowest: float
-    count: int
-
-
 @torch.inference_mode()
 def take_turns(
     steps: list[Callable[[], object]], repeats: int, device: torch.device, patience: float = math.inf
-) -> list[Timing]:
-    """Timings of steps: each runs once as warm-up, then all in turn, ``repeats`` times.
+) -> list[list[float]]:
+    """Seconds of each repeat of steps: each runs once as warm-up, then all in turn, ``repeats`` times.
 
     After ``patience`` seconds no repeat begins, except the first.
     """
@@ -45,4 +33,4 @@ def take_turns(
             start = now(device)
             step()
             times.append(now(device) - start)
-    return [Timing(statistics.median(times), min(times), max(times), len(times)) for times in seconds]
+    return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -26,7 +27,7 @@ from model.plan import LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-REPEATS, SHARED_REPEATS = 11, 5
+REPEATS, SHARED_REPEATS = 40, 5
 IN_A_ROW = 4  # draft steps timed in one round, so that the processor's caches are in the state of a draft
 UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
@@ -150,10 +151,10 @@ def measure_costs(
         rounds.append(with_draft(ModelDrafter(draft_model, draft_cache, plan), length))
     timings = take_turns(rounds, REPEATS, target.device, patience)
     # The fastest repeats: other work only ever makes a step slower.
-    costs = [took.fastest / timings[0].fastest for took in timings]
+    costs = [min(times) / min(timings[0]) for times in timings]
     verify = verify or tuple(costs[: longest + 1])
-    drifts = [took.median / took.fastest / (timings[0].median / timings[0].fastest) for took in timings]
-    steady = max(drifts) <= UNSTEADY and min(drifts) >= 1 / UNSTEADY
+    drifts = [statistics.median(times) / min(times) for times in timings]
+    steady = max(drifts) <= UNSTEADY * drifts[0] and min(drifts) >= drifts[0] / UNSTEADY
     draft = max(0.0, (costs[-1] - verify[length]) / length) if draft_model is not None else 0.0
     return CostTable(draft, verify, steady=steady)
 
@@ -179,7 +180,7 @@ def measure_shared(
     if draft_model is not None:
         draft_cache = cache if draft_model is target else filled_cache(draft_model, DRAFT_ROWS[-1])
         steps += calls(draft_model, draft_cache, DRAFT_ROWS, plan)
-    plain, *more = (took.fastest for took in take_turns(steps, SHARED_REPEATS, target.device, PATIENCE))
+    plain, *more = map(min, take_turns(steps, SHARED_REPEATS, target.device, PATIENCE))
     relative = tuple(seconds / plain for seconds in more)
     return replace(costs, steps=relative[: len(ROWS)], drafts=relative[len(ROWS) :])
 

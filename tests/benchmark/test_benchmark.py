@@ -18,7 +18,6 @@ from decoding.run.chooser import Setting
 from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, clock
-from model.clock import Timing
 from search.prompts import PROMPTS
 from tests.folders import LLAMA, write_folder
 from tests.pictures import faults
@@ -190,7 +189,7 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
 def test_the_floor_is_the_time_to_read_every_weight_once_but_of_an_untied_embedding_one_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sections, "take_turns", lambda steps, repeats, device: [Timing(9, 0.5, 9, 7)])
+    monkeypatch.setattr(sections, "take_turns", lambda steps, repeats, device: [[9, 0.5, 9]])
     monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 4000})
     for tied in (True, False):
         bench = bench_of(write_folder(tmp_path, LLAMA | {"tie_word_embeddings": tied}, dtype=torch.bfloat16))

@@ -195,8 +195,8 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(write: Command
     assert status == 0 and "of 500 tokens" in said
     rows = read(out)
     for row in rows:
-        subjects = [who for who in templates.WHO if who in row["prompt"]]
-        beginnings = [opening.format(who=who) for opening in templates.OPENINGS for who in subjects]
+        subjects = [who for who in templates.TEMPLATES["who"] if who in row["prompt"]]
+        beginnings = [opening.format(who=who) for opening in templates.TEMPLATES["opening"] for who in subjects]
         assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
     assert len({row["response"][: corpus.DISTINCT_CHARACTERS] for row in rows}) == len(rows)
     before = out.read_bytes()

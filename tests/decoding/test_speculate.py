@@ -22,7 +22,6 @@ from decoding.run.costs import REPEATS, measure_costs
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
-from model.clock import Timing
 from tests.laws import COSTS, REAL_DRAFTERS, REAL_POLICIES, OneOffer, Scripted, plans, tiny_model
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
@@ -229,13 +228,13 @@ def test_costs_are_in_units_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> 
     for layer in model.layers:
         layer.mlp.register_forward_hook(lambda _, inputs, __: work.append(inputs[0].shape[1]))
 
-    def take_turns(steps: list[Callable[[], object]], *_: object) -> list[Timing]:
+    def take_turns(steps: list[Callable[[], object]], *_: object) -> list[list[float]]:
         seconds = []
         for step in steps:
             before = sum(work)
             step()
             seconds.append(float(sum(work) - before))
-        return [Timing(each, each, each, 1) for each in seconds]
+        return [[each] for each in seconds]
 
     monkeypatch.setattr("decoding.run.costs.take_turns", take_turns)
     costs = measure_costs(model, model, LayerPlan.early_exit(3, 1), GREEDY, longest=3)
@@ -248,7 +247,7 @@ def test_costs_are_in_units_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> 
 def test_costs_are_steady_where_a_slow_machine_slowed_every_step_alike(
     disturbed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm, busy = Timing(1.0, 0.9, 2.0, 7), Timing(1.0, 0.6, 2.0, 7)
+    calm, busy = [0.9, 1.0, 2.0], [0.6, 1.0, 2.0]
     timings = [busy if at in disturbed else calm for at in range(3)]
     monkeypatch.setattr("decoding.run.costs.take_turns", lambda *_: timings)
     model = tiny_model("llama", vocab=VOCAB)
