@@ -23,7 +23,7 @@ from benchmark.contenders import LIBRARIES, PACKAGES, Bench, find_drafts, librar
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
-from decoding.corpus.templates import story_request
+from decoding.corpus.stories import story_request
 from decoding.run.chooser import GAMMA, Setting
 from decoding.run.cost_file import machine
 from decoding.sampling import SamplingParams

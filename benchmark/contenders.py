@@ -22,7 +22,7 @@ from weights.load import model_folder
 
 ADAPTIVE = ", adaptive"  # suffix of the name of a draft that stops by Draft & Verify's adaptive exit
 WARM_UP_TOKENS = 8
-PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}
+PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
 
 
 @dataclass

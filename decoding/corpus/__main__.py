@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from decoding.corpus.quality import worth_learning
-from decoding.corpus.templates import story_request
+from decoding.corpus.stories import story_request, worth_learning
 from decoding.run.calibration import sample_texts
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError

@@ -51,14 +51,14 @@ def measure_bits(
     One number of bits at a time is in memory, and one that does not fit is left out. ``coupling`` names the rule of
     verification.
     """
-    rows, verify, steady = [], None, True
+    rows, known, steady = [], None, True
     for bits in model.fast_bits:
         plan = LayerPlan.full(model.num_layers).in_bits(bits)
         if not has_memory_for(model, plan):
             steady = False
             continue
-        costs = measure_costs(model, model, plan, params, coupling, verify=verify)
-        verify, steady = costs.verify, steady and costs.steady
+        costs = known = measure_costs(model, model, plan, params, coupling, known=known)
+        steady = steady and costs.steady
         if len(model.fast_bits) > 1:  # else the copies are those that drafts will use
             model.forget_low_bits()
         prediction = predict(Calibration(model, texts, params, coupling).acceptance(plan), costs)

@@ -78,7 +78,7 @@ class BreakEven(Policy):
             costs, rate = self.costs[offer.name].shared_by(texts), self.acceptance(offer.kind)
             longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
             for count in range(1, longest + 1):
-                if count * costs.draft + costs.verify[count] - 1 > self.credit:
+                if costs.of_round(count, 1) - 1 > self.credit:
                     break  # the loss, were all of it rejected
                 speed = predicted_speedup(rate, count, costs)
                 if speed > best:
@@ -93,9 +93,7 @@ class BreakEven(Policy):
 
     def observe(self, round: Round) -> None:
         drafted, rejected = len(round.drafted), round.accepted < len(round.drafted)
-        cost = 1.0
-        if drafted and self.taken_costs is not None:
-            cost = drafted * self.taken_costs.draft + self.taken_costs.verify[drafted]
+        cost = self.taken_costs.of_round(drafted, len(round.emitted)) if drafted and self.taken_costs else 1.0
         self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.CREDIT_PER_TOKEN) * len(round.emitted) - cost)
         self.waiting = self.pause if drafted else max(0, self.waiting - 1)
         for offer in self.offers:

@@ -20,16 +20,7 @@ from weights.cli.prompt import encode_prompt
 from weights.tokenizer import Tokenizer
 
 FILE = "calibration.safetensors"  # in the model's folder
-PROMPTS = (
-    "Why does it rain?",
-    "Write a short story about a bird.",
-    "How do I bake bread?",
-    "Write a Python function that adds two numbers.",
-    "Who was Marie Curie?",
-    "Give me some advice for a long journey.",
-    "Describe a town by the sea.",
-    "What is a computer made of?",
-)
+PROMPTS = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8").splitlines()
 TOKENS = 48  # written after each prompt
 
 

@@ -17,8 +17,8 @@ from decoding.run.break_even import BreakEven
 from decoding.run.calibration import calibration_texts, weigh_inputs
 from decoding.run.cost_file import kept
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs, measure_shared
-from decoding.run.drafting import GAMMA, Drafting, model_drafter, plain
 from decoding.run.plan_file import DraftPlan, read_plan
+from decoding.run.writer import GAMMA, Drafting, model_drafter, plain
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, ModelConfig
 from model.fast import accelerate
@@ -175,12 +175,10 @@ def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Dra
 
 def plan_in_words(plan: LayerPlan) -> str:
     """The number of sublayers that a plan skips, and the bits of the others."""
-    skipped = len(plan.skipped_attention), len(plan.skipped_mlp)
-    left_out = "skipping {} attention and {} MLP sublayers".format(*skipped)
+    attention, mlp = len(plan.skipped_attention), len(plan.skipped_mlp)
+    left_out = f"skipping {attention} attention and {mlp} MLP sublayers, others" if attention or mlp else "all layers"
     bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
-    if not any(skipped):
-        return f"all layers in {bits} bits" if bits else "all layers"
-    return f"{left_out}, others in {bits} bits" if bits else left_out
+    return f"{left_out} in {bits} bits" if bits else left_out.removesuffix(", others")
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:

@@ -1,9 +1,9 @@
 """Comparison of speculation with plain decoding of the same request: speed-up, and equality of the texts."""
 
+import operator
 from statistics import median
 
-from decoding.run.drafting import Drafting
-from decoding.run.writer import Sample, Writer
+from decoding.run.writer import Drafting, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
 
@@ -28,11 +28,15 @@ def comparison(
     rules, turns = sample.text.rules, []
     for _ in range(TURNS):
         turns.append([writer.write(writer.new_text(rules), way, params, coupling) for way in (drafting, writer.plain)])
-    plain = turns[0][1]
+    drafted, plainly = sample.text.generated, turns[0][1].text.generated
     if params.temperature and coupling.name == "ratio":
         texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")
+    elif drafted == plainly:
+        texts = "same text"
     else:
-        texts = agreement(writer, sample, plain)
+        why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on length"
+        first = [*map(operator.eq, drafted, plainly), False].index(False)
+        texts = f"the texts differ from token {first} on ({why})"
     tokens = min(each.statistics.tokens for turn in turns for each in turn)
     seconds = min(each.seconds for turn in turns for each in turn)
     if tokens < FEW_TOKENS or seconds < SHORT:
@@ -41,13 +45,3 @@ def comparison(
     spread = f"median of {TURNS} turns, {min(ratios):.2f} to {max(ratios):.2f}"
     speed = median(plain.tokens_per_second for _, plain in turns)
     return f"[{median(ratios):.2f} times plain decoding ({spread}; {speed:.1f} tokens/s), {texts}]"
-
-
-def agreement(writer: Writer, sample: Sample, plain: Sample) -> str:
-    """Equality of the two texts, or their first difference and its cause."""
-    drafted, plainly = sample.text.generated, plain.text.generated
-    if drafted == plainly:
-        return "same text"
-    why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on their length"
-    same = [one == other for one, other in zip(drafted, plainly, strict=False)]
-    return f"the texts differ from token {[*same, False].index(False)} on ({why})"

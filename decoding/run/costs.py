@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,15 @@ class CostTable:
 
     ``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, without its draft steps; verify[0], a
     round without a draft, is 1 by definition. Where several texts can share a step: ``steps`` and ``drafts``, calls of
-    the target for ``ROWS`` rows and of the draft for ``DRAFT_ROWS``, without anything around them.
+    the target for ``ROWS`` rows and of the draft for ``DRAFT_ROWS``, without anything around them. ``further``: the
+    random numbers for each token that a round writes but one; the race has some for every id.
     """
 
     draft: float
     verify: tuple[float, ...]
     steps: tuple[float, ...] = ()
     drafts: tuple[float, ...] = ()
+    further: float = 0.0
     steady: bool = field(default=True, compare=False)  # whether the repeats agreed
 
     def __post_init__(self) -> None:
@@ -64,6 +65,10 @@ class CostTable:
         """The longest draft whose verification, of one token more, was measured."""
         return len(self.verify) - 1
 
+    def of_round(self, drafted: int, written: float) -> float:
+        """Cost of a round that drafts and writes these numbers of tokens."""
+        return drafted * self.draft + self.verify[drafted] + self.further * (written - 1)
+
     @lru_cache  # noqa: B019 - of few tables, which live as long as the process
     def shared_by(self, texts: int) -> CostTable:
         """The table where this number of texts share each step: costs of all of them, in units of their plain round."""
@@ -77,7 +82,8 @@ class CostTable:
 
         rounds = [together(cost, rows, ROWS, self.steps) for rows, cost in enumerate(self.verify, 1)]
         draft = together(self.draft, 1, DRAFT_ROWS, self.drafts) if self.drafts else 0.0
-        return CostTable(draft / rounds[0], tuple(cost / rounds[0] for cost in rounds))
+        relative = tuple(cost / rounds[0] for cost in rounds)
+        return CostTable(draft / rounds[0], relative, further=texts * self.further / rounds[0])
 
 
 def at_rows(rows: int, measured: Sequence[int], costs: Sequence[float]) -> float:
@@ -92,7 +98,8 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float:
     """Expected speed-up over plain decoding: expected tokens over γ·c + v (arXiv 2211.17192, theorem 3.8)."""
-    return expected_tokens(acceptance, length) / (length * costs.draft + costs.verify[length])
+    tokens = expected_tokens(acceptance, length)
+    return tokens / costs.of_round(length, tokens)
 
 
 class KnownDraft(NoDraft):
@@ -104,18 +111,17 @@ class KnownDraft(NoDraft):
 
 
 def round_of(
-    target: Model, cache: Any, drafter: Drafter, length: int, params: SamplingParams, coupling: str
+    target: Model, cache: Any, drafter: Drafter, length: int, params: SamplingParams, coupling: Coupling, *, fresh: bool
 ) -> Callable[[], Round]:
     """A round of the loop with a draft of this length, after the tokens of the cache.
 
-    Each call has another seed: the numbers of a place that was drawn at before would be in memory.
+    ``fresh``: each call draws at places without random numbers; otherwise, from the second on, they are in memory.
     """
-    prompt, seeds = [0] * (cache.length + 1), count()
+    prompt, kept = [0] * (cache.length + 1), coupling.randomness(target.device)
 
     def one_round() -> Round:
-        drawn, text = Coupling(coupling, next(seeds)), Text(prompt, Rules(length + 1), target)
-        how = params, drawn.randomness(target.device), drawn.verify
-        return next(speculate(target, cache, text, drafter, FixedLength(length), *how))
+        text, drawn = Text(prompt, Rules(length + 1), target), coupling.randomness(target.device) if fresh else kept
+        return next(speculate(target, cache, text, drafter, FixedLength(length), params, drawn, coupling.verify))
 
     return one_round
 
@@ -130,33 +136,36 @@ def measure_costs(
     *,
     longest: int = LONGEST_DRAFT,
     context: int = CONTEXT,
-    verify: tuple[float, ...] | None = None,
+    known: CostTable | None = None,
     patience: float = PATIENCE,
 ) -> CostTable:
     """Costs of rounds of the loop with these sampling parameters: fastest of repeats in turns, after a warm-up.
 
     ``draft_model`` drafts under ``plan``; with None, a drafter without a model, a draft step costs nothing. The rounds
-    begin after ``context`` tokens. ``verify``: costs of verification that are known already; ``patience``: the seconds
-    after which no further repeat begins.
+    begin after ``context`` tokens. ``known``: a table whose costs of verification hold; ``patience``: the seconds after
+    which no further repeat begins.
     """
-    longest = longest if verify is None else len(verify) - 1
+    longest = known.longest_draft if known else longest
     cache, empty = filled_cache(target, longest, context), (target.vocab_size, target.device)
-    with_draft = partial(round_of, target, cache, params=params, coupling=coupling)
-    rounds = [with_draft(NoDraft(*empty), 0)]
-    if verify is None:
-        rounds += [with_draft(KnownDraft(*empty), length) for length in range(1, longest + 1)]
+    with_draft = partial(round_of, target, cache, params=params, coupling=Coupling(coupling, 0), fresh=False)
+    rounds = [with_draft(KnownDraft(*empty), length) for length in ([] if known else range(longest + 1))]
+    rounds += [with_draft(NoDraft(*empty), 0, fresh=True)]
     length = min(IN_A_ROW, longest)
     if draft_model is not None:
         draft_cache = cache if draft_model is target else filled_cache(draft_model, longest, context)
         rounds.append(with_draft(ModelDrafter(draft_model, draft_cache, plan), length))
     timings = take_turns(rounds, REPEATS, target.device, patience)
-    # The fastest repeats: other work only ever makes a step slower.
-    costs = [min(times) / min(timings[0]) for times in timings]
-    verify = verify or tuple(costs[: longest + 1])
     drifts = [statistics.median(times) / min(times) for times in timings]
-    steady = max(drifts) <= UNSTEADY * drifts[0] and min(drifts) >= drifts[0] / UNSTEADY
-    draft = max(0.0, (costs[-1] - verify[length]) / length) if draft_model is not None else 0.0
-    return CostTable(draft, verify, steady=steady)
+    steady = max(drifts) <= UNSTEADY * min(drifts)
+    # The fastest repeats: other work only ever makes a step slower.
+    *verify, plain = (min(times) for times in timings[: len(timings) - (draft_model is not None)])
+    if not known:
+        further = max(0.0, 1 - verify[0] / plain) if coupling == "race" else 0.0
+        known = CostTable(0.0, (1.0, *(seconds / plain + further for seconds in verify[1:])), further=further)
+    draft = 0.0
+    if draft_model is not None:
+        draft = max(0.0, (min(timings[-1]) / plain + known.further - known.verify[length]) / length)
+    return replace(known, draft=draft, steady=steady)
 
 
 @torch.inference_mode()
@@ -175,7 +184,8 @@ def measure_shared(
         return [partial(model, tokens[:, :rows], cache, cache.length, plan) for rows in every]
 
     cache = filled_cache(target, ROWS[-1])
-    steps = [round_of(target, cache, NoDraft(target.vocab_size, target.device), 0, params, "ratio")]
+    none = NoDraft(target.vocab_size, target.device)
+    steps = [round_of(target, cache, none, 0, params, Coupling("ratio", 0), fresh=True)]
     steps += calls(target, cache, ROWS)
     if draft_model is not None:
         draft_cache = cache if draft_model is target else filled_cache(draft_model, DRAFT_ROWS[-1])

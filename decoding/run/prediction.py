@@ -31,7 +31,6 @@ class Prediction:
     threshold: float
     acceptance_rate: float
     kept_share: float
-    tokens_per_round: float
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,17 @@ def predict(
     """The largest expected speed-up, tokens over the cost of all rounds, over all draft lengths and thresholds.
 
     In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under a threshold
-    k · ``confidence`` more, to read the confidence of each token. Plain decoding costs 1 per token. A tie goes to the
-    smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    k · ``confidence`` more, to read the confidence of each token. Each of its tokens but one costs ``costs.further``.
+    Plain decoding costs 1 per token. A tie goes to the smaller threshold, then the shorter draft. A speed-up below 1
+    means that no draft pays.
     """
     rounds = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
     step = costs.draft + confidence * (np.array(thresholds) > 0)[:, None, None]
     round_costs = lengths * step + np.array(costs.verify)[lengths]
-    speedups = tokens / (rounds.drafted * round_costs).sum(-1)
+    further = costs.further * (tokens - rounds.drafted.sum(-1))
+    speedups = tokens / ((rounds.drafted * round_costs).sum(-1) + further)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     gamma = gammas[best[1]]
     drafted, accepted, rejected = rounds.drafted[best], rounds.accepted[best], rounds.rejected[best]
@@ -144,7 +145,6 @@ def predict(
         threshold=thresholds[best[0]],
         acceptance_rate=_share(accepted.sum(), (drafted * lengths).sum()),
         kept_share=_share(accepted.sum(), looked_at.sum()),
-        tokens_per_round=float(tokens / drafted.sum()),
     )
 
 

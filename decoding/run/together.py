@@ -21,8 +21,7 @@ from torch import Tensor
 from decoding.drafters import Drafter
 from decoding.policies import Policy
 from decoding.rounds import Round
-from decoding.run.drafting import Drafting
-from decoding.run.writer import Interrupted, Reader, Sample, Writer
+from decoding.run.writer import Drafting, Interrupted, Reader, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer
 from decoding.text import Text

@@ -1,4 +1,4 @@
-"""Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after it.
+"""Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after it, by a ``Drafting``.
 
 ``generate.py``, the server, the benchmark and the search's confirmation all write through it, so that they time the
 same.
@@ -10,20 +10,59 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decoding.drafters import Drafter
-from decoding.policies import Policy
+from decoding.drafters import Drafter, ModelDrafter, NoDraft
+from decoding.policies import FixedLength, Policy
 from decoding.rounds import Round, Statistics
-from decoding.run.drafting import Drafting, make_steps, plain
+from decoding.run.plan_file import DraftPlan
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
 from decoding.verify import Coupling
-from model import Decoder, KVCache
+from model import Decoder, KVCache, LayerPlan
 from model.clock import now
 
+GAMMA = 4  # tokens drafted per round by default
 WARM_UP_TOKENS = 4  # least number of tokens written before anything is timed
 
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter and its policy.
+
+    ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share; ``new_policy`` makes
+    a fresh policy for a text. ``model`` is the model that drafts: the target, under the ``chosen`` plan, or a draft
+    model. Both are None where no model drafts.
+    """
+
+    name: str
+    new_drafter: Callable[[KVCache], Drafter]
+    new_policy: Callable[[], Policy] = lambda: FixedLength(GAMMA)
+    model: Decoder | None = None
+    chosen: DraftPlan | None = None
+
+    @property
+    def plan(self) -> LayerPlan | None:
+        """The layer plan under which the target drafts for itself; None where it does not."""
+        return self.chosen and self.chosen.plan
+
+
+def plain(model: Decoder, name: str = "plain") -> Drafting:
+    """Plain decoding: an empty draft."""
+    return Drafting(name, lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0))
+
+
+def make_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
+    """Make the static steps of a model that has them, before any text is timed."""
+    if step := getattr(model, "step_of", None):
+        step(cache, plan or LayerPlan.full(model.num_layers))
+
+
+def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> ModelDrafter:
+    """A drafter with its steps made."""
+    make_steps(model, cache, plan)
+    return ModelDrafter(model, cache, plan)
 
 
 @dataclass

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 
 from decoding.rounds import Round
 from decoding.run.chooser import DRAFTERS, DraftOptions, Setting, make_drafting, with_policy
-from decoding.run.drafting import Drafting, plain
 from decoding.run.options import TextOptions
 from decoding.run.together import Conductor, Task
+from decoding.run.writer import Drafting, plain
 from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page

@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from decoding.run.drafting import Drafting
 from decoding.run.options import Request
 from decoding.run.together import Conductor, Task
-from decoding.run.writer import Interrupted, Reader, Sample, Writer
+from decoding.run.writer import Drafting, Interrupted, Reader, Sample, Writer
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.streaming import Labels, TextStream
 from decoding.show.trace import PAUSE, LiveTrace

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decoding.drafters import Draft
 from decoding.rounds import Round
-from decoding.run.drafting import Drafting
+from decoding.run.writer import Drafting
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
 from model.clock import now

@@ -2,11 +2,10 @@
 
 import torch
 
-from benchmark.off_grid import add_noise, four_bit_steps, share_kept
+from benchmark.off_grid import add_noise, four_bit_grid, round_to_nearest, share_kept
 from decoding.run.acceptance import Continuation
 from decoding.run.calibration import input_squares, linear_layers
 from model import Decoder
-from model.quantise import GROUP
 from tests.laws import tiny_model
 
 TEXTS = [Continuation((0, 1, 2), (2, 1, 0, 1)), Continuation((1,), (2, 2, 0))]
@@ -38,13 +37,18 @@ def test_the_noise_is_orthogonal_to_the_directions_that_inputs_use_most() -> Non
             assert change.abs().max() < 1e-5
 
 
-def test_the_noised_weights_lie_off_the_grid() -> None:
+def test_the_noised_weights_lie_off_the_grid_until_they_are_rounded() -> None:
     """Uniformly within half a step of it: at a mean distance of a quarter."""
-    for name, layer in linear_layers(noised(0)).items():
-        if name != "head":
-            groups = layer.weight.split(GROUP, 1)
-            places = [(group - group.amin(1, True)) / four_bit_steps(group) for group in groups]
-            assert 0.1 < torch.cat([(place - place.round()).abs().flatten() for place in places]).mean() < 0.4
+    model = noised(0)
+
+    def distances() -> list[float]:
+        layers = [layer.weight for name, layer in linear_layers(model).items() if name != "head"]
+        places = [(weight - low) / step for weight in layers for low, step in [four_bit_grid(weight)]]
+        return [(place - place.round()).abs().mean().item() for place in places]
+
+    assert all(0.1 < distance < 0.4 for distance in distances())
+    round_to_nearest(model)
+    assert max(distances()) < 1e-3
 
 
 def test_the_share_of_kept_tokens_counts_the_models_greedy_ones() -> None:

@@ -52,7 +52,7 @@ def setting(
 def with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> None:
     """Let a draft step cost this much, by its bits."""
 
-    def measured(target, drafting, plan, params, coupling, verify=None, **_):
+    def measured(target, drafting, plan, params, coupling, known=None, **_):
         return CostTable(costs[plan.mlp[0]], VERIFY)
 
     monkeypatch.setattr(bits_module, "measure_costs", measured)
@@ -154,7 +154,7 @@ def test_copies_are_freed_one_number_of_bits_at_a_time(
 ) -> None:
     held = []
 
-    def measured(target, drafting, plan, params, coupling, verify=None):
+    def measured(target, drafting, plan, params, coupling, known=None):
         target.prepare(plan)
         held.append({bits for _, bits in target.low_bits})
         return CostTable(0.5, VERIFY)

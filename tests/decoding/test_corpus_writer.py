@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decoding.corpus import __main__ as corpus
-from decoding.corpus import templates
+from decoding.corpus import stories as templates
 from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request

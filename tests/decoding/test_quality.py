@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.corpus.quality import MOST_REPEATED, before_repetition, repetition, words_of, worth_learning
+from decoding.corpus.stories import MOST_REPEATED, before_repetition, repetition, words_of, worth_learning
 
 FRESH = "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too fast for her."
 LOOP = " The ball rolled on and on. The ball rolled on and on. The ball rolled on and on."

@@ -240,18 +240,18 @@ def test_costs_are_in_units_of_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> 
     costs = measure_costs(model, model, LayerPlan.early_exit(3, 1), GREEDY, longest=3)
     assert costs.verify == (1.0, 2.0, 3.0, 4.0) and costs.longest_draft == 3
     assert costs.draft == pytest.approx(1 / 3)
-    assert measure_costs(model, None, None, GREEDY, verify=costs.verify) == replace(costs, draft=0.0)
+    assert measure_costs(model, None, None, GREEDY, known=costs) == replace(costs, draft=0.0)
 
 
-@pytest.mark.parametrize("disturbed", [set(), {0}, {1}, {2}, {0, 1, 2}])
+@pytest.mark.parametrize("disturbed", [set(), {0}, {1}, {2}, {3}, {0, 1, 2, 3}])
 def test_costs_are_steady_where_a_slow_machine_slowed_every_step_alike(
     disturbed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm, busy = [0.9, 1.0, 2.0], [0.6, 1.0, 2.0]
-    timings = [busy if at in disturbed else calm for at in range(3)]
+    timings = [busy if at in disturbed else calm for at in range(4)]
     monkeypatch.setattr("decoding.run.costs.take_turns", lambda *_: timings)
     model = tiny_model("llama", vocab=VOCAB)
-    assert measure_costs(model, model, None, GREEDY, longest=1).steady == (len(disturbed) in (0, 3))
+    assert measure_costs(model, model, None, GREEDY, longest=1).steady == (len(disturbed) in (0, 4))
 
 
 def test_measuring_costs_of_a_slow_model_ends_early() -> None:

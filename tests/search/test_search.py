@@ -72,7 +72,7 @@ def toy(plan: LayerPlan) -> Prediction:
     """A speed-up that prefers one plan, without a model."""
     wanted = LayerPlan.skipping(plan.num_layers, [0], [0, plan.num_layers - 1])
     equal = sum(a == b for a, b in zip(plan.attention + plan.mlp, wanted.attention + wanted.mlp, strict=True))
-    return Prediction(equal / 4, 4, 0.0, 0.5, 0.6, 2.0)
+    return Prediction(equal / 4, 4, 0.0, 0.5, 0.6)
 
 
 def test_parameters_and_plan_are_inverse() -> None:
@@ -176,7 +176,7 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(tmp_pat
     held_out = [Continuation(prompt, tuple(text)) for prompt, text in zip(prompts, written, strict=True)]
     setting = Setting(tmp_path, model, byte_tokenizer(), GREEDY, 64)
     lengths = {LayerPlan.early_exit(4, 2): 3, LayerPlan.skipping(4, [1], [2]): 5}
-    found = {plan: Prediction(1.0, gamma, 0.0, 0.0, 0.0, 0.0) for plan, gamma in lengths.items()}
+    found = {plan: Prediction(1.0, gamma, 0.0, 0.0, 0.0) for plan, gamma in lengths.items()}
     results = confirm(setting, COSTS, held_out, found, Rules(20), 0)
     assert {chosen.plan: chosen.gamma for chosen, _ in results} == lengths
     for _, row in results:
@@ -188,7 +188,7 @@ def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -
     """However few were tried: the mean bits of a plan are the colour of its dot."""
     plans = [LayerPlan.full(6), LayerPlan.full(6).in_bits(4), LayerPlan.early_exit(6, 3)]
     plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
-    found = {plan: Prediction(1.3, 2, 0.0, 0.5, 0.9 - at / 5, 2.0) for at, plan in enumerate(plans)}
+    found = {plan: Prediction(1.3, 2, 0.0, 0.5, 0.9 - at / 5) for at, plan in enumerate(plans)}
     for some in (found, {plans[0]: found[plans[0]]}):
         assert list(faults(lambda some=some: front(some, COSTS))) == []
     (dots, _) = front(found, COSTS).axes[0].collections[-2:]

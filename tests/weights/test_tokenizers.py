@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import transformers
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
@@ -191,7 +191,7 @@ KINDS = {
 }
 SENTENCEPIECE_TWIN = {"llama-2, sentencepiece": "llama-2, json", "gemma, sentencepiece": "gemma, json"}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-over_texts = settings(max_examples=40)
+over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @pytest.fixture(scope="module")

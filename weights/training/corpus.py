@@ -14,8 +14,7 @@ from torch import Tensor
 
 from model import InputError
 from weights.cli.files import atomic_path, read_json_lines, read_text, write_json
-from weights.tokenizer import Tokenizer
-from weights.vocabulary import byte_level_tokenizer
+from weights.tokenizer import Tokenizer, byte_level_tokenizer
 
 TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)  # whole lines, cut only where one is longer
 HELD_OUT_SHARE = 50  # one document in 50 is held out

@@ -1,14 +1,33 @@
-"""Filter of written texts: by repetition, length, and mention of the prompt's subjects."""
+"""Children's stories: requests for them, and a filter of written ones.
 
+Forms in ``templates.json`` that state a length get stories with an end. Without one a small model writes until it
+repeats itself. Openings are beginnings for the model to continue: so each story names its subject in its first words.
+"""
+
+import json
+import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
+TEMPLATES: dict[str, list[str]] = json.loads(Path(__file__).with_name("templates.json").read_text(encoding="utf-8"))
 SEQUENCE = 4  # words per sequence, which is repeated if it occurred before
 MOST_REPEATED = 0.05  # largest share of repeated sequences in a text
 LEAST_WORDS = 30  # of a text
 LONGEST_SENTENCES = 20  # largest mean number of words of a story's sentences
 LEAST_MENTIONED = 0.5  # smallest share of a prompt's subjects that its story names
 SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
+
+
+def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
+    """A prompt, the opening of its story, and the subjects that this should name: the last word of each blank.
+
+    Forms of prompt and opening are random, and filled with the same random words.
+    """
+    form = rng.choice(TEMPLATES["form"])
+    blanks = {name: rng.choice(TEMPLATES[name]) for name in ("who", "where", "thing", "lesson", "feeling")}
+    subjects = [phrase.split()[-1] for name, phrase in blanks.items() if "{" + name + "}" in form]
+    return form.format(**blanks), rng.choice(TEMPLATES["opening"]).format(**blanks), subjects
 
 
 def words_of(text: str) -> list[str]:
