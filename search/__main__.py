@@ -36,10 +36,21 @@ from model import InputError
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.confirm import confirm
-from search.costs import SublayerCosts, measure_sublayers
 from search.plots import front
 from search.prompts import PROMPTS
-from search.study import SAMPLERS, importances, open_study, optimise, parameters, predicted, space_of, starts, tried
+from search.study import (
+    SAMPLERS,
+    SublayerCosts,
+    importances,
+    measure_sublayers,
+    open_study,
+    optimise,
+    parameters,
+    predicted,
+    space_of,
+    starts,
+    tried,
+)
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, read_text

@@ -15,8 +15,7 @@ from decoding.run.writer import Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan
-from search.costs import SublayerCosts
-from search.study import predicted
+from search.study import SublayerCosts, predicted
 from weights.cli.table import Row
 
 CONFIRMED = 3  # plans that are run

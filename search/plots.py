@@ -9,7 +9,7 @@ from decoding.run.costs import CostTable, predicted_speedup
 from decoding.run.prediction import GAMMAS, Prediction
 from model import LayerPlan
 from model.plan import FULL, LOW_BITS
-from search.costs import SublayerCosts
+from search.study import SublayerCosts
 from weights.cli.picture import INK, MUTED, RED, SCALE
 
 LEVELS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # speed-ups that a line joins

@@ -53,11 +53,8 @@ class CostTable:
 
     def __post_init__(self) -> None:
         """Raises ValueError for numbers that are no costs."""
-        if (
-            not self.verify
-            or not all(0 < cost < LARGEST_COST for cost in self.verify)
-            or not 0 <= self.draft < LARGEST_COST
-        ):
+        costs = self.draft, *self.verify
+        if not self.verify or min(self.verify) <= 0 or not all(0 <= cost < LARGEST_COST for cost in costs):
             raise ValueError(f"no table of costs: {self}")
 
     @property

@@ -16,6 +16,7 @@ from decoding.run.acceptance import Acceptance
 from decoding.run.costs import LONGEST_DRAFT, CostTable
 
 GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
+TINY = 1e-12  # in place of a sum of 0, which is divided by
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,10 @@ def predict(
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     gamma = gammas[best[1]]
     drafted, accepted, rejected = rounds.drafted[best], rounds.accepted[best], rounds.rejected[best]
-    looked_at = accepted + rejected
     return Prediction(
         speedup=float(speedups[best]),
         gamma=gamma,
         threshold=thresholds[best[0]],
-        acceptance_rate=_share(accepted.sum(), (drafted * lengths).sum()),
-        kept_share=_share(accepted.sum(), looked_at.sum()),
+        acceptance_rate=float(accepted.sum() / max(TINY, (drafted * lengths).sum())),
+        kept_share=float(accepted.sum() / max(TINY, (accepted + rejected).sum())),
     )
-
-
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else 0.0

@@ -17,7 +17,6 @@ import generate
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit
 from decoding.randomness import SeededRandomness
-from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.show.page import Recording, embed, render_page
 from decoding.show.streaming import Labels
@@ -106,12 +105,6 @@ def test_the_page_is_one_file_with_the_elements_of_its_template_only() -> None:
     assert sample["finish"] == "length" and 0 < sample["seconds"] < len(sample["rounds"]) / 4, "without examining"
     assert "{{data}} {{nonce}}" in {token["text"] for token in tokens_of(sample)}
     assert all(token["text"] in dict(token["target_top"]) for token in tokens_of(sample))
-
-
-def test_a_text_broken_off_before_its_first_round_has_a_page() -> None:
-    data = data_of(page_of(Recording(SamplingParams(), LABELS), plan=None))
-    assert data["plan"] is None
-    assert data["samples"] == [{"rounds": [], "finish": "interrupted", "seconds": 0.0}]
 
 
 def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,21 +256,3 @@ def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> N
         opened.execute_script("inspect(chips.find(chip => chip.token.verdict === arguments[0]))", verdict)
         told = find(opened, "#inspector").text
         assert said in told and "min(1" not in told
-
-
-def test_greedy_rounds_without_a_draft_have_a_page_too(opened: WebDriver, tmp_path: Path) -> None:
-    recording = Recording(SamplingParams(), LABELS)
-    recording.details = [detail(6, None, 1.0)]
-    recording.add(Round(5, [], 0, [6]), 1.0)
-    page = tmp_path / "plain.html"
-    page.write_text(
-        page_of(recording, Recording(SamplingParams(), LABELS), greedy=True, plan=None),
-        encoding="utf-8",
-    )
-    opened.get(page.as_uri())
-    find(opened, "#text .own").click()
-    assert "raw probabilities" in find(opened, "#inspector").text
-    assert "Nothing was drafted" in find(opened, "#inspector").text
-    assert not find(opened, "#plan-card").is_displayed()
-    opened.execute_script("build(data.samples[1])")
-    assert find(opened, "#where").text == "Round 0 of 0"

@@ -484,18 +484,3 @@ def test_the_context_is_what_there_is_memory_for(
     one, four = (app.context_length(request, places) for places in (1, 4))
     assert 1024 <= four < one <= CONTEXT
     assert f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once" in capsys.readouterr().err
-
-
-def test_after_the_server_has_stopped_nothing_is_taken_on(folder: Path) -> None:
-    with serving("--model", str(folder), "--draft", "none") as running:
-        connections = [running.begin("/v1/completions", {**ENDLESS, "stream": True}) for _ in range(5)]
-        assert connections[0].recv(10)
-        until(lambda: len(running.worker.jobs) == 5)
-        running.server.should_exit = True
-        for connection in connections:
-            rest = b""
-            while part := connection.recv(1 << 16):
-                rest += part
-            connection.close()
-            assert b"the server is stopping" in rest
-        until(lambda: running.idle)

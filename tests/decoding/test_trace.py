@@ -143,11 +143,6 @@ def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
     assert body == '[ the quick] fox<taken back: " quick fox"><taken back: "�">✔ the'
 
 
-def test_a_half_of_a_character_that_failed_is_shown_apart() -> None:
-    assert show([Round(5, [4, 5], 1, [4, 5])]).split("\n")[1] == "{-�-}✔"
-    assert show([Round(5, [4, 5, 0], 0, [1])]).split("\n")[1] == "{-�-}{~� the~} quick"
-
-
 def test_only_the_first_token_that_fails_is_rejected_and_a_token_after_the_end_of_the_text_is_not() -> None:
     assert show([Round(5, [0, 1, 2, 0], 1, [0, 2])]).split("\n")[1] == "[ the]{- quick-}{~ fox the~} fox"
     assert show([Round(5, [0, END, 1], 3, [0, END], finish="eos")]).split("\n")[1] == "[ the<end>]{~ quick~}"

@@ -121,14 +121,6 @@ def test_wrong_input_is_one_clear_line_and_status_2(arguments: list[str], compla
     assert outcome.err.count("\n") == 1
 
 
-def test_a_folder_of_an_odd_name_or_none_does_not_break_the_line(run: Run, tmp_path: Path) -> None:
-    (folder := tmp_path / "two\r\n\x1b[31mcolours").mkdir()
-    for name in (str(folder), "no-such-model"):
-        outcome = run("the hen", "--model", name)
-        assert outcome.status == 2 and len(outcome.err.splitlines()) == 1 and "\x1b" not in outcome.err
-    assert re.fullmatch(r"error: no folder 'no-such-model'[^\n]*weights\.fetch [^\n]*\n", outcome.err)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -274,20 +266,6 @@ def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monk
     assert outcome.err.count("tokens/s") == 3 and outcome.err.count("-" * 20) == 1
 
 
-def test_a_stop_string_is_not_printed(run: Run, model: str) -> None:
-    whole = run("the hen", "--model", model, "--draft", "none", "--max-new-tokens", "12", "--dtype", "float64").out
-    stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isprintable() and letter not in whole[:3])
-    out = run("the hen", "--model", model, "--draft", "exit", "--dtype", "float64", "--stop", stop).out
-    assert out == whole[: whole.index(stop)] + "\n"
-
-
-def test_a_mistyped_option_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        generate.main(["a", "--gamma", "many"])
-    assert ended.value.code == 2
-    assert re.fullmatch(r"error: argument --gamma: [^\n]*--help\n", capsys.readouterr().err)
-
-
 def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,13 +278,6 @@ def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
     outcome = run("the", "--model", model, "--draft", "exit", "--max-new-tokens", "6", "--compare", "--json")
     assert outcome.status == 130
     assert [len(result["tokens"]) for result in outcome.objects] == [6]
-
-
-def test_a_text_too_long_for_memory_is_refused_on_a_cpu_too(run: Run, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "long", {**LLAMA, "max_position_embeddings": 2**24, "head_dim": 512})
-    outcome = run("the", "--model", str(folder), "--max-new-tokens", "16000000")
-    assert outcome.status == 2
-    assert "does not fit on cpu" in outcome.err
 
 
 def test_a_draft_model_whose_numbers_break_is_never_accepted(run: Run, model: str, tmp_path: Path) -> None:

@@ -65,16 +65,6 @@ def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_
     assert first_on == [5, 3, 0]
 
 
-def test_without_a_curriculum_only_the_last_layer_learns_to_speak() -> None:
-    assert exits(4, 5, curriculum="none") == [0, 0, 0, 1]
-    assert exits(1, 0) == [1.0]
-
-
-def test_power_0_makes_every_exit_count_alike() -> None:
-    # L = 5: each early exit weighs what the paper gives the last of them, 0+1+2+3 = 6; the last layer 4 + 6
-    assert exits(5, 0, exit_power=0.0) == pytest.approx([6 / 34, 6 / 34, 6 / 34, 6 / 34, 10 / 34])
-
-
 def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
     model = build(parse_config({**raw, **SHAPE, "head_dim": 8})).double()
     model.initialise(0.2, torch.Generator().manual_seed(1))

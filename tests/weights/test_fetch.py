@@ -216,18 +216,6 @@ def test_a_download_with_another_checksum_is_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("out", ["file", "file/below", "folder"])
-def test_an_out_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
-    monkeypatch.setattr(fetching, "_download", lambda folder: folder)
-    monkeypatch.setattr(fetching, "convert", lambda gguf, folder: None)
-    (tmp_path / "file").write_text("not a folder")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "mine").touch()
-    with pytest.raises(InputError, match=f"{out} cannot be written: "):
-        fetch(tmp_path / out)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
-
-
 def test_without_a_network_the_command_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,6 +237,9 @@ def test_a_plan_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFacto
     ("value", "said"),
     [
         ({"bits": 5}, "0, 4, 6, 8 or 16 bits"),
+        ({"bits": 0}, "no bits"),
+        ({"bits": False}, "no bits"),
+        ({"attn": [1, 1]}, "named twice"),
         ({"bits": {"attn": [4, 4, 4]}}, "holds no plan for 4 layers"),
         ({"bits": 4, "head_bits": 0}, "head=0"),
         ({"attn": [4], "mlp": []}, "skips layer 4, but this model has layers 0..3"),
@@ -256,13 +259,6 @@ def test_a_wrong_plan_file_is_refused_with_its_name(tmp_path: Path, value: Any, 
     with pytest.raises(InputError) as caught:
         read_plan(write_plan(tmp_path, value), 4)
     assert said in one_line(caught.value) and "plan.json" in str(caught.value)
-
-
-def test_a_plan_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nothing\.json cannot be read"):
-        read_plan(tmp_path / "nothing.json", 4)
-    with pytest.raises(InputError, match="cannot be read"):
-        read_plan(tmp_path, 4)
 
 
 # Cost tables kept beside a model

@@ -17,12 +17,10 @@ from decoding.text import Rules, Text
 from model import InputError, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from model.plan import LOW_BITS
-from tests.configs import small
 from tests.oracle import FAMILIES, configs
 from tests.peak import held_bytes, peak_bytes
 from weights import memory
 from weights.memory import (
-    GPU_BUFFERS,
     Memory,
     check_fits,
     estimate,
@@ -199,12 +197,3 @@ def test_a_containers_limit_bounds_what_is_free(tmp_path: Path, monkeypatch: pyt
     assert free_bytes(CPU) == 3250, "files kept in memory give way"
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes(CPU) > 1 << 20
-
-
-def test_a_gpus_estimate_counts_its_buffers_and_a_cache_of_doubled_size() -> None:
-    config = parse_config(small("llama", max_position_embeddings=4096))
-    here, there = (
-        estimate(config, torch.bfloat16, 600, prompt=500, fast_on=torch.device(name)) for name in ("cpu", "cuda")
-    )
-    assert there.cache == estimate(config, torch.bfloat16, 1024, prompt=500).cache > here.cache
-    assert there.workspace == here.workspace + GPU_BUFFERS

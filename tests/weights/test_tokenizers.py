@@ -423,8 +423,3 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     with pytest.raises(InputError, match=message) as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"holds no tokenizer.json and no tokenizer.model"):
-        Tokenizer(tmp_path)
