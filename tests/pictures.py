@@ -14,7 +14,7 @@ COUNTED = ("layer", "trial", "step", "tokens", "exit after layer")  # the names 
 
 def faults(draw: Callable[[], Figure]) -> Iterator[str]:
     """What reaches beyond the paper, titles wider than their frame, legends over the drawing, counts in fractions."""
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         figure = draw()
         FigureCanvasAgg(figure).draw()
         drawn = figure.get_tightbbox()  # in inches

@@ -87,7 +87,8 @@ def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: S
         accepted += kept
         rejected += lost
         begin, soon = bonus + lost.sum(0) + soon, stopped.sum(0)
-        live, astray = _deeper(kept - stopped), _deeper(wandering - halted)
+        deeper = kept - stopped, wandering - halted  # one drafted token later
+        live, astray = (np.pad(state[:-1], ((1, 0), (0, 0), (0, 0), (0, 0))) for state in deeper)
     return Rounds(*(np.moveaxis(each.sum(1), 0, -1) for each in (drafted, accepted, rejected)))
 
 
@@ -107,11 +108,6 @@ def _tables(
     sure_to_stop = 1 - table(acceptance.share) * (table(acceptance.likeliest) >= limits)
     sure_to_stop[..., limits == 0] = 0
     return table(acceptance.accept), unsure, sure_to_stop
-
-
-def _deeper(state: np.ndarray) -> np.ndarray:
-    """The state one drafted token later."""
-    return np.concatenate((np.zeros_like(state[:1]), state[:-1]))
 
 
 def predict(

@@ -143,11 +143,6 @@ def test_what_is_taken_back_is_named_and_what_follows_is_whole() -> None:
     assert body == '[ the quick] fox<taken back: " quick fox"><taken back: "�">✔ the'
 
 
-def test_only_the_first_token_that_fails_is_rejected_and_a_token_after_the_end_of_the_text_is_not() -> None:
-    assert show([Round(5, [0, 1, 2, 0], 1, [0, 2])]).split("\n")[1] == "[ the]{- quick-}{~ fox the~} fox"
-    assert show([Round(5, [0, END, 1], 3, [0, END], finish="eos")]).split("\n")[1] == "[ the<end>]{~ quick~}"
-
-
 @pytest.mark.parametrize("colour", [True, False])
 def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
     hostile = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202e\u2028[red]x[/red]\x7f\x00"

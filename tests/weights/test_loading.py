@@ -410,14 +410,3 @@ def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
         return struct.pack("<Q", len(text)) + text + good[8 + length :]
     at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good)))
     return good[:at] + draw(st.binary(max_size=16)) + good[at + draw(st.integers(0, 64)) :]
-
-
-@settings(max_examples=120)
-@given(data=st.data())
-def test_any_bytes_as_weights_load_or_are_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = write_weights(tmp_path_factory.getbasetemp() / "bytes", SMALL, random_state(SMALL))
-    good = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data.draw(damaged_bytes(good) | st.binary(max_size=100)))
-    loads_or_says_why(folder)

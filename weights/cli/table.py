@@ -6,8 +6,8 @@ from rich.table import Table
 
 Row = dict[str, Any]  # values by column name
 
-FORMATS = dict.fromkeys(("tokens/s", "GB/s", "MB", "estimated MB"), "{:.1f}")
-FORMATS |= dict.fromkeys(("accepted", "acceptance predicted", "repeated", "about it"), "{:.0%}")
+FORMATS = dict.fromkeys(("tokens/s", "GB/s", "MB"), "{:.1f}")
+FORMATS |= dict.fromkeys(("accepted", "acceptance predicted"), "{:.0%}")
 
 
 def table(rows: list[Row], title: str | None = None) -> Table:
