@@ -274,12 +274,6 @@ def costs_of(folder: Path, model: torch.nn.Module) -> tuple[CostTable, bool]:
     return costs, bool(calls)
 
 
-def test_costs_are_measured_once_and_then_read(tmp_path: Path) -> None:
-    model = load_model(write_weights(tmp_path, SMALL, random_state(SMALL)))
-    assert costs_of(tmp_path, model) == (MEASURED, True)
-    assert costs_of(tmp_path, model) == (MEASURED, False)
-
-
 def test_costs_measured_on_a_busy_machine_are_not_kept(tmp_path: Path) -> None:
     model = load_model(write_weights(tmp_path, SMALL, random_state(SMALL)))
     busy = CostTable(0.5, (1.0, 1.25, 1.5), steady=False)
