@@ -281,7 +281,7 @@ def costs_of(way: Drafting, setting: Setting) -> CostTable:
     def measure() -> CostTable:
         say(f"measuring once the costs of drafts on this machine after {context} tokens")
         costs = measure_costs(model, way.model, plan, params, setting.coupling, context=context)
-        return measure_shared(model, way.model, plan, params, costs)
+        return measure_shared(model, way.model, plan, params, setting.coupling, costs)
 
     return kept(
         setting.folder, model, f"{drafts}, {params}, {setting.coupling}, after {context} tokens", CostTable, measure

@@ -167,7 +167,7 @@ def measure_costs(
 
 @torch.inference_mode()
 def measure_shared(
-    target: Model, draft_model: Model | None, plan: LayerPlan | None, params: SamplingParams, costs: CostTable
+    target: Model, draft: Model | None, plan: LayerPlan | None, params: SamplingParams, coupling: str, costs: CostTable
 ) -> CostTable:
     """``costs`` with those of steps that several texts share, for a target that has such steps.
 
@@ -182,11 +182,11 @@ def measure_shared(
 
     cache = filled_cache(target, ROWS[-1])
     none = NoDraft(target.vocab_size, target.device)
-    steps = [round_of(target, cache, none, 0, params, Coupling("ratio", 0), fresh=True)]
+    steps = [round_of(target, cache, none, 0, params, Coupling(coupling, 0), fresh=True)]
     steps += calls(target, cache, ROWS)
-    if draft_model is not None:
-        draft_cache = cache if draft_model is target else filled_cache(draft_model, DRAFT_ROWS[-1])
-        steps += calls(draft_model, draft_cache, DRAFT_ROWS, plan)
+    if draft is not None:
+        draft_cache = cache if draft is target else filled_cache(draft, DRAFT_ROWS[-1])
+        steps += calls(draft, draft_cache, DRAFT_ROWS, plan)
     plain, *more = map(min, take_turns(steps, SHARED_REPEATS, target.device, PATIENCE))
     relative = tuple(seconds / plain for seconds in more)
     return replace(costs, steps=relative[: len(ROWS)], drafts=relative[len(ROWS) :])

@@ -74,6 +74,7 @@ def test_expected_tokens_is_the_published_quotient(alpha: float, length: int) ->
 def test_predicted_speedup_is_tokens_over_cost() -> None:
     costs = CostTable(0.2, (1.0, 1.0, 1.5))
     assert predicted_speedup(0.5, 2, costs) == pytest.approx((1 + 0.5 + 0.25) / (2 * 0.2 + 1.5))
+    assert predicted_speedup(0.5, 2, replace(costs, further=0.1)) == pytest.approx(1.75 / (1.9 + 0.1 * 0.75))
     assert predicted_speedup(0.5, 0, costs) == 1
 
 
