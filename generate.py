@@ -14,7 +14,7 @@ from pathlib import Path
 from decoding.run.chooser import DRAFTERS, choose
 from decoding.run.compare import comparison
 from decoding.run.options import Request
-from decoding.run.together import Conductor
+from decoding.run.together import Scheduler
 from decoding.run.writer import Sample, Writer
 from decoding.serve import serve
 from decoding.show.output import Output
@@ -25,6 +25,7 @@ from weights.cli.command_line import OneLineParser, run_command
 from weights.load import DTYPES, load_model
 from weights.memory import check_fits, estimate
 
+NOT_FROM_PYTHON = {"num_samples", "dry_run", "compare", "trace", "html", "json", "serve", "together"}
 COUPLING = "race (default with --seed or several samples): the seed determines the text; ratio: accepts more"
 
 
@@ -33,7 +34,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", help="the prompt, or give --prompt-file")
     parser.add_argument("--prompt-file", metavar="F", help="read the prompt from a file (-: standard input)")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="default: if the model has a template")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="as a chat (default: if the model can)")
     parser.add_argument("--system", metavar="S", help="system message of the chat")
     draft = parser.add_argument_group("drafting")
     draft.add_argument("--draft", default="auto", metavar="KIND", help=f"{', '.join(DRAFTERS)}, or FILE.py:Class")
@@ -42,8 +43,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     draft.add_argument("--bits", type=int, metavar="B", help="lowbit, exit, skip: draft with weights in 4, 6 or 8 bits")
     draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
     draft.add_argument("--gamma", type=int, metavar="N", help="tokens drafted per round (default: measured, else 4)")
-    draft.add_argument("--adaptive", action=argparse.BooleanOptionalAction, help="Draft & Verify's adaptive exit")
-    draft.add_argument("--min-target-confidence", type=float, metavar="X", help="draft only while the target is sure")
+    draft.add_argument("--adaptive", action=argparse.BooleanOptionalAction, help="end a draft after an unsure token")
+    draft.add_argument("--min-target-confidence", type=float, metavar="X", help="no draft after a less sure token")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of a text")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
@@ -96,7 +97,7 @@ def write(request: Request, model: Decoder) -> int:
     couplings = [replace(request.coupling, sample=number) for number in range(options.num_samples)]
     try:
         if (count := request.samples_together(model)) > 1:
-            return 130 if output.write_together(Conductor(model, request.capacity, count), couplings) else 0
+            return 130 if output.write_together(Scheduler(model, request.capacity, count), couplings) else 0
         writer = Writer(model, request.capacity, request.tokenizer.token_bytes)
         writer.begin(request.ids)
         if options.compare or request.device.type == "cuda":
@@ -115,9 +116,9 @@ def write(request: Request, model: Decoder) -> int:
 
 
 def generate(model: str, prompt: str, draft: str = "auto", **options: object) -> Sample:
-    """A text with its statistics, from Python; ``options`` are the command line's: ``top_k=40``. Raises InputError."""
+    """A text with its statistics; ``options`` are the command line's, ``stop`` and ``ban`` lists. Raises InputError."""
     known = vars(parse_arguments([]))
-    if unknown := options.keys() - known.keys():
+    if unknown := options.keys() - (known.keys() - NOT_FROM_PYTHON):
         raise InputError(f"generate has no option {min(unknown)}")
     request = Request(argparse.Namespace(**known | {"model": model, "prompt": prompt, "draft": draft} | options))
     writer = Writer(load(request), request.capacity, request.tokenizer.token_bytes)

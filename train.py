@@ -98,8 +98,7 @@ def recipe_loss(
     """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens).
 
     An early exit is trained towards a mixture: the last layer's probabilities with the share ``taught``, and the next
-    token with the rest. The model verifies drafts, not the text. The paper's share is 0 (for self-distillation see
-    arXiv 1905.08094).
+    token with the rest. The model verifies drafts, not the text. The paper's share is 0 (else see arXiv 1905.08094).
     """
     hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
     following, total, lesson = tokens[:, 1:].flatten(), torch.zeros((), device=tokens.device), None
@@ -257,10 +256,11 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
 
 def load_state(options: argparse.Namespace) -> dict[str, Any]:
     """State saved in ``--out``, that of step 0 where there is none. Raises InputError for a run with other options."""
-    given = {name: str(value) for name, value in vars(options).items()}
+    given = {name: str(value) for name, value in vars(options).items() if name not in ("out", "device", "save_every")}
     if not (options.out / STATE).exists():
         return {"options": given, "step": 0, "records": [], "parts": []}
-    state = torch.load(options.out / STATE, map_location="cpu", weights_only=True)
+    with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
+        state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
     for name, saved in state["options"].items():
         if given.get(name) != saved:
             raise InputError(f"{options.out} holds a run with {name} {saved}: give the same, or another --out")

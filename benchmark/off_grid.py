@@ -51,9 +51,8 @@ def off_grid_folder(folder: Path) -> Path:
 def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
     """Add noise to every matrix of a layer, in place; embedding and head stay.
 
-    It is uniform within half a four-bit step of a weight's group on either side, projected onto the half of the
-    eigenvectors with the smaller eigenvalues of its inputs' uncentred covariance on these texts, times √2, which
-    restores its norm.
+    It is uniform within half a four-bit step of a weight's group, projected onto the half of the eigenvectors with the
+    smaller eigenvalues of its inputs' uncentred covariance on these texts, times √2, which restores its norm.
     """
     generator = torch.Generator().manual_seed(seed)
     covariances = input_squares(model, texts, lambda x: x.T @ x)

@@ -33,13 +33,15 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_together(axes: Axes, rows: list[Row]) -> None:
-    """Draw the tokens per second of all texts by their number, plain and drafted, and the speed-up of the draft."""
-    counts = [row["texts"] for row in rows]
-    for name, label in (("plain", "plain"), ("drafted", f"drafted, {rows[0]['draft']}")):
-        axes.plot(counts, [row[f"{name} tokens/s"] for row in rows], marker="o", label=label)
-    for row in rows:
-        place = row["texts"], max(row["plain tokens/s"], row["drafted tokens/s"])
-        axes.annotate(f"×{row['speed-up']:.2f}", place, (0, 8), textcoords="offset points", ha="center")
+    """Draw the tokens per second of all texts by their number, and the speed-ups of the drafts."""
+    counts = sorted({row["texts"] for row in rows})
+    for number, name in enumerate(dict.fromkeys(row["decoder"] for row in rows)):
+        of_one = [row for row in rows if row["decoder"] == name]
+        label = f"{name} (×: of plain)" if number else name
+        axes.plot(counts, [row["tokens/s"] for row in of_one], marker="o", label=label)
+        for row in of_one if number else ():
+            place, label = (row["texts"], row["tokens/s"]), f"×{row['speed-up']:.2f}"
+            axes.annotate(label, place, (0, 8 if number > 1 else -16), textcoords="offset points", ha="center")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, map(str, counts))
     axes.set(title="Texts written together", xlabel="texts at a time", ylabel="tokens/s of all", ylim=(0, None))

@@ -15,9 +15,9 @@ from rich.progress import track
 
 from benchmark.contenders import ADAPTIVE, WARM_UP_TOKENS, Bench, Contender, Written, contender, our_contenders
 from decoding.rounds import Statistics
-from decoding.run.chooser import Drafting, bits_table, plain
+from decoding.run.chooser import Drafting, DraftOptions, bits_table, choose, plain
 from decoding.run.costs import CONTEXT, CostTable, filled_cache, measure_costs
-from decoding.run.together import Call, Conductor, Task, answers
+from decoding.run.together import Call, Scheduler, Task, answers
 from decoding.run.writer import Writer
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
@@ -96,57 +96,56 @@ def speed_section(bench: Bench) -> list[Row]:
             "seconds": [text.seconds for text in found],
         }
         for kind in kinds:
-            row[kind] = statistics.median(
-                ratio for ratio, (of, _) in zip(speedups, bench.prompts, strict=True) if of == kind
-            )
+            of_kind = [ratio for ratio, (its, _) in zip(speedups, bench.prompts, strict=True) if its == kind]
+            row[kind] = statistics.median(of_kind)
         rows.append(row)
     return rows
 
 
 def together_section(bench: Bench) -> list[Row]:
-    """Texts written up to n at a time: tokens per second of all, plain and drafted, and the draft's speed-up.
+    """Texts written up to n at a time, plain and drafted: tokens per second of all, and the speed-up of the draft.
 
     Always the same 16 texts, without the time until their first tokens. "of possible" is the gain of plain decoding
     over one text at a time, divided by the gain that steps of n rows allow: n times the cost of a step of one row over
-    the cost of a step of n rows. "equal" counts the texts, plain and drafted, that equal those written alone.
+    the cost of a step of n rows. "equal" counts the texts that equal those written alone.
     """
     setting, model, count = bench.setting, bench.setting.model, bench.options.max_new_tokens
     told = "model", *(f"exit {layer}" for layer in bench.options.exit_layer or ()), "low bits"
     draft = next(name for name in (*told, *bench.drafts) if name in bench.drafts)
-    ways = plain(model), bench.drafts[draft]
+    ways = {"plain": plain(model), draft: bench.drafts[draft], "auto": choose(DraftOptions("auto"), setting)}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
-    alone = contender(Writer(model, setting.positions), ways[0], setting)
+    alone = contender(Writer(model, setting.positions), ways["plain"], setting)
     texts = [alone(prompt, count).tokens for prompt in prompts]
 
-    def write(places: int, way: Drafting, count: int) -> tuple[float, int]:
+    def write(scheduler: Scheduler, way: Drafting, count: int) -> tuple[float, int]:
         """Seconds, and the number of texts that equal those written alone."""
-        conductor, tasks = Conductor(model, setting.positions, places), []
+        tasks = []
         for prompt in prompts:
             text, coupling = Text(prompt, Rules(count), model), Coupling(setting.coupling, sum(prompt))
             tasks.append(Task(text, way, setting.params, coupling))
-            conductor.submit(tasks[-1])
         began = now(model.device)
-        conductor.run()
+        scheduler.write_all(tasks)
         seconds = now(model.device) - began
-        if errors := [task.error for task in tasks if task.error]:
-            raise errors[0]
         return seconds, sum(task.text.generated == text[:count] for task, text in zip(tasks, texts, strict=True))
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     calls = [Call(model, token, filled_cache(model, 1), CONTEXT) for _ in prompts]
-    steps = [lambda rows=rows: torch.cat(answers(calls[:rows])).argmax(-1).tolist() for rows in TOGETHER]
-    costs = [*map(statistics.median, take_turns(steps, STEP_REPEATS, model.device))]
-    for way in ways:  # warm-up
-        write(TOGETHER[-1], way, WARM_UP_TOKENS)
+    steps = {n: lambda n=n: torch.cat(answers(calls[:n])).argmax(-1).tolist() for n in TOGETHER}
     rows: list[Row] = []
-    for places, cost in track([*zip(TOGETHER, costs, strict=True)], "writing together", console=Console(stderr=True)):
-        reading = [write(places, way, 1)[0] for way in ways]
-        both = [write(places, way, count) for way in ways]
-        fast, drafted = (len(prompts) * (count - 1) / (both[at][0] - reading[at]) for at in (0, 1))
-        possible = (rows[0]["plain tokens/s"] if rows else fast) * places * costs[0] / cost
-        row = {"texts": places, "plain tokens/s": fast, "of possible": fast / possible}
-        row |= {"draft": draft, "drafted tokens/s": drafted, "speed-up": drafted / fast}
-        rows.append(row | {"equal": f"{sum(equal for _, equal in both)}/{2 * len(prompts)}"})
+    for slots in track(TOGETHER, "writing together", console=Console(stderr=True)):
+        # Just before the texts, since the speed of the memory changes within minutes.
+        measured = take_turns([steps[n] for n in sorted({1, slots})], STEP_REPEATS, model.device)
+        allowed = slots * statistics.median(measured[0]) / statistics.median(measured[-1])
+        for name, way in ways.items():
+            scheduler = Scheduler(model, setting.positions, slots)
+            reading, _ = write(scheduler, way, 1)
+            seconds, equal = write(scheduler, way, count)
+            speed = len(prompts) * (count - 1) / (seconds - reading)
+            row = {"texts": slots, "decoder": name, "tokens/s": speed, "equal": f"{equal}/{len(prompts)}"}
+            if name == "plain":
+                plainly, alone_speed = speed, rows[0]["tokens/s"] if rows else speed
+                row["of possible"] = speed / alone_speed / allowed
+            rows.append(row | {"speed-up": speed / plainly})
     return rows
 
 

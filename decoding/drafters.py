@@ -2,8 +2,7 @@
 
 A drafter has two methods. ``propose`` returns up to ``limit`` tokens after the text, each with the distribution that it
 was drawn from (one-hot for a token that was not drawn). ``rollback`` tells that the text is now ``length`` tokens long:
-the drafter must forget later positions (0: another text begins). No method reports the accepted tokens, since the next
-``propose`` receives the text.
+the drafter must forget later positions (0: another text begins). The next ``propose`` receives the text.
 """
 
 from array import array
@@ -57,21 +56,27 @@ def check_drafter(drafter: Drafter) -> None:
             raise contract_error(drafter, f"it has no method `{method}`")
 
 
-def check_draft(drafter: Drafter, draft: Draft, limit: int, vocab_size: int) -> None:
+def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> None:
     """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers in it."""
     tokens, probs = getattr(draft, "tokens", None), getattr(draft, "probs", None)
-    if not (isinstance(tokens, Tensor) and isinstance(probs, Tensor)):
+    if not (isinstance(draft, Draft) and isinstance(tokens, Tensor) and isinstance(probs, Tensor)):
         raise contract_error(drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}")
     if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
         found = f"{list(tokens.shape)} {tokens.dtype}"
         raise contract_error(drafter, f"`tokens` must be [k] int64 with k at most {limit}, found {found}")
-    if probs.shape != (len(tokens), vocab_size):
-        raise contract_error(drafter, f"`probs` must be [{len(tokens)}, {vocab_size}], found {list(probs.shape)}")
+    if probs.shape != (len(tokens), target.vocab_size) or not probs.is_floating_point():
+        found = f"{list(probs.shape)} {probs.dtype}"
+        raise contract_error(drafter, f"`probs` must be [{len(tokens)}, {target.vocab_size}] floats, found {found}")
+    if {tokens.device, probs.device} != {target.device}:
+        raise contract_error(drafter, f"`tokens` and `probs` must be on {target.device}")
     if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
-        if not (tokens.min() >= 0 and tokens.max() < vocab_size):
-            raise contract_error(drafter, f"`tokens` must be ids from 0 to {vocab_size - 1}, found {tokens.tolist()}")
-        if not probs.sum().isfinite():
-            raise contract_error(drafter, "`probs` holds a non-finite number")
+        if not (tokens.min() >= 0 and tokens.max() < target.vocab_size):
+            raise contract_error(
+                drafter, f"`tokens` must be from 0 and below {target.vocab_size}, found {tokens.tolist()}"
+            )
+        sums = probs.sum(-1)
+        if not ((sums - 1).abs() * (sums != 0) < 0.01).all():  # 0: of a model with non-finite logits
+            raise contract_error(drafter, f"each row of `probs` must sum to 1, found {sums.tolist()}")
 
 
 def contract_error(drafter: Drafter, broken: str) -> InputError:
@@ -86,10 +91,8 @@ class ModelDrafter:
     positions, which verification overwrites. Another model has a separate cache, which catches up with the text in the
     first step of a draft, so that a round whose draft was accepted whole leaves no hole in it.
 
-    LayerSkip (arXiv 2404.16710, section 4.3.2) also leaves the first E of L layers out of the verification of tokens
-    that an early exit drafted. Here they run again. The last drafted token must pass those layers anyway, and reading
-    their weights is most of their cost. The possible saving is (v - 1)·E/L of a plain step, with v the cost of
-    verifying γ + 1 tokens: for v = 1.07, γ = 4 and E/L = 1/2 (measured on SmolLM2, two CPU cores), 1 % of a round.
+    LayerSkip (arXiv 2404.16710, section 4.3.2) reuses the first layers of an exit's draft in its verification. Here
+    they run again: the last drafted token must pass them anyway, and reading their weights is most of their cost.
     """
 
     def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
@@ -184,8 +187,7 @@ class BestOf:
             else:
                 offers.append(Offer(name, name))
         taken, length = policy.choose(offers)
-        drafter = self.drafters[taken.name if taken else offers[0].name]
-        return drafter.propose(text, min(limit, length), params, policy, randomness)
+        return self.drafters[taken.name].propose(text, min(limit, length), params, policy, randomness)
 
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():

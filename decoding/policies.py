@@ -8,7 +8,7 @@ the proof holds for any policy under these rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from decoding.rounds import Round
@@ -17,13 +17,11 @@ from decoding.rounds import Round
 class Policy:
     """Interface of a policy, as the loop and the drafters use it; ``gamma`` is the longest draft.
 
-    ``reads_draft_confidence`` and ``reads_target_confidence`` tell which confidences of a round must be computed; each
-    costs a softmax over the vocabulary.
+    ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax over the vocabulary.
     """
 
     reads_draft_confidence = False
     reads_target_confidence = False
-    threshold: float | None = None  # drafting ends at a confidence below it; None for a policy without this rule
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
@@ -36,18 +34,29 @@ class Policy:
         """Whether to continue the draft after a token of this confidence. The token itself stays in the draft."""
         return True
 
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
-        """The offer to take, None for plain decoding, and the largest number of its tokens: see ``BreakEven``."""
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
+        """The offer to take, and the largest number of its tokens, 0 for plain decoding: see ``BreakEven``."""
         return offers[0], self.draft_length()
 
     def observe(self, round: Round) -> None:
         """Update the policy with a finished round."""
 
-    def share(self, texts: Callable[[], int]) -> None:
-        """Tell the policy how to count the texts that share the model's steps now.
+    def share(self, texts: Callable[[], int], past: Past) -> None:
+        """Tell the policy how to count the texts that share the model's steps now, and the past of their drafting.
 
         Not under the ratio rule, where lengths that follow from other texts could bias the text.
         """
+
+
+@dataclass
+class Past:
+    """Estimates from past rounds of one text, or of several: see ``BreakEven``.
+
+    ``seen``: tokens accepted and tokens judged, per kind of draft; ``waiting``: plain rounds before the next probe.
+    """
+
+    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+    waiting: int = 0
 
 
 class FixedLength(Policy):
@@ -58,16 +67,13 @@ class AdaptiveExit(Policy):
     """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low confidence.
 
     Drafting ends after the first token whose confidence is below ``threshold``; that token is verified like the others.
-    While the smoothed acceptance rate is below ``ALPHA``, the threshold rises. Otherwise it falls, but not after a
-    draft of full length.
+    Below a smoothed acceptance rate of ``ALPHA`` the threshold rises. Otherwise it falls, unless the draft was full.
     """
 
     reads_draft_confidence = True
     ALPHA, RATE_MEMORY = 0.9, 0.5
 
-    def __init__(
-        self, threshold: float, longest: int = 8, *, step: float = 0.01, threshold_memory: float = 0.9
-    ) -> None:
+    def __init__(self, threshold: float, longest: int = 8, *, step: float = 0.01, threshold_memory: float = 0.9):
         super().__init__(longest)
         self.threshold, self.step, self.threshold_memory = threshold, step, threshold_memory
         self.rate = 0.0

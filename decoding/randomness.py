@@ -41,7 +41,7 @@ class Randomness(Protocol):
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-CACHED_PLACES = 16  # cached places of the race, more than a draft and the token after it; 400 kB each for 50,000 ids
+CACHED_PLACES = 16  # cached places of the race, for drafts of up to 15 tokens; 400 kB each for 50,000 ids
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -133,8 +133,7 @@ def race(probs: Tensor, gaps: Tensor) -> Tensor:
 def race_among_few(probs: Tensor, gaps: Tensor) -> Tensor:
     """``race`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
 
-    E is at least 1 - u. So only an id whose (1 - u)/p is at most the E/p of the likeliest token can win, and only for
-    those few are logarithms computed.
+    E is at least 1 - u. So only the few ids whose (1 - u)/p is at most the E/p of the likeliest token can win.
     """
     likeliest, weights = probs.argmax(), probs.double()
     arrival = -torch.log1p(-gaps[likeliest]) / weights[likeliest]
@@ -168,8 +167,8 @@ def mix(*numbers: int) -> int:
     """A 64-bit key hashed from several numbers, by SplitMix64."""
     key = 0
     for number in numbers:
-        key = (key ^ number) + GOLDEN & (1 << 64) - 1
+        key = ((key ^ number) + GOLDEN) % 2**64
         for shift, factor in MIXERS:
-            key = (key ^ key >> shift) * factor & (1 << 64) - 1
+            key = (key ^ key >> shift) * factor % 2**64
         key ^= key >> 31
     return key

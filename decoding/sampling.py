@@ -18,8 +18,7 @@ from model.errors import InputError
 class SamplingParams:
     """Sampling parameters, with the meaning and order that they have in transformers.
 
-    Temperature 0 is greedy decoding. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off. Raises
-    InputError for a value outside its range.
+    Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 are off. Raises InputError.
     """
 
     temperature: float = 0.0
@@ -55,12 +54,13 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
         scores = torch.where(_seen(context, *scores.shape), penalised, scores)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)
-    largest = scores.amax(-1, keepdim=True)
+    likeliest = first_largest(scores)
+    largest = scores.gather(-1, likeliest)
     usable = largest.isfinite()
     if params.temperature == 0:
-        return torch.zeros_like(scores).scatter_(-1, first_largest(scores), usable.to(scores.dtype))
+        return torch.zeros_like(scores).scatter_(-1, likeliest, usable.to(scores.dtype))
     # Subtracting the largest score changes no probability, and prevents overflow at a tiny temperature.
-    temperature = max(params.temperature, torch.finfo(scores.dtype).tiny)
+    temperature = min(max(params.temperature, torch.finfo(scores.dtype).tiny), torch.finfo(scores.dtype).max)
     probs = torch.softmax(_filter((scores - largest) / temperature, params), dim=-1)
     if probs.device.type == "cpu" and usable.all():  # on a GPU this condition would synchronise
         return probs
@@ -68,7 +68,7 @@ def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowe
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """Index of the first of the largest numbers of each row: ``[rows, n]`` -> ``[rows, 1]`` int64.
+    """Index of the first of the largest numbers of each row, or of NaN: ``[rows, n]`` -> ``[rows, 1]`` int64.
 
     On a CPU by NumPy, whose vectorised search takes a tenth of torch's time.
     """

@@ -50,7 +50,7 @@ def speculate(
         context = text.tensor(target.device)  # before the draft: on a GPU the copy would wait for it
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
-        check_draft(drafter, draft, limit, target.vocab_size)
+        check_draft(drafter, draft, limit, target)
         context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
         probs = distribution(logits, context, params, text.allowed(draft.tokens))

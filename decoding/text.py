@@ -1,7 +1,6 @@
 """Text being written, as tokens and as bytes, with its stop strings, banned words and constraints.
 
-Strings are searched in bytes of UTF-8, since a token may end inside a character, and a stop string or a banned word may
-begin and end inside tokens.
+Strings are searched in bytes of UTF-8, since tokens may end inside characters, and strings inside tokens.
 
 A banned word must not appear in the text, in any tokenization. When one completes, everything from the token in which
 it began is retracted, that token is forbidden at that position, and the loop draws again. Draft and target apply a
@@ -46,8 +45,8 @@ class Rules:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
-        if "" in (*self.stop_strings, *self.banned):
-            raise InputError("a stop string or a banned word is empty: give it at least one character")
+        if any(isinstance(strings, str) or "" in strings for strings in (self.stop_strings, self.banned)):
+            raise InputError("stop strings and banned words: give a list of strings of at least one character each")
 
 
 class Patterns:
@@ -115,7 +114,7 @@ class Text:
         self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # the offset in ``data`` where a finished text ends
-        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0  # on a device, of which ``copied`` are valid
+        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0  # tokens on a device; how many hold
         for token in prompt:
             self._append(token)
         self.prompt_length, self.prompt_bytes = len(self.tokens), len(self.data)

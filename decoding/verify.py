@@ -27,6 +27,8 @@ def verify_by_ratio(
     q·min(1, p/q) + (1 - Σ min(p, q)) · norm(max(0, p - q)) = min(p, q) + max(0, p - q) = p.
     After the last drafted token q is zero, so the residual there is p itself: the bonus token.
     """
+    if not len(drafted):  # plain decoding
+        return torch.zeros((), dtype=torch.int64, device=drafted.device), randomness.draw(target_probs[0], place)
     wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
     target_probs, draft_probs = target_probs.to(wide), draft_probs.to(wide)
     p_drafted, q_drafted = (rows.gather(1, drafted[:, None])[:, 0] for rows in (target_probs[:-1], draft_probs))
@@ -35,8 +37,6 @@ def verify_by_ratio(
     accepted = randomness.accept(ratios).long().cumprod(0).sum()
     # index_select, because an index in brackets is read by the host, which synchronises with a GPU.
     p = target_probs.index_select(0, accepted[None])[0]
-    if not len(drafted):
-        return accepted, randomness.draw(p, place)
     last = len(drafted) - 1
     q = draft_probs.index_select(0, accepted.clamp(max=last)[None])[0] * (accepted <= last)
     residual = (p - q).clamp(min=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -11,11 +13,9 @@ class KVCache:
 
     The tensors are allocated once, of the shape ``[batch, kv_heads, capacity, head_dim]`` per layer. ``lengths[layer]``
     is the number of valid entries of a layer; entries behind them are ignored. So a rollback sets a number.
-    A draft that skips the attention of some layers and shares this cache with its target leaves their lengths
-    as the target set them.
+    A draft that shares this cache with its target leaves the lengths of layers whose attention it skips.
 
-    Sliding-window layers keep every position too, and attention masks the keys out of the window. So a rollback
-    across the window's edge is exact.
+    Sliding-window layers keep every position too: a rollback across the window's edge is exact.
     """
 
     def __init__(
@@ -26,6 +26,11 @@ class KVCache:
         self.keys, self.values = (
             [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
         )
+
+    @cached_property
+    def addresses(self) -> list[tuple[int, int]]:
+        """Addresses of the keys and values of each layer, for compiled steps."""
+        return [(keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.keys, self.values, strict=True)]
 
     @property
     def length(self) -> int:

@@ -9,9 +9,8 @@ NON_FINITE = (
 class InputError(ValueError):
     """Wrong input: a file, an option, a prompt, a model that does not fit.
 
-    The message is one sentence that names the thing and the remedy. Command lines print it on
-    standard error, without a traceback, and exit with status 2. Quoted input may hold line breaks or
-    terminal codes: these are shown as spaces.
+    The message is one sentence that names the thing and the remedy. Command lines print it without a traceback, and
+    exit with status 2. Quoted input may hold line breaks or terminal codes: these are shown as spaces.
     """
 
     def __str__(self) -> str:

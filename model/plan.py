@@ -1,8 +1,7 @@
 """Layer plan: the number of bits of every sublayer, a value passed to ``forward``, never a mode that is set.
 
 The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early exit of LayerSkip
-(arXiv 2404.16710, section 4.3) and the same model rounded to few bits are plans for one forward pass. A sublayer of
-no bits is skipped.
+(arXiv 2404.16710, section 4.3) and the model in few bits are plans for one forward pass: 0 bits skip a sublayer.
 """
 
 from __future__ import annotations

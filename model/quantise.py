@@ -53,8 +53,7 @@ def judge(weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, level
     """Codes of a grid, and means over each group: of the squared error, the codes, their squares, code times weight.
 
     Codes, 0 to ``levels``, have the shape of ``weight`` ``[rows, groups, 32]``; ``scale`` and ``zero`` are
-    ``[rows, groups]``, the means ``[4, rows, groups]``. Means are weighted with ``importance`` ``[groups, 32]``, whose
-    sum over a group is 1.
+    ``[rows, groups]``, the means ``[4, rows, groups]``. ``importance`` ``[groups, 32]`` sums to 1 per group.
     """
     inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
     codes = ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, levels)

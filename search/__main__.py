@@ -1,8 +1,7 @@
 """Find the layer plan with which a model drafts for itself fastest: ``python -m search --model DIR``.
 
 The target writes a few texts. One pass of a plan over them predicts its acceptance and, with the costs measured on this
-machine, its speed-up. Optuna searches the plans. The best ones then decode held-out prompts, and the fastest is written
-as a plan file for generate.py.
+machine, its speed-up. Optuna searches the plans. The best ones decode held-out prompts, and the fastest is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -12,7 +11,6 @@ if __name__ == "__main__":  # before anything that takes long to import
 
 import argparse
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
@@ -21,11 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from optuna import Study
 from rich.console import Console
 
 from decoding.run.acceptance import Calibration, Continuation
-from decoding.run.calibration import calibration_texts, weigh_inputs
+from decoding.run.calibration import weigh_inputs
 from decoding.run.chooser import Setting
 from decoding.run.cost_file import machine
 from decoding.run.plan_file import DraftPlan, write_plan
@@ -38,19 +35,7 @@ from model.plan import LOW_BITS
 from search.confirm import confirm
 from search.plots import front
 from search.prompts import PROMPTS
-from search.study import (
-    SAMPLERS,
-    SublayerCosts,
-    importances,
-    measure_sublayers,
-    open_study,
-    optimise,
-    parameters,
-    predicted,
-    space_of,
-    starts,
-    tried,
-)
+from search.study import SAMPLERS, SublayerCosts, begin, open_study, optimise, predicted, space_of, split, tried
 from weights.cli.command_line import OneLineParser, run_command, say
 from weights.cli.device import pick_device
 from weights.cli.files import check_place, read_text
@@ -59,9 +44,7 @@ from weights.cli.table import Row, table
 from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
-HELD_OUT = 4  # every fourth text is kept for the confirmation
-LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
-VERSION = 3  # of the journal
+VERSION = 4  # of the journal
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -86,39 +69,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:
-    """Texts to search with, and held-out texts: every fourth. Raises InputError for too few or too short texts."""
-    if len(texts) < HELD_OUT or sum(len(text.written) for text in texts) < LEAST_TOKENS:
-        raise InputError(
-            f"a search needs at least {HELD_OUT} prompts that fit the model's context, and {LEAST_TOKENS} tokens after "
-            "them in all: give more prompts or a larger --max-new-tokens"
-        )
-    return [text for at, text in enumerate(texts, 1) if at % HELD_OUT], [*texts[HELD_OUT - 1 :: HELD_OUT]]
-
-
-def begin(study: Study, identity: dict[str, Any], setting: Setting, options: argparse.Namespace) -> None:
-    """Store calibration texts, costs and the first plans in a new study.
-
-    Stores nothing when another process has begun the study meanwhile: all predictions use the same texts and costs.
-    """
-    model, params = setting.model, setting.params
-    say("writing calibration texts, and measuring the costs of sublayers")
-    count, prompts = identity["prompts"]
-    texts = calibration_texts(model, setting.tokenizer, params, options.seed, prompts, count)
-    lost = importances(Calibration(model, split(texts)[0], params, setting.coupling, depths=1))
-    costs = measure_sublayers(model, params, setting.coupling)
-    if not study.get_trials(deepcopy=False):
-        stored = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": costs._asdict()}
-        for name, value in stored.items():
-            study.set_user_attr(name, value)
-        for plan in starts(lost, space_of(model.num_layers, options.bits)):
-            study.enqueue_trial(parameters(plan))
-
-
 def run(options: argparse.Namespace) -> int:
     """Run a search and write its plan; returns the exit status. Wrong input is refused before the long work."""
-    if options.trials < 1 or not 0 <= options.seed < 2**31:
-        raise InputError(f"--trials must be at least 1, --seed from 0 to {2**31 - 1}")
+    if min(options.trials, options.max_new_tokens) < 1 or not 0 <= options.seed < 2**31:
+        raise InputError(f"--trials and --max-new-tokens must be at least 1, --seed from 0 to {2**31 - 1}")
     folder = model_folder(options.model)
     out = options.out or folder / "plan.json"
     check_place(out)
@@ -141,15 +95,14 @@ def run(options: argparse.Namespace) -> int:
     }
     study = open_study(out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume)
     if not study.trials:
-        begin(study, identity, setting, options)
+        begin(study, identity, setting, options.seed)
     texts, costs = (study.user_attrs[name] for name in ("texts", "costs"))
     searched, held_out = split([Continuation(**text) for text in texts])
     calibration, costs = Calibration(model, searched, params, options.coupling), SublayerCosts(**costs)
     status = 130
     with suppress(KeyboardInterrupt):  # the study has all finished trials
-        optimise(
-            study, partial(predicted, calibration, costs), space_of(model.num_layers, options.bits), options.trials
-        )
+        space = space_of(model.num_layers, options.bits)
+        optimise(study, partial(predicted, calibration, costs), space, options.trials)
         status = 0
     if not (found := tried(study)):
         say("interrupted before the first plan was tried: no plan written")

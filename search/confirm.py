@@ -36,7 +36,8 @@ def confirm(
     loop, without prefill. A speed is that of all prompts together: tokens over seconds.
     """
     model, params, coupling = setting.model, setting.params, Coupling(setting.coupling, seed)
-    plans = [DraftPlan(plan, best.gamma, best.threshold) for plan, best in islice(found.items(), CONFIRMED)]
+    first = islice(found.items(), CONFIRMED)
+    plans = [DraftPlan(plan, best.gamma, best.threshold, best.kept_share) for plan, best in first]
     ways = [plain(model), *(planned(setting, plan) for plan in plans)]
     longest = max(len(text.prompt) for text in held_out) + rules.max_new_tokens
     writer = Writer(model, min(longest, model.max_positions))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from decoding.run.costs import CostTable, predicted_speedup
+from decoding.run.costs import predicted_speedup
 from decoding.run.prediction import GAMMAS, Prediction
 from model import LayerPlan
 from model.plan import FULL, LOW_BITS
@@ -24,7 +24,7 @@ def front(found: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure
     axes = figure.subplots()
     cost, kept = [costs.draft(plan) for plan in found], [prediction.kept_share for prediction in found.values()]
     grid_cost, grid_kept = np.linspace(0, max(1.05, 1.03 * max(cost)), 80), np.linspace(0, 1, 80)
-    tables = [CostTable(price, costs.verify) for price in grid_cost]
+    tables = [costs.table(price) for price in grid_cost]
     speedups = [[max(predicted_speedup(a, gamma, table) for gamma in GAMMAS) for table in tables] for a in grid_kept]
     widths = [2.0 if level == 1 else 0.8 for level in LEVELS]
     lines = axes.contour(grid_cost, grid_kept, speedups, levels=LEVELS, colors=MUTED, linewidths=widths, alpha=0.5)

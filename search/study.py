@@ -24,7 +24,9 @@ from rich.console import Console
 from rich.progress import track
 
 from decoding.drafters import NoDraft, raw_probability
-from decoding.run.acceptance import Calibration
+from decoding.run.acceptance import Calibration, Continuation
+from decoding.run.calibration import calibration_texts
+from decoding.run.chooser import Setting
 from decoding.run.costs import REPEATS, CostTable, filled_cache, measure_costs, round_of
 from decoding.run.prediction import GAMMAS, Prediction, predict
 from decoding.sampling import SamplingParams
@@ -32,6 +34,7 @@ from decoding.verify import Coupling
 from model import Decoder, InputError, LayerPlan
 from model.clock import take_turns
 from model.plan import FULL, LOW_BITS
+from weights.cli.command_line import say
 from weights.cli.files import explaining
 
 SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
@@ -49,6 +52,8 @@ SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
 THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
 BITS = (*LOW_BITS, FULL)  # of a sublayer that runs
 PATIENCE = 1.0  # seconds per plan after which no further repeat begins
+HELD_OUT = 4  # every fourth text is kept for the confirmation
+LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
 NAME = "layer plan"
 HEAD = "head"
 
@@ -60,16 +65,21 @@ class SublayerCosts(NamedTuple):
 
     ``parts``: a draft step that skips all sublayers (embedding, head, distribution, draw), one attention and one MLP,
     each in each of ``BITS``: ``3 · len(BITS)`` numbers. ``confidence``: reading the confidence of a drafted token;
-    ``verify`` as in CostTable.
+    ``verify`` and ``per_extra_token`` as in CostTable.
     """
 
     parts: list[float]
     confidence: float
     verify: tuple[float, ...]
+    per_extra_token: float
 
     def draft(self, plan: LayerPlan) -> float:
         """A draft step under ``plan``."""
         return float(np.dot(counts_of(plan), self.parts))
+
+    def table(self, draft: float) -> CostTable:
+        """The costs of a draft of which a step costs ``draft``."""
+        return CostTable(draft, tuple(self.verify), per_extra_token=self.per_extra_token)
 
 
 def counts_of(plan: LayerPlan) -> list[int]:
@@ -102,7 +112,7 @@ def measure_sublayers(model: Decoder, params: SamplingParams, coupling: str) -> 
     token = torch.tensor(0, device=model.device)
     logits = torch.zeros(model.vocab_size, dtype=model.dtype, device=model.device)
     one, reading = take_turns([plain, partial(raw_probability, logits, token)], REPEATS, model.device)
-    return SublayerCosts(parts.clip(min=0).tolist(), min(reading) / min(one), known.verify)
+    return SublayerCosts(parts.clip(min=0).tolist(), min(reading) / min(one), known.verify, known.per_extra_token)
 
 
 def predicted(
@@ -113,7 +123,7 @@ def predicted(
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> Prediction:
     """Prediction for a plan on the texts of the calibration, at the best of these draft lengths and thresholds."""
-    acceptance, table = calibration.acceptance(plan), CostTable(costs.draft(plan), costs.verify)
+    acceptance, table = calibration.acceptance(plan), costs.table(costs.draft(plan))
     return predict(acceptance, table, gammas, thresholds, confidence=costs.confidence)
 
 
@@ -176,10 +186,10 @@ def open_study(path: Path, identity: Mapping[str, Any], sampler: str, seed: int,
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
     warnings.filterwarnings("ignore", category=FutureWarning)
     wrong = f"{path} is not a search's journal: remove it or give another --out"
-    with explaining(wrong, (ValueError, KeyError, TypeError)):
+    with explaining(wrong, (ValueError, KeyError, TypeError, AssertionError)):
         storage = JournalStorage(JournalFileBackend(str(path)))
         study = optuna.create_study(study_name=NAME, storage=storage, direction="maximize", load_if_exists=True)
-    count, found = len(study.get_trials(deepcopy=False)), study.user_attrs.get("identity", {})
+        count, found = len(study.get_trials(deepcopy=False)), study.user_attrs.get("identity", {})
     if count and not resume:
         raise InputError(f"{path} holds an earlier search: give --resume to continue it, or another --out")
     if count and found != identity:
@@ -187,6 +197,35 @@ def open_study(path: Path, identity: Mapping[str, Any], sampler: str, seed: int,
         raise InputError(f"{path} holds another search (other {differ}): give another --out, or remove it")
     study.sampler = SAMPLERS[sampler](seed=seed + count)  # does not repeat the draws of earlier trials
     return study
+
+
+def split(texts: Sequence[Continuation]) -> tuple[list[Continuation], list[Continuation]]:
+    """Texts to search with, and held-out texts: every fourth. Raises InputError for too few or too short texts."""
+    if len(texts) < HELD_OUT or sum(len(text.written) for text in texts) < LEAST_TOKENS:
+        raise InputError(
+            f"a search needs at least {HELD_OUT} prompts that fit the model's context, and {LEAST_TOKENS} tokens after "
+            "them in all: give more prompts or a larger --max-new-tokens"
+        )
+    return [text for at, text in enumerate(texts, 1) if at % HELD_OUT], [*texts[HELD_OUT - 1 :: HELD_OUT]]
+
+
+def begin(study: optuna.Study, identity: dict[str, Any], setting: Setting, seed: int) -> None:
+    """Store calibration texts, costs and the first plans in a new study.
+
+    Stores nothing when another process has begun the study meanwhile: all predictions use the same texts and costs.
+    """
+    model, params = setting.model, setting.params
+    say("writing calibration texts, and measuring the costs of sublayers")
+    count, prompts = identity["prompts"]
+    texts = calibration_texts(model, setting.tokenizer, params, seed, prompts, count)
+    lost = importances(Calibration(model, split(texts)[0], params, setting.coupling, depths=1))
+    costs = measure_sublayers(model, params, setting.coupling)
+    if not study.get_trials(deepcopy=False):
+        stored = {"identity": identity, "texts": [asdict(text) for text in texts], "costs": costs._asdict()}
+        for name, value in stored.items():
+            study.set_user_attr(name, value)
+        for plan in starts(lost, space_of(model.num_layers, identity["bits"])):
+            study.enqueue_trial(parameters(plan))
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:

@@ -177,7 +177,7 @@ MUTANTS = [
         "temperature 0 is a division by 1e-10",
         S,
         "distribution",
-        "return torch.zeros_like(scores).scatter_(-1, first_largest(scores), usable.to(scores.dtype))",
+        "return torch.zeros_like(scores).scatter_(-1, likeliest, usable.to(scores.dtype))",
         "return torch.softmax(scores / 1e-10, dim=-1)",
         law(GREEDY, ties=True),
     ),

@@ -77,9 +77,8 @@ def load_model(
         build(config).load_state_dict({name: torch.empty(tensor.shape) for name, tensor in stored.items()})
         model = build(shard.local if shard else config)
     dtype = dtype or stored[EMBEDDING].dtype
-    state = {
-        name: tensor.read(shard and shard.cut(name)).to(device, dtype, copy=True) for name, tensor in stored.items()
-    }
+    parts = ((name, tensor.read(shard and shard.cut(name))) for name, tensor in stored.items())
+    state = {name: part.to(device, dtype, copy=True) for name, part in parts}
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 

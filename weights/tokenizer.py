@@ -115,8 +115,7 @@ class Tokenizer:
         """Token ids of a conversation, up to the beginning of the assistant's answer.
 
         Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of control tokens are
-        control tokens in the template, and text in a content. Raises InputError when the model has no chat template or
-        the template refuses the messages.
+        control tokens in the template, and text in a content. Raises InputError without a template, or if it refuses.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
@@ -198,8 +197,7 @@ def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
     """Bytes of a piece: in that alphabet where the tokenizer is byte-level, else by the rules of sentencepiece.
 
-    Another character, as in an added token, makes a piece plain text. Sentencepiece marks spaces, and writes a raw byte
-    as ``<0x0A>``.
+    Another character, as in an added token, makes a piece plain text. Sentencepiece writes a raw byte as ``<0x0A>``.
     """
     if byte_level:
         known = all(character in BYTE_OF_CHARACTER for character in piece)

@@ -45,8 +45,7 @@ def write_stories(
 ) -> list[dict[str, str]]:
     """ "prompt" and "response" of those of ``rows`` stories that are worth learning.
 
-    A request is a turn of a chat or, without a chat template, plain text. The model continues an opening that names
-    the subject.
+    A request is a turn of a chat or, without a chat template, plain text. The model continues its opening.
     """
     requests = [story_request(rng) for _ in range(rows)]
     openings = [tokenizer.encode_parts(opening) for _, opening, _ in requests]

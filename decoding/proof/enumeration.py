@@ -2,8 +2,7 @@
 
 ``output_law`` receives a function that runs the production loop with a given randomness. It runs it once for every path
 of outcomes: each draw takes each token of positive probability in turn, each acceptance both results, and the
-probabilities along the path are multiplied. The sum over paths is no estimate: it is the law of the output, up to
-float64 rounding.
+probabilities along the path are multiplied. The sum over paths is the law of the output, up to float64 rounding.
 """
 
 import math

@@ -16,8 +16,7 @@ class TableModel:
     """Language model that is a table: after each text a row of probabilities, which depends on its whole history.
 
     It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads its history from
-    there. So a wrong position, a hole, a token fed twice, or an entry of the draft left in the target's history gives a
-    wrong row or an error, as in a transformer.
+    there. A wrong position, a hole, a token fed twice or a stale entry of the draft gives a wrong row or an error.
     """
 
     max_positions = 64

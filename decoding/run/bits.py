@@ -48,8 +48,7 @@ def measure_bits(
 ) -> BitsTable:
     """The table of a model's ``fast_bits``, on texts that it wrote with these sampling parameters.
 
-    One number of bits at a time is in memory, and one that does not fit is left out. ``coupling`` names the rule of
-    verification.
+    One number of bits at a time is in memory, and one that does not fit is left out. ``coupling`` names the rule.
     """
     rows, known, steady = [], None, True
     for bits in model.fast_bits:

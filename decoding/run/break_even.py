@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from decoding.policies import Offer, Policy
+from decoding.policies import Offer, Past, Policy
 from decoding.rounds import Round
 from decoding.run.costs import CostTable, predicted_speedup
 
@@ -17,11 +17,10 @@ class BreakEven(Policy):
     The credit, in plain steps, limits losses: no draft is made whose cost, were all of it rejected, exceeds that of a
     plain step by more than the credit. It begins at ``START_CREDIT`` and is at most ``LARGEST_CREDIT``. Each round adds
     1 + ``CREDIT_PER_TOKEN`` per token of the text and subtracts its cost. So a text never costs more than
-    ``START_CREDIT`` plus 1 + ``CREDIT_PER_TOKEN`` times plain decoding, by these costs, however few tokens the target
-    accepts.
+    ``START_CREDIT`` plus 1 + ``CREDIT_PER_TOKEN`` times plain decoding, by these costs, whatever the target accepts.
 
     Where several texts share the model's steps (``share``), the costs are theirs: the more rows a step has, the more
-    another row costs, and the shorter the drafts that pay.
+    another row costs, and the shorter the drafts that pay. Their past is shared too, and one of them probes for all.
 
     Five rounds with one model, where a draft step costs 0.5, the verification of two tokens 1.1, and ``pause`` is 2.
     "Waiting" counts the plain rounds before the next probe.
@@ -53,24 +52,23 @@ class BreakEven(Policy):
         """``costs``: a table per name of an offer; ``priors``: α of a kind before its first round."""
         super().__init__(min(longest, *(table.longest_draft for table in costs.values())))
         self.costs, self.memory, self.pause, self.priors = costs, memory, pause, priors or {}
-        self.seen: dict[str, tuple[float, float]] = {}  # per kind: tokens accepted, and tokens judged
-        self.credit, self.waiting = self.START_CREDIT, 0
-        self.share(lambda: 1)
+        self.credit = self.START_CREDIT
+        self.share(lambda: 1, Past())
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
         self.taken_costs: CostTable | None = None
 
-    def share(self, texts: Callable[[], int]) -> None:
-        self.texts = texts
+    def share(self, texts: Callable[[], int], past: Past) -> None:
+        self.texts, self.past = texts, past
 
     def acceptance(self, kind: str) -> float:
         """Estimate of α: accepted over judged tokens of this kind, where those after a rejected token do not count."""
-        accepted, judged = self.seen.get(kind, (0.0, 0.0))
+        accepted, judged = self.past.seen.get(kind, (0.0, 0.0))
         prior = self.priors.get(kind, self.PRIOR_RATE)
         return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
 
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer | None, int]:
-        """The offer to take and the number of its tokens; None and 0 for a round without a draft."""
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
+        """The offer to take and the number of its tokens: 0 for a round without a draft."""
         best, taken, length = 1.0, None, 0
         probe, probe_speed = None, 0.0
         texts = self.texts()
@@ -85,19 +83,19 @@ class BreakEven(Policy):
                     best, taken, length = speed, offer, count
                 if count == 1 and offer.tokens is None and speed > probe_speed:
                     probe, probe_speed = offer, speed
-        if taken is None and probe is not None and not self.waiting:
-            taken, length = probe, 1
+        if taken is None and probe is not None and not self.past.waiting:
+            taken, length, self.past.waiting = probe, 1, self.pause * texts
         self.offers, self.taken = offers, taken
         self.taken_costs = self.costs[taken.name].shared_by(texts) if taken else None
-        return taken, length
+        return taken or offers[0], length
 
     def observe(self, round: Round) -> None:
         drafted, rejected = len(round.drafted), round.accepted < len(round.drafted)
         cost = self.taken_costs.of_round(drafted, len(round.emitted)) if drafted and self.taken_costs else 1.0
         self.credit = min(self.LARGEST_CREDIT, self.credit + (1 + self.CREDIT_PER_TOKEN) * len(round.emitted) - cost)
-        self.waiting = self.pause if drafted else max(0, self.waiting - 1)
+        self.past.waiting = self.pause * self.texts() if drafted else max(0, self.past.waiting - 1)
         for offer in self.offers:
-            if offer.tokens is not None:
+            if offer.tokens:
                 pairs = list(zip(offer.tokens, round.emitted, strict=False))
                 equal = next((at for at, (token, emitted) in enumerate(pairs) if token != emitted), len(pairs))
                 self._learn(offer.kind, equal, equal < len(pairs))
@@ -105,5 +103,5 @@ class BreakEven(Policy):
                 self._learn(offer.kind, round.accepted, rejected)
 
     def _learn(self, kind: str, accepted: int, rejected: bool) -> None:
-        before = self.seen.get(kind, (0.0, 0.0))
-        self.seen[kind] = (self.memory * before[0] + accepted, self.memory * before[1] + accepted + rejected)
+        before = self.past.seen.get(kind, (0.0, 0.0))
+        self.past.seen[kind] = (self.memory * before[0] + accepted, self.memory * before[1] + accepted + rejected)

@@ -15,7 +15,7 @@ from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.bits import BitsTable, has_memory_for, measure_bits
 from decoding.run.break_even import BreakEven
 from decoding.run.calibration import calibration_texts, weigh_inputs
-from decoding.run.cost_file import kept
+from decoding.run.cost_file import load_or_measure
 from decoding.run.costs import CONTEXT, LONGEST_DRAFT, CostTable, measure_costs, measure_shared
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, model_drafter, plain
@@ -139,9 +139,9 @@ def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParam
 
     A drafting that is plain by default stays plain, unless --gamma is given.
     """
-    threshold, gamma, gate = None, options.gamma, options.min_target_confidence
-    if drafting.chosen:
-        threshold, gamma = drafting.chosen.threshold, drafting.chosen.gamma if gamma is None else gamma
+    chosen, gate = drafting.chosen, options.min_target_confidence
+    threshold = chosen and chosen.threshold
+    gamma = chosen.gamma if chosen and options.gamma is None else options.gamma
 
     def new_policy() -> Policy:
         policy = drafting.new_policy()
@@ -214,18 +214,18 @@ def bits_table(setting: Setting) -> BitsTable:
     model, params, coupling = setting.model, setting.params, setting.coupling
 
     def measure() -> BitsTable:
-        say("measuring once which bits gain most for drafts on this machine (half a minute)")
+        say("measuring which bits gain most for drafts on this machine: half a minute, kept for later runs")
         weigh_inputs(model, setting.folder, setting.tokenizer)
         return measure_bits(model, calibration_texts(model, setting.tokenizer, params), params, coupling)
 
-    return kept(setting.folder, model, f"bits, {params}, {coupling}", BitsTable, measure)
+    return load_or_measure(setting.folder, model, f"bits, {params}, {coupling}", BitsTable, measure)
 
 
 def skip(options: DraftOptions, setting: Setting) -> Drafting:
     """The target without the sublayers that a plan file names; plain where the plan says that no draft pays."""
     chosen = find_plan(options, setting.folder, setting.model.num_layers)
     if chosen is None:
-        raise InputError(f"--draft skip needs --plan FILE: {setting.folder} has no plan.json")
+        raise InputError(f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m search")
     if chosen.gamma == 0 and options.gamma is None:
         return plain(setting.model, "plain: by the plan, no draft pays")
     return planned(setting, chosen)
@@ -233,7 +233,7 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     """A smaller model of the same vocabulary, with a cache for itself; in the target's dtype, on its device."""
-    folder = model_folder(options.draft_model or "")
+    folder = model_folder(options.draft_model)
     config, theirs, ours = read_config(folder), Tokenizer(folder), setting.tokenizer
     vocabulary = setting.model.vocab_size, ours.pieces, ours.special
     if vocabulary != (config.vocab_size, theirs.pieces, theirs.special):
@@ -259,13 +259,13 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             continue
         ways[name] = planned(setting, chosen)
         costs[name] = costs_of(ways[name], setting)
-        if chosen.acceptance:
-            priors[name] = chosen.acceptance
+        if chosen.kept_share:
+            priors[name] = chosen.kept_share
     ways["lookup"] = lookup(options, setting)
     measured = next(iter(costs.values()), None)
     costs["lookup"] = replace(measured, draft=0.0, drafts=()) if measured else costs_of(ways["lookup"], setting)
     return Drafting(
-        " or ".join(way.name for way in ways.values()),
+        "chosen each round: " + "; ".join(way.name for way in ways.values()),
         lambda cache: BestOf({name: way.new_drafter(cache) for name, way in ways.items()}),
         lambda: BreakEven(costs, priors=priors),
         model if len(ways) > 1 else None,
@@ -279,13 +279,12 @@ def costs_of(way: Drafting, setting: Setting) -> CostTable:
     drafts = "lookup" if plan is None else f"attention {plan.attention} mlp {plan.mlp} head {plan.head}"
 
     def measure() -> CostTable:
-        say(f"measuring once the costs of drafts on this machine after {context} tokens")
+        say(f"measuring the costs of drafts on this machine after {context} tokens, kept for later runs")
         costs = measure_costs(model, way.model, plan, params, setting.coupling, context=context)
         return measure_shared(model, way.model, plan, params, setting.coupling, costs)
 
-    return kept(
-        setting.folder, model, f"{drafts}, {params}, {setting.coupling}, after {context} tokens", CostTable, measure
-    )
+    name = f"{drafts}, {params}, {setting.coupling}, after {context} tokens"
+    return load_or_measure(setting.folder, model, name, CostTable, measure)
 
 
 def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:

@@ -34,7 +34,7 @@ def comparison(
     elif drafted == plainly:
         texts = "same text"
     else:
-        why = getattr(writer.model, "why_rows_vary", None) or "which is a defect where steps do not depend on length"
+        why = writer.model.why_rows_vary or "which is a defect where steps do not depend on length"
         first = [*map(operator.eq, drafted, plainly), False].index(False)
         texts = f"the texts differ from token {first} on ({why})"
     tokens = min(each.statistics.tokens for turn in turns for each in turn)
@@ -44,4 +44,4 @@ def comparison(
     ratios = [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in turns]
     spread = f"median of {TURNS} turns, {min(ratios):.2f} to {max(ratios):.2f}"
     speed = median(plain.tokens_per_second for _, plain in turns)
-    return f"[{median(ratios):.2f} times plain decoding ({spread}; {speed:.1f} tokens/s), {texts}]"
+    return f"[{median(ratios):.2f} times plain decoding, which writes {speed:.1f} tokens/s ({spread}), {texts}]"

@@ -18,26 +18,29 @@ FILE = "costs.json"
 Kept = TypeVar("Kept")
 
 
-def kept(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:
+def load_or_measure(folder: Path, model: Decoder, name: str, kind: type[Kept], measure: Callable[[], Kept]) -> Kept:
     """The measurement kept under this name for this model, dtype and machine, else ``measure()``.
 
     ``kind`` is its type, a dataclass of numbers. A new measurement is kept unless its ``steady`` is False. Where the
     folder cannot be written or the file is damaged, it is measured again.
     """
     key = f"{machine(model.device)}, {str(model.dtype).removeprefix('torch.')}, {name}"
-    try:
-        entries = read_optional_json(folder / FILE)
-    except InputError:
-        entries = {}
-    found = _parse(entries.get(key), kind)
+    found = _parse(_entries(folder).get(key), kind)
     if found is None:
         found = measure()
         if not getattr(found, "steady", True):
-            say("the measurement is not kept: other programs disturbed it or took the memory")
+            say("not kept: other programs disturbed the measurement or took the memory, so the next run measures again")
         else:
             with suppress(OSError, ValueError, InputError):
-                write_json(folder / FILE, {**entries, key: asdict(found)})
+                write_json(folder / FILE, {**_entries(folder), key: asdict(found)})
     return found
+
+
+def _entries(folder: Path) -> dict[str, Any]:
+    try:
+        return read_optional_json(folder / FILE)
+    except InputError:
+        return {}
 
 
 def _parse(entry: Any, kind: type[Kept]) -> Kept | None:

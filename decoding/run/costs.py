@@ -40,15 +40,15 @@ class CostTable:
 
     ``draft``: one draft step. ``verify[n - 1]``: a round that verifies n tokens, without its draft steps; verify[0], a
     round without a draft, is 1 by definition. Where several texts can share a step: ``steps`` and ``drafts``, calls of
-    the target for ``ROWS`` rows and of the draft for ``DRAFT_ROWS``, without anything around them. ``further``: the
-    random numbers for each token that a round writes but one; the race has some for every id.
+    the target for ``ROWS`` rows and of the draft for ``DRAFT_ROWS``, without anything around them.
+    ``per_extra_token``: the random numbers for each token that a round writes but one; the race has some for every id.
     """
 
     draft: float
     verify: tuple[float, ...]
     steps: tuple[float, ...] = ()
     drafts: tuple[float, ...] = ()
-    further: float = 0.0
+    per_extra_token: float = 0.0
     steady: bool = field(default=True, compare=False)  # whether the repeats agreed
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class CostTable:
 
     def of_round(self, drafted: int, written: float) -> float:
         """Cost of a round that drafts and writes these numbers of tokens."""
-        return drafted * self.draft + self.verify[drafted] + self.further * (written - 1)
+        return drafted * self.draft + self.verify[drafted] + self.per_extra_token * (written - 1)
 
     @lru_cache  # noqa: B019 - of few tables, which live as long as the process
     def shared_by(self, texts: int) -> CostTable:
@@ -80,7 +80,7 @@ class CostTable:
         rounds = [together(cost, rows, ROWS, self.steps) for rows, cost in enumerate(self.verify, 1)]
         draft = together(self.draft, 1, DRAFT_ROWS, self.drafts) if self.drafts else 0.0
         relative = tuple(cost / rounds[0] for cost in rounds)
-        return CostTable(draft / rounds[0], relative, further=texts * self.further / rounds[0])
+        return CostTable(draft / rounds[0], relative, per_extra_token=texts * self.per_extra_token / rounds[0])
 
 
 def at_rows(rows: int, measured: Sequence[int], costs: Sequence[float]) -> float:
@@ -112,7 +112,7 @@ def round_of(
 ) -> Callable[[], Round]:
     """A round of the loop with a draft of this length, after the tokens of the cache.
 
-    ``fresh``: each call draws at places without random numbers; otherwise, from the second on, they are in memory.
+    ``fresh``: each call draws new random numbers; otherwise those of the race are in memory from the second call on.
     """
     prompt, kept = [0] * (cache.length + 1), coupling.randomness(target.device)
 
@@ -144,24 +144,25 @@ def measure_costs(
     """
     longest = known.longest_draft if known else longest
     cache, empty = filled_cache(target, longest, context), (target.vocab_size, target.device)
-    with_draft = partial(round_of, target, cache, params=params, coupling=Coupling(coupling, 0), fresh=False)
-    rounds = [with_draft(KnownDraft(*empty), length) for length in ([] if known else range(longest + 1))]
-    rounds += [with_draft(NoDraft(*empty), 0, fresh=True)]
+    timed = partial(round_of, target, cache, params=params, coupling=Coupling(coupling, 0), fresh=False)
+    rounds = [timed(NoDraft(*empty), 0, fresh=True)]
+    rounds += [timed(KnownDraft(*empty), length) for length in ([] if known else range(longest + 1))]
     length = min(IN_A_ROW, longest)
     if draft_model is not None:
         draft_cache = cache if draft_model is target else filled_cache(draft_model, longest, context)
-        rounds.append(with_draft(ModelDrafter(draft_model, draft_cache, plan), length))
+        rounds.append(timed(ModelDrafter(draft_model, draft_cache, plan), length))
     timings = take_turns(rounds, REPEATS, target.device, patience)
     drifts = [statistics.median(times) / min(times) for times in timings]
     steady = max(drifts) <= UNSTEADY * min(drifts)
-    # The fastest repeats: other work only ever makes a step slower.
-    *verify, plain = (min(times) for times in timings[: len(timings) - (draft_model is not None)])
+    fastest = [min(times) for times in timings]  # other work only ever makes a step slower
+    drafting = fastest.pop() if draft_model is not None else None
+    plain, *verify = fastest
     if not known:
-        further = max(0.0, 1 - verify[0] / plain) if coupling == "race" else 0.0
-        known = CostTable(0.0, (1.0, *(seconds / plain + further for seconds in verify[1:])), further=further)
+        extra = max(0.0, 1 - verify[0] / plain) if coupling == "race" else 0.0
+        known = CostTable(0.0, (1.0, *(seconds / plain + extra for seconds in verify[1:])), per_extra_token=extra)
     draft = 0.0
-    if draft_model is not None:
-        draft = max(0.0, (min(timings[-1]) / plain + known.further - known.verify[length]) / length)
+    if drafting is not None:
+        draft = max(0.0, (drafting / plain + known.per_extra_token - known.verify[length]) / length)
     return replace(known, draft=draft, steady=steady)
 
 

@@ -57,7 +57,8 @@ class Request:
             raise InputError("--num-samples and --together must be at least 1")
         if options.html is not None:
             check_place(options.html)
-        self.repeat_with = str(self.coupling) if options.temperature else ""
+        number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
+        self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder, self.device = model_folder(options.model), pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)

@@ -1,7 +1,7 @@
 """Plan files: the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 
 Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...], "mlp": [...]}``;
-``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``, ``threshold``, ``acceptance_rate``, and
+``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``, ``threshold``, ``kept_share``, and
 ``model``, the fingerprint of the model for which the plan was made. Other keys are ignored.
 """
 
@@ -21,14 +21,14 @@ from weights.load import model_fingerprint
 class DraftPlan:
     """A layer plan with the draft length and exit threshold that were chosen with it (None: not given).
 
-    A ``gamma`` of 0 means that no draft pays: decode plainly. ``acceptance`` is the share of drafted tokens that the
-    target accepted in measurements.
+    A ``gamma`` of 0 means that no draft pays: decode plainly. ``kept_share`` is the share of
+    drafted tokens up to the first rejected one that the target is expected to keep: α in the formulas.
     """
 
     plan: LayerPlan
     gamma: int | None = None
     threshold: float | None = None
-    acceptance: float | None = None
+    kept_share: float | None = None
 
     def new_policy(self, default_gamma: int) -> Policy:
         """The policy of the plan: drafts of its length, ended early by its fixed threshold, if any."""
@@ -42,7 +42,8 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
     content = {"attn": plan.skipped_attention, "mlp": plan.skipped_mlp}
     if plan.has_low_bits:
         content |= {"bits": {"attn": plan.attention, "mlp": plan.mlp}, "head_bits": plan.head}
-    content |= {"gamma": chosen.gamma, "threshold": chosen.threshold, "model": fingerprint}
+    content |= {"gamma": chosen.gamma, "threshold": chosen.threshold, "kept_share": chosen.kept_share}
+    content |= {"model": fingerprint}
     with explaining(f"{path} cannot be written"):
         write_json(path, content | provenance)
 
@@ -73,8 +74,8 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     for key, kinds, most, wanted in (
         ("gamma", (int,), math.inf, "a whole number of at least 0"),
         ("threshold", (int, float), 1, "a number from 0 to 1"),
-        ("acceptance_rate", (int, float), 1, "a number from 0 to 1"),
+        ("kept_share", (int, float), 1, "a number from 0 to 1"),
     ):
         if (value := raw.get(key)) is not None and not (type(value) in kinds and 0 <= value <= most):
             raise InputError(f"{path}: {key} must be {wanted}, found {value!r:.80}")
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("acceptance_rate"))
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))

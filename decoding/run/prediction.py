@@ -2,8 +2,7 @@
 
 Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Instead a dynamic programme
 follows the rounds of the loop along the texts. Token by token it computes the probability that a round begins here,
-and that a round is here with d tokens drafted. It counts rounds by the number of tokens they draft; their costs are
-multiplied in afterwards.
+and that a round is here with d tokens drafted. Rounds are counted by the number of tokens they draft.
 """
 
 from collections.abc import Sequence
@@ -121,17 +120,17 @@ def predict(
     """The largest expected speed-up, tokens over the cost of all rounds, over all draft lengths and thresholds.
 
     In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under a threshold
-    k · ``confidence`` more, to read the confidence of each token. Each of its tokens but one costs ``costs.further``.
-    Plain decoding costs 1 per token. A tie goes to the smaller threshold, then the shorter draft. A speed-up below 1
-    means that no draft pays.
+    k · ``confidence`` more, to read the confidence of each token. Each of its tokens but one costs
+    ``costs.per_extra_token``. Plain decoding costs 1 per token. A tie goes to the smaller threshold, then the shorter
+    draft. A speed-up below 1 means that no draft pays.
     """
     rounds = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
     step = costs.draft + confidence * (np.array(thresholds) > 0)[:, None, None]
     round_costs = lengths * step + np.array(costs.verify)[lengths]
-    further = costs.further * (tokens - rounds.drafted.sum(-1))
-    speedups = tokens / ((rounds.drafted * round_costs).sum(-1) + further)
+    extra = costs.per_extra_token * (tokens - rounds.drafted.sum(-1))
+    speedups = tokens / ((rounds.drafted * round_costs).sum(-1) + extra)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     gamma = gammas[best[1]]
     drafted, accepted, rejected = rounds.drafted[best], rounds.accepted[best], rounds.rejected[best]

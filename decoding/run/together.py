@@ -1,15 +1,16 @@
 """Many texts written in shared steps, each the text it would be alone.
 
-Several loops run side by side, each in a greenlet, and a conductor stands between them and the model. It waits until
+Several loops run side by side, each in a greenlet, and a scheduler stands between them and the model. It waits until
 each loop has called the model, computes the calls that can share a step, and returns each loop its logits. A model
 without ``together`` computes the calls in turn. There is one thread, since switching threads makes a step half as long
-again: it runs a text's loop until that calls the model, or the conductor. No text depends on the others: the rows of a
-step do not depend on each other, prompts are read in the same chunks as alone, and under the ratio rule draft lengths
-follow from the past of the same text.
+again: it runs a text's loop until that calls the model, or the scheduler. No text depends on the others: the rows of a
+step do not depend on each other, prompts are read in the same chunks as alone, and under the ratio rule a draft length
+follows from its own text.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from decoding.drafters import Drafter
-from decoding.policies import Policy
+from decoding.drafters import BestOf, Drafter, ModelDrafter
+from decoding.policies import Past, Policy
 from decoding.rounds import Round
 from decoding.run.writer import Drafting, Interrupted, Reader, Sample, Writer
 from decoding.sampling import SamplingParams
@@ -48,7 +49,7 @@ class Call(NamedTuple):
 class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
-    The conductor calls ``readers``, and ``on_draft`` with each draft before its verification. Readers of the last round
+    The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification. Readers of the last round
     find the ``sample``. Any thread may set ``cancelled``: the sample is then interrupted.
     """
 
@@ -64,7 +65,7 @@ class Task:
     error: BaseException | None = None
     cancelled: bool = False
     loop: greenlet | None = None
-    row: Row | None = None
+    slot: Slot | None = None
     call: Call | None = None  # of the model, unanswered
     unread: list[tuple[Round, float]] = field(default_factory=list)
 
@@ -73,8 +74,8 @@ class Task:
         return bool(self.sample or self.error)
 
 
-class Port:
-    """Stand-in for a model in a text's loop: the conductor answers its calls, or raises their errors there."""
+class ModelProxy:
+    """Stand-in for a model in a text's loop: the scheduler answers its calls, or raises their errors there."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -89,40 +90,48 @@ class Port:
         getcurrent().parent.switch(Call(self.model, tokens, cache, start, is_prompt=True))
 
 
-class Row(Writer):
+class Slot(Writer):
     """Writer of one of the texts written together; its cache serves one text after another."""
 
-    def __init__(self, conductor: Conductor) -> None:
-        super().__init__(Port(conductor.model), conductor.capacity)
-        self.conductor = conductor
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(ModelProxy(scheduler.model), scheduler.capacity)
+        self.scheduler = scheduler
 
     def clock(self) -> float:
         """The clock of decoding in seconds, without the time of any text's readers."""
-        return super().clock() - self.conductor.reading
+        return super().clock() - self.scheduler.reading
 
     def drafter(self, drafting: Drafting) -> Drafter:
-        """The drafter of a drafting, with ports in place of its model and of those of its ``drafters``, if any."""
+        """The drafter of a drafting, with proxies in place of the models that draft."""
         drafter = super().drafter(drafting)
-        for each in (drafter, *getattr(drafter, "drafters", {}).values()):
-            if getattr(each, "model", None) is not None and not isinstance(each.model, Port):
-                each.model = Port(each.model)
+        for each in drafter.drafters.values() if isinstance(drafter, BestOf) else [drafter]:
+            if isinstance(each, ModelDrafter) and not isinstance(each.model, ModelProxy):
+                each.model = ModelProxy(each.model)
         return drafter
 
 
-class Conductor:
-    """Scheduler of texts written together, up to ``places`` at a time, in order of arrival."""
+class Scheduler:
+    """Scheduler of texts written together, up to ``slots`` at a time, in order of arrival."""
 
-    def __init__(self, model: Decoder, capacity: int, places: int) -> None:
-        """``capacity``: positions of each text's cache, for the longest prompt with its output."""
+    def __init__(self, model: Decoder, capacity: int, slots: int) -> None:
+        """``capacity``: positions of each slot's cache, for the longest prompt with its output."""
         self.model, self.capacity = model, capacity
-        self.rows = [Row(self) for _ in range(places)]
+        self.slots = [Slot(self) for _ in range(slots)]
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
+        self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.reading = 0.0  # seconds that readers took
 
     def submit(self, task: Task) -> None:
         """Put a text in the queue, from any thread, also while others are written."""
         self.waiting.append(task)
+
+    def write_all(self, tasks: Sequence[Task]) -> None:
+        """Write these texts. Raises the first error, when all have ended."""
+        self.waiting += tasks
+        self.run()
+        for error in [task.error for task in tasks if task.error]:
+            raise error
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -132,7 +141,7 @@ class Conductor:
         """
         try:
             while self.admit():
-                self._read()
+                self._prefill()
                 self._take_step()
         finally:
             self.waiting.clear()
@@ -142,27 +151,28 @@ class Conductor:
             self.active.clear()
 
     def _write(self, task: Task) -> None:
-        """Write a text, in its greenlet. Ctrl-C goes on to the conductor's."""
+        """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
         text, notes = task.text, [lambda *round: task.unread.append(round)]
+        self.active.append(task)
         try:
             policy = task.policy or task.drafting.new_policy()
             if task.coupling.name == "race" or not task.params.temperature:  # there no text depends on draft lengths
-                policy.share(lambda: len(self.active))
-            task.row.begin(text.tokens[: text.prompt_length])
+                policy.share(lambda: len(self.active), self.pasts[task.drafting.new_drafter])
+            task.slot.begin(text.tokens[: text.prompt_length])
             shown = {"policy": policy, "readers": notes, "observer": task.observer}
-            task.sample = task.row.write(text, task.drafting, task.params, task.coupling, **shown)
+            task.sample = task.slot.write(text, task.drafting, task.params, task.coupling, **shown)
         except KeyboardInterrupt as stopped:
             task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)
             if not task.cancelled:
                 raise
         except BaseException as error:
             task.error = error
-            task.row.prompt = []  # the cache may hold anything
+            task.slot.prompt = []  # the cache may hold anything
 
     def _go_on(self, task: Task, answer: object = None) -> None:
         """Let a text's loop run until its next call, from the answer of the last; pass its new rounds to its readers.
 
-        An ``answer`` that is an exception is raised in the loop.
+        An ``answer`` that is an exception is raised in the loop. The first is the argument of ``_write``.
         """
         task.unread = []
         task.call = (task.loop.throw if isinstance(answer, BaseException) else task.loop.switch)(answer)
@@ -180,19 +190,18 @@ class Conductor:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
         for task in [task for task in self.active if task.cancelled]:
             self._go_on(task, KeyboardInterrupt())
-        while self.waiting and len(self.active) < len(self.rows):
-            task, taken = self.waiting.pop(0), [task.row for task in self.active]
-            task.row = next(row for row in self.rows if row not in taken)
+        while self.waiting and len(self.active) < len(self.slots):
+            task, taken = self.waiting.pop(0), [task.slot for task in self.active]
+            task.slot = next(slot for slot in self.slots if slot not in taken)
             task.loop = greenlet(self._write)
-            self.active.append(task)
             self._go_on(task, task)
         return bool(self.active)
 
-    def _read(self) -> None:
-        """Copy prompts that other rows hold, and read one chunk of the oldest that is left."""
+    def _prefill(self) -> None:
+        """Copy prompts that other slots hold, and read one chunk of the oldest that is left."""
         for task in [task for task in self.active if task.call.is_prompt]:
             call, count = task.call, chunk_at(task.call.start)
-            if source := self._holder(task):
+            if source := self._cache_of_same_prompt(task):
                 call.cache.copy(source, call.tokens.shape[1])
                 self._go_on(task)
                 continue
@@ -206,11 +215,11 @@ class Conductor:
                 self._go_on(task)
             return
 
-    def _holder(self, task: Task) -> KVCache | None:
-        """The cache of another row that holds the prompt of a text, if there is one and nothing has been read yet."""
-        if task.call.cache is not task.row.cache or task.call.start or not hasattr(self.model, "together"):
+    def _cache_of_same_prompt(self, task: Task) -> KVCache | None:
+        """The cache of another slot that holds the prompt of a text, if there is one and nothing has been read yet."""
+        if task.call.cache is not task.slot.cache or task.call.start or not hasattr(self.model, "together"):
             return None
-        same = (row.cache for row in self.rows if row is not task.row and row.prompt == task.row.prompt)
+        same = (slot.cache for slot in self.slots if slot is not task.slot and slot.prompt == task.slot.prompt)
         return next((cache for cache in same if cache.length >= task.call.tokens.shape[1]), None)
 
     def _verifies(self, task: Task) -> bool:

@@ -1,7 +1,6 @@
 """Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after it, by a ``Drafting``.
 
-``generate.py``, the server, the benchmark and the search's confirmation all write through it, so that they time the
-same.
+``generate.py``, the server, the benchmark and the search's confirmation write through it, and so time the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +31,7 @@ class Drafting:
     """A drafter and its policy.
 
     ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share; ``new_policy`` makes
-    a fresh policy for a text. ``model`` is the model that drafts: the target, under the ``chosen`` plan, or a draft
-    model. Both are None where no model drafts.
+    a fresh policy for a text. ``model`` drafts: the target, under the ``chosen`` plan, or a draft model, or None.
     """
 
     name: str
@@ -73,12 +71,12 @@ class Sample:
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
-    interrupted: bool = False  # by Ctrl-C, possibly after its last token
+    interrupted: bool = False  # by Ctrl-C, possibly after its last token, or since its reader has left
     trouble: str | None = None  # the reason why the model runs without CUDA graphs
 
     @property
     def finish(self) -> str:
-        """Why the text ended: "eos", "stop", "length", or "interrupted" by Ctrl-C."""
+        """Why the text ended: "eos", "stop", "length", or "interrupted"."""
         return self.text.finish or "interrupted"
 
     @property

@@ -28,10 +28,10 @@ from model.fast import accelerate
 from model.plan import LOW_BITS
 from weights.cli.command_line import say
 from weights.load import load_model
-from weights.memory import check_fits, estimate, free_bytes
+from weights.memory import Memory, check_fits, estimate, free_bytes
 from weights.tokenizer import Tokenizer
 
-MAX_BODY = 1 << 20  # bytes
+MAX_BODY, BODY_SECONDS = 1 << 20, 30  # bytes, and the time in which they must arrive
 MAX_REQUESTS = 128  # open at once, those that wait in the queue included; further ones are answered with status 503
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
@@ -45,7 +45,7 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
     numbers cannot be resolved to another.
     """
     names = re.compile(rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+)(:\d+)?", re.IGNORECASE)
-    places = asyncio.Semaphore(MAX_REQUESTS)
+    open_requests = asyncio.Semaphore(MAX_REQUESTS)
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -53,11 +53,11 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
         if not (names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}")):
             foreign = HTTPException(403, "pages of other sites may not use this server: use its address")
             await error_response(None, foreign)(scope, receive, send)
-        elif places.locked():
+        elif open_requests.locked():
             full = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
             await error_response(None, full)(scope, receive, send)
         else:
-            async with places:
+            async with open_requests:
                 await app(scope, receive, send)
 
     return respond
@@ -79,9 +79,9 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
         async def respond(request: HTTPRequest) -> Response:
             if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
                 raise HTTPException(413, f"the body must have a Content-Length of up to {MAX_BODY} bytes")
-            body = b""  # of a client that disconnects
-            with suppress(ClientDisconnect):
-                body = await request.body()
+            body = b""  # of a client that disconnects, or takes too long
+            with suppress(ClientDisconnect, asyncio.TimeoutError):
+                body = await asyncio.wait_for(request.body(), BODY_SECONDS)
             job = Job(*reader.read(kind, body), begin)
             worker.enqueue(job)
             return await job.respond(request)
@@ -106,8 +106,8 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     )
 
 
-def context_length(command_line: Request, places: int) -> int:
-    """Positions of each text's cache: the model's context, halved until ``places`` caches fit into the free memory.
+def context_length(command_line: Request, slots: int) -> int:
+    """Positions of each text's cache: the model's context, halved until ``slots`` caches fit into the free memory.
 
     The estimate includes low-bit copies of all weights in the widest width: requests get one width only.
     """
@@ -115,15 +115,16 @@ def context_length(command_line: Request, places: int) -> int:
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     needs = command_line.needs() | {"longest_draft": MAX_GAMMA, "plan": low_bits, "fast_on": device}
     positions = min(config.max_positions, (needs["draft"] or config).max_positions)
-    while True:
+
+    def memory_for(positions: int) -> Memory:
         one = estimate(config, **needs | {"positions": positions, "prompt": positions // 2})
-        memory = replace(one, cache=places * one.cache, workspace=places * one.workspace)
-        if positions <= SHORTEST_CONTEXT or memory.total <= free_bytes(device):
-            break
+        return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
+
+    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(device):
         positions //= 2
-    check_fits(memory, device)
+    check_fits(memory_for(positions), device)
     if positions < config.max_positions:
-        say(f"context: {positions} of the model's {config.max_positions} tokens, for each of {places} texts at once")
+        say(f"context: {positions} of the model's {config.max_positions} tokens, for each of {slots} texts at once")
     return positions
 
 
@@ -139,11 +140,11 @@ class Server(uvicorn.Server):
         except (OSError, ValueError, OverflowError) as error:
             raise InputError(f"--serve {asked.serve:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
-        places = asked.together if command_line.device.type == "cpu" else 1
-        capacity, tokenizer = context_length(command_line, places), Tokenizer(folder)
+        slots = asked.together if command_line.device.type == "cpu" else 1
+        capacity, tokenizer = context_length(command_line, slots), Tokenizer(folder)
         model = accelerate(load_model(folder, command_line.dtype, command_line.device), not asked.no_compile)
         setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
-        self.worker = Worker(setting, options, places)
+        self.worker = Worker(setting, options, slots)
         reader = RequestReader(command_line, tokenizer, capacity, self.worker.bits)
         app = guarded(make_app(self.worker, reader), host)
         quiet = {"log_level": "critical", "access_log": False, "server_header": False, "headers": [*HEADERS.items()]}

@@ -49,9 +49,9 @@ def refusal(error: BaseException) -> HTTPException:
 def error_json(error: HTTPException) -> dict[str, Any]:
     """An error in OpenAI's JSON. Its ``param`` is the field that the sentence begins with, if any."""
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    field = re.match(r"\w*", error.detail)[0]
-    is_served = f"{field} is not" in error.detail or field in LiveText.model_fields | Chat.model_fields
-    return {"error": {"message": error.detail, "type": kind, "param": field if is_served else None, "code": None}}
+    field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
+    names_field = f"{field} is not" in error.detail or field in LiveText.model_fields | Chat.model_fields
+    return {"error": {"message": error.detail, "type": kind, "param": field if names_field else None, "code": None}}
 
 
 class TextPart(BaseModel):
@@ -158,6 +158,8 @@ class RequestReader:
                 raise HTTPException(400, f"{name} is not served here: leave it out")
         given = dict(vars(self.options))
         if asked.draft not in (None, given["draft"]):
+            if asked.draft == "auto":  # which would measure costs while all texts wait
+                raise HTTPException(400, "draft: auto is served only by a server that was started with it")
             given |= dict.fromkeys(field.name for field in fields(DraftOptions))
             given["bits"] = self.bits if asked.draft == "lowbit" else None
         options = Namespace(**given | asked.model_dump(include={*Options.model_fields}, exclude_none=True))

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from decoding.rounds import Round
 from decoding.run.chooser import DRAFTERS, DraftOptions, Setting, make_drafting, with_policy
 from decoding.run.options import TextOptions
-from decoding.run.together import Conductor, Task
+from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
 from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
 from decoding.show.output import as_json
@@ -78,12 +79,12 @@ class Job:
             self.gone = True
 
 
-class Worker(Conductor):
-    """Conductor of the texts of all jobs, up to ``places`` at a time, in order of arrival."""
+class Worker(Scheduler):
+    """Scheduler of the texts of all jobs, up to ``slots`` at a time, in order of arrival."""
 
-    def __init__(self, setting: Setting, options: TextOptions, places: int) -> None:
+    def __init__(self, setting: Setting, options: TextOptions, slots: int) -> None:
         """Raises InputError where the command line's draft is not possible."""
-        super().__init__(setting.model, setting.positions, places)
+        super().__init__(setting.model, setting.positions, slots)
         self.setting, self.plain, tokenizer = setting, plain(setting.model), setting.tokenizer
         self.labels = Labels(tokenizer.token_bytes, tokenizer.special)
         self.name = setting.folder.resolve().name  # of the model, to clients
@@ -93,13 +94,13 @@ class Worker(Conductor):
         drafting = self.drafting(options)
         widths = {*drafting.plan.attention, *drafting.plan.mlp}.intersection(LOW_BITS) if drafting.plan else ()
         self.bits = max(widths, default=LOW_BITS[0])  # of the low-bit copies that requests may ask for
-        for way in (drafting, self.plain):  # a few tokens, so that no client waits for a compiler
-            self.submit(Task(Text([0], Rules(16), self.model), way, setting.params, Coupling("ratio", 0)))
-        self.run()
+        text, coupling = partial(Text, [0], Rules(16), self.model), Coupling("ratio", 0)
+        # A few tokens, so that no client waits for a compiler.
+        self.write_all([Task(text(), way, setting.params, coupling) for way in (drafting, self.plain)])
 
     def enqueue(self, job: Job) -> None:
         """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is full."""
-        if sum(not other.gone for other in self.jobs) >= len(self.rows) + MAX_WAITING:
+        if sum(not other.gone for other in self.jobs) >= len(self.slots) + MAX_WAITING:
             raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
         self.jobs.append(job)
         self.arrived.set()
@@ -121,12 +122,12 @@ class Worker(Conductor):
         return job.tasks[-1]
 
     def admit(self) -> bool:
-        """Begin waiting jobs, and end those that are written, have failed or lost their client; see ``Conductor``."""
+        """Begin waiting jobs, and end those that are written, have failed or lost their client; see ``Scheduler``."""
         for job in [*self.jobs]:
             errors = [task.error for task in job.tasks if task.error]
             if self.stopped():
                 errors = [HTTPException(503, "the server is stopping")]
-            elif not job.tasks and not job.gone and len(self.active) + len(self.waiting) < len(self.rows):
+            elif not job.tasks and not job.gone and len(self.active) + len(self.waiting) < len(self.slots):
                 try:
                     job.begin(job, self, self.drafting(job.options))
                 except Exception as error:
@@ -154,9 +155,9 @@ class Worker(Conductor):
 
 
 def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
-    """Submit the text of a request to an endpoint of OpenAI's, and send it with statistics of its rounds.
+    """Answer of OpenAI's endpoints: submits the text, and sends it whole or, of a stream, after each round.
 
-    After each round a stream has sent the text that a terminal would show.
+    With it come statistics of the rounds. A stream sends what a terminal would show.
     """
     streams, is_chat = bool(job.asked.stream), isinstance(job.asked, Chat)
     kind = "chat.completion" if is_chat else "text_completion"
@@ -182,10 +183,9 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
         last["speculation"] = as_json(task.sample, str(task.coupling) if task.params.temperature else "")
         prompt, output = len(job.ids), len(task.text.generated)
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        send(last, **({} if streams else {"usage": usage}))
         if not streams:
-            send(last, usage=usage)
             return
-        send(last)
         if (job.asked.stream_options or {}).get("include_usage"):
             send(usage=usage)
         job.send("[DONE]")

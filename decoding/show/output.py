@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from decoding.run.options import Request
-from decoding.run.together import Conductor, Task
+from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, Interrupted, Reader, Sample, Writer
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.streaming import Labels, TextStream
@@ -44,20 +44,20 @@ class Output:
         self.end(sample)
         return sample
 
-    def write_together(self, conductor: Conductor, couplings: list[Coupling]) -> bool:
+    def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> bool:
         """Write a sample of each coupling at once; returns whether Ctrl-C ended them.
 
         The first is shown while it is written, the others after it. Raises the first error, when all have ended.
         """
         request, began = self.request, now(self.request.device)
-        text = partial(Text, request.ids, request.rules, conductor.model, request.tokenizer.token_bytes)
+        text = partial(Text, request.ids, request.rules, scheduler.model, request.tokenizer.token_bytes)
         tasks = [Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings]
         with self.shown(tasks[0].text) as read, suppress(KeyboardInterrupt):
             tasks[0].readers.append(read)
             for task in tasks:
-                conductor.submit(task)
-            conductor.run()
-        seconds = now(request.device) - began - conductor.reading
+                scheduler.submit(task)
+            scheduler.run()
+        seconds = now(request.device) - began - scheduler.reading
         for task in [task for task in tasks if task.sample]:
             if task is not tasks[0]:
                 with self.shown(task.text, pause=0) as read:

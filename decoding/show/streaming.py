@@ -11,8 +11,7 @@ JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 class TextStream:
     """Stream of a growing text's new characters.
 
-    It holds back unfinished UTF-8 characters, possible beginnings of a stop string, and tokens that a banned word may
-    still take back.
+    It holds back unfinished characters, beginnings of a stop string, and tokens that a banned word may take back.
     """
 
     def __init__(self, text: Text) -> None:
@@ -34,9 +33,7 @@ class TextStream:
 def visible(text: str) -> str:
     """``text`` in one line, with U+FFFD in place of control, format and surrogate characters."""
     text = text.replace("\n", "↵").replace("\t", "⇥")
-    return "".join(
-        each if each.isprintable() or each in JOINERS else " " if each.isspace() else "\ufffd" for each in text
-    )
+    return "".join(c if c.isprintable() or c in JOINERS else " " if c.isspace() else "\ufffd" for c in text)
 
 
 class Labels:

@@ -1,7 +1,6 @@
 """Coloured trace of the rounds: drafted tokens with their verdicts, and the target's residual or bonus token.
 
-On a terminal the last line is redrawn in each round. Where there are no colours, as in a file or a pipe, signs around
-the tokens replace them.
+On a terminal the last line is redrawn in each round. In a file or a pipe, signs around the tokens replace colours.
 """
 
 from __future__ import annotations

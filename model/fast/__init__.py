@@ -15,8 +15,7 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
     """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its device.
 
     Without ``compiled`` its steps are the readable blocks'. Its ``why_rows_vary`` is None if a position has the same
-    bits in steps of any number of tokens. Where a model cannot be prepared, it is returned as it is, and a line on
-    standard error says so.
+    bits in steps of any number of tokens. A model that cannot be prepared is returned as it is, with a line on stderr.
     """
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder

@@ -3,8 +3,7 @@
 Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the same shape:
 ``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all positions of the cache. The
 readable block is compiled once (``torch.compile``). All layers share its code: their weights are arguments. The whole
-step is then captured and replayed as one launch. A step costs what reading the weights costs, so padded rows are
-nearly free.
+step is then captured and replayed as one launch. A step takes as long as reading its weights: padded rows cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on other rows, which
 is checked. Drafts in four bits use torch's tinygemm kernel, which reads a quarter of the bytes of a bf16 product. In
@@ -178,8 +177,7 @@ class StaticCache:
 class StaticDecoder:
     """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are the decoder's.
 
-    If a step fails (no compiler, an old GPU, no memory, a broken capture), all later steps are the readable blocks',
-    and ``trouble`` says why in one line.
+    If a step fails (no compiler, an old GPU, no memory), later steps are the readable blocks'; ``trouble`` says why.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:

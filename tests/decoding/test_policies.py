@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Past
 from decoding.rounds import Round
 from decoding.run.break_even import BreakEven
 from decoding.run.costs import CostTable, expected_tokens, predicted_speedup
@@ -74,7 +74,7 @@ def test_expected_tokens_is_the_published_quotient(alpha: float, length: int) ->
 def test_predicted_speedup_is_tokens_over_cost() -> None:
     costs = CostTable(0.2, (1.0, 1.0, 1.5))
     assert predicted_speedup(0.5, 2, costs) == pytest.approx((1 + 0.5 + 0.25) / (2 * 0.2 + 1.5))
-    assert predicted_speedup(0.5, 2, replace(costs, further=0.1)) == pytest.approx(1.75 / (1.9 + 0.1 * 0.75))
+    assert predicted_speedup(0.5, 2, replace(costs, per_extra_token=0.1)) == pytest.approx(1.75 / (1.9 + 0.1 * 0.75))
     assert predicted_speedup(0.5, 0, costs) == 1
 
 
@@ -128,7 +128,7 @@ def test_nor_does_it_with_several_offers(costs: tuple[CostTable, CostTable], rou
 def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
     policy, offers, rows = BreakEven({"model": (costs := CostTable(0.5, (1.0, 1.1)))}, pause=2), [MODEL], []
     for number, accepted in enumerate([0, 0, 0, 1, 0], 1):
-        rate, waiting = policy.acceptance("model"), policy.waiting
+        rate, waiting = policy.acceptance("model"), policy.past.waiting
         _, drafted = policy.choose(offers)
         policy.observe(a_round(drafted, accepted))
         cost = drafted * costs.draft + costs.verify[drafted]
@@ -142,7 +142,7 @@ def test_break_even_takes_the_length_with_the_largest_predicted_speedup() -> Non
         for accepted in range(5):
             policy = BreakEven({"model": costs})
             run(policy, costs, [accepted] * 60)
-            policy.credit, policy.waiting = math.inf, 1
+            policy.credit, policy.past.waiting = math.inf, 1
             speedups = [predicted_speedup(policy.acceptance("model"), length, costs) for length in range(5)]
             assert speedups[policy.choose([MODEL])[1]] == max(speedups)
 
@@ -182,9 +182,22 @@ def test_break_even_stops_drafting_where_many_texts_share_a_step() -> None:
     costs = CostTable(0.3, (1.0, 1.05, 1.1), (0.9, 0.95, 1.1, 2.0, 4.0, 8.0, 16.0), (0.3, 0.6, 2.4))
     policy = BreakEven({"model": costs})
     assert policy.choose([MODEL])[1] == 2
-    policy.share(lambda: 16)
-    policy.waiting = 1
+    policy.share(lambda: 16, Past(waiting=1))
     assert policy.choose([MODEL])[1] == 0
+
+
+def test_texts_that_share_steps_share_their_past_and_one_probes_for_all() -> None:
+    past, losing = Past(), CostTable(1.0, (1.0, 1.5))
+    one, other = policies = [BreakEven({"model": losing}, pause=3) for _ in range(2)]
+    for policy in policies:
+        policy.share(lambda: 2, past)
+    drafted = []
+    for _ in range(8):
+        for policy in policies:
+            drafted.append(policy.choose([MODEL])[1])
+            policy.observe(a_round(drafted[-1], 0))
+    assert drafted == [1, 0, 0, 0, 0, 0, 0] * 2 + [1, 0]
+    assert one.acceptance("model") == other.acceptance("model") < BreakEven({"model": losing}).acceptance("model")
 
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
@@ -197,6 +210,10 @@ def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
             break
         policy.observe(Round(0, [], 0, [5]))
     assert taken is offer and policy.acceptance("lookup 1") > 0.3
+    before = policy.acceptance("lookup 1")
+    policy.choose([Offer("lookup", "lookup 1", [])])
+    policy.observe(Round(0, [], 0, [5]))
+    assert policy.acceptance("lookup 1") == before, "nothing was judged"
     wrong = Offer("lookup", "lookup 3", [1, 1, 1, 1])
     for _ in range(30):
         policy.choose([wrong])

@@ -218,7 +218,8 @@ def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
     found = predict(acceptance, costs, [2])
     cost = 2 * (2 * 0.98 + 1.1)  # rounds of 2 drafted and 3 written tokens
     assert found.speedup == pytest.approx(6 / cost)
-    assert predict(acceptance, replace(costs, further=0.01), [2]).speedup == pytest.approx(6 / (cost + 2 * 2 * 0.01))
+    dearer = replace(costs, per_extra_token=0.01)
+    assert predict(acceptance, dearer, [2]).speedup == pytest.approx(6 / (cost + 2 * 2 * 0.01))
     assert (found.acceptance_rate, found.kept_share) == (1.0, 1.0)
     unsure = Acceptance(ones, 0.4 * ones, 0.4 * ones, ones, length, length)
     stopping = predict(unsure, costs, [2], [0.5], confidence=0.02)  # each draft ends after one token

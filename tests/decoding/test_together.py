@@ -20,7 +20,7 @@ from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.run.chooser import Drafting, plain
-from decoding.run.together import Conductor, Task
+from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Interrupted, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
@@ -113,7 +113,7 @@ def alone(model: Decoder, wish: Wish) -> Outcome:
 
 
 def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcome]:
-    conductor = Conductor(model, CAPACITY, places)
+    scheduler = Scheduler(model, CAPACITY, places)
     to_come = sorted(wishes, key=lambda wish: wish.arrives)
     tasks: dict[int, Task] = {}
     reported = 0
@@ -131,7 +131,7 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
         text = wish.text(model)
         task = Task(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
         tasks[id(wish)] = task
-        conductor.submit(task)
+        scheduler.submit(task)
 
     def arrive_if_time() -> None:
         while to_come and to_come[0].arrives <= reported:
@@ -140,7 +140,7 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
     while to_come:
         reported = max(reported, to_come[0].arrives)
         arrive_if_time()
-        conductor.run()
+        scheduler.run()
     found = [tasks[id(wish)] for wish in wishes]
     return [outcome(task.text, task.error) for task in found]
 
@@ -178,12 +178,12 @@ def test_texts_written_together_are_those_written_alone(name: str, wanted: list[
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
 def test_draft_lengths_know_the_load_except_under_the_ratio_rule(coupling: str) -> None:
     """There they follow from the text's past alone, and a seed repeats the very rounds in any company."""
-    model, conductor = MODELS["bfloat16"], Conductor(MODELS["bfloat16"], CAPACITY, 3)
+    model, scheduler = MODELS["bfloat16"], Scheduler(MODELS["bfloat16"], CAPACITY, 3)
     wishes = [Wish([1, 2, 3], Rules(30), "best of", "break-even", coupling=coupling, seed=seed) for seed in range(3)]
     tasks = [Task(wish.text(model), wish.drafting(model), wish.params, wish.drawn) for wish in wishes]
     for task in tasks:
-        conductor.submit(task)
-    conductor.run()
+        scheduler.submit(task)
+    scheduler.run()
     for task, wish in zip(tasks, wishes, strict=True):
         writer = Writer(model, CAPACITY, LETTERS.__getitem__)
         writer.begin(wish.prompt)
@@ -206,7 +206,7 @@ class SharedTable(TableModel):
 
 @pytest.mark.parametrize("table", [TableModel, SharedTable])
 def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: type[TableModel]) -> None:
-    """Enumerated through the conductor: every outcome of every draw of both."""
+    """Enumerated through the scheduler: every outcome of every draw of both."""
     generator = torch.Generator().manual_seed(3)
     target, draft = torch.rand(2, 4, 2, dtype=torch.float64, generator=generator) + 0.1
     model = table(target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True))
@@ -214,12 +214,12 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: typ
     requests = [Request((0, 1), max_new_tokens=2), Request((1,), max_new_tokens=2, banned=("bb",))]
 
     def write(randomness: Randomness) -> tuple[object, ...]:
-        conductor = Conductor(model, 16, 2)
+        scheduler = Scheduler(model, 16, 2)
         coupling = SimpleNamespace(name="ratio", randomness=lambda device: randomness, verify=verify_by_ratio)
         texts = [Text(each.prompt, each.rules, model, TEXTS.__getitem__) for each in requests]
         for text, request in zip(texts, requests, strict=True):
-            conductor.submit(Task(text, drafting, request.params, coupling))
-        conductor.run()
+            scheduler.submit(Task(text, drafting, request.params, coupling))
+        scheduler.run()
         return tuple((tuple(text.generated), text.finish) for text in texts)
 
     first, second = (plain_law(model, request) for request in requests)
@@ -290,29 +290,29 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
     good = Wish([1, 2, 3, 4, 5], rules, "exit")
     dead_end = replace(rules, constraints=[*rules.constraints, nothing_after(7)])
     bad = [replace(good, rules=dead_end), replace(good, prompt=[1, 7, 3, 4, 5])]
-    conductor, tasks = Conductor(model, CAPACITY, 6), []
+    scheduler, tasks = Scheduler(model, CAPACITY, 6), []
     draftings = [wish.drafting(model) for wish in (good, *bad, good)]
     draftings[3:3] = [Drafting("careless", lambda cache: Careless(model, cache)), Drafting("refused", refuse)]
     for wish, drafting in zip([good, *bad, good, good, good], draftings, strict=True):
         tasks.append(Task(wish.text(model), drafting, wish.params, wish.drawn))
-        conductor.submit(tasks[-1])
-    conductor.run()
+        scheduler.submit(tasks[-1])
+    scheduler.run()
     expected = alone(model, good)
     assert expected[0] and [outcome(task.text) for task in (tasks[0], tasks[5])] == [expected, expected]
     assert [type(task.error) for task in tasks[1:5]] == [DeadEnd, InputError, ValueError, InputError]
-    assert [bool(row.prompt) for row in conductor.rows] == [True, *[False] * 4, True], (
+    assert [bool(row.prompt) for row in scheduler.slots] == [True, *[False] * 4, True], (
         "rows whose entries may be copied"
     )
     assert "finite" in str(tasks[2].error) and "leaves a hole" in str(tasks[3].error)
-    conductor.submit(again := Task(good.text(model), draftings[0], good.params, good.drawn))
-    conductor.run()
+    scheduler.submit(again := Task(good.text(model), draftings[0], good.params, good.drawn))
+    scheduler.run()
     assert outcome(again.text) == expected, "no row was left unusable"
 
 
 @pytest.mark.parametrize("place", ["reader", "step"])
 def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tasks, reported = MODELS["bfloat16"], [], []
-    conductor = Conductor(model, CAPACITY, 2)
+    scheduler = Scheduler(model, CAPACITY, 2)
 
     def interrupt(*_: object) -> None:
         reported.append(1)
@@ -324,26 +324,26 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pyt
         text = wish.text(model)
         readers = [interrupt] if place == "reader" else []
         tasks.append(Task(text, wish.drafting(model), wish.params, wish.drawn, readers=readers))
-        conductor.submit(tasks[-1])
+        scheduler.submit(tasks[-1])
     if place == "step":
         step = model.step
         monkeypatch.setattr(model, "step", lambda *all: (step(*all), interrupt())[0])
     with pytest.raises(KeyboardInterrupt):
-        conductor.run()
+        scheduler.run()
     assert [task.sample and task.sample.finish for task in tasks] == ["interrupted", "interrupted", None]
     for seed, task in enumerate(tasks[:2]):
         whole = alone(model, Wish([1, 2, 3], Rules(20), seed=seed))[0]
         assert task.text.generated == whole[: len(task.text.generated)] and 3 <= len(task.text.generated) <= 6
-    assert not conductor.active and not conductor.waiting
+    assert not scheduler.active and not scheduler.waiting
 
 
 def test_what_readers_take_is_no_decoding_time() -> None:
     model, tasks = MODELS["bfloat16"], []
-    conductor = Conductor(model, CAPACITY, 2)
+    scheduler = Scheduler(model, CAPACITY, 2)
     for _ in range(2):
         text, pause = Text([1, 2, 3], Rules(10), model), [lambda *_: time.sleep(0.05)]
         tasks.append(Task(text, plain(model), SamplingParams(), Coupling("race", 0), readers=pause))
-        conductor.submit(tasks[-1])
-    conductor.run()
-    assert conductor.reading > 1.0
+        scheduler.submit(tasks[-1])
+    scheduler.run()
+    assert scheduler.reading > 1.0
     assert all(task.sample.seconds < 0.5 for task in tasks)

@@ -91,14 +91,14 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["a", "--repetition-penalty", "0"], "repetition-penalty must be from 1e-6"),
         (["a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
         (["a", "--num-samples", "0"], "num-samples and --together must be at least 1"),
-        (["a", "--stop", ""], "a stop string or a banned word is empty"),
+        (["a", "--stop", ""], "stop strings and banned words: give a list"),
         (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
         (["a", "--draft", "exit", "--exit-layer", "5"], "exit layer 5 is not in 1..4"),
         (["a", "--draft", "none", "--gamma", "3"], "--gamma has no effect with --draft none"),
         (["a", "--exit-layer", "2"], "--exit-layer has no effect with --draft auto"),
         (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
-        (["a", "--draft", "skip"], "--draft skip needs --plan FILE"),
+        (["a", "--draft", "skip"], "has no plan.json: give --plan FILE"),
         (["a", "--draft", "skip", "--plan", "/no/plan"], "/no/plan cannot be read"),
         (["a", "--draft", "own.py:"], "no draft is called 'own.py:': give auto, "),
         (["a", "--draft", "/no/own.py:Class"], "FileNotFoundError"),
@@ -217,7 +217,7 @@ def test_with_a_seed_every_drafter_writes_the_same_texts(
     for draft in drafts:
         outcome = run(*common, *more, "--dtype", "float64", "--num-samples", "2", "--json", "--draft", *draft)
         assert outcome.status == 0
-        assert all(result["repeat_with"] == "--seed 5 --coupling race" for result in outcome.objects)
+        assert all(result["repeat_with"] == "--seed 5 --coupling race --num-samples 2" for result in outcome.objects)
         texts.append([(result["tokens"], result["finish_reason"]) for result in outcome.objects])
     assert all(text == texts[0] for text in texts)
     assert texts[0][0] != texts[0][1]
@@ -325,9 +325,9 @@ def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(
 @pytest.mark.parametrize(
     ("dtype", "plan", "drafts"),
     [
-        ("bfloat16", {"attn": [1]}, "all layers in 4 bits or skipping 1 attention and 0 MLP sublayers or prompt"),
-        ("bfloat16", {"bits": 8}, "all layers in 4 bits or all layers in 8 bits or prompt lookup"),
-        ("bfloat16", {"bits": 4, "head_bits": 8}, "s; all layers in 4 bits or prompt lookup"),
+        ("bfloat16", {"attn": [1]}, "all layers in 4 bits; skipping 1 attention and 0 MLP sublayers; prompt"),
+        ("bfloat16", {"bits": 8}, "all layers in 4 bits; all layers in 8 bits; prompt lookup"),
+        ("bfloat16", {"bits": 4, "head_bits": 8}, ": all layers in 4 bits; prompt lookup"),
     ],
 )
 def test_auto_drafts_with_measured_bits_and_with_a_plan_that_is_another(
@@ -335,7 +335,7 @@ def test_auto_drafts_with_measured_bits_and_with_a_plan_that_is_another(
 ) -> None:
     monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: FOUR_BITS)
     folder = write_folder(tmp_path / "planned")
-    (folder / "plan.json").write_text(json.dumps({"attn": [], "acceptance_rate": 0.9} | plan))
+    (folder / "plan.json").write_text(json.dumps({"attn": [], "kept_share": 0.9} | plan))
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "4", "--dtype", dtype)
     assert drafts in outcome.err.splitlines()[-1]
 

@@ -46,7 +46,7 @@ def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, 
 
         def propose(self, *request: Any) -> Draft:
             draft = super().propose(*request)
-            return Draft(draft.tokens, torch.ones_like(draft.probs))
+            return Draft(draft.tokens, torch.full_like(draft.probs, 1 / draft.probs.shape[1]))
 
     assert bias(example["model"], example["request"], Setup(Flatterer)) > 0.01
 

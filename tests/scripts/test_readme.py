@@ -146,6 +146,16 @@ def test_a_command_is_a_line_or_a_loop_without_its_remark() -> None:
     assert list(readme.commands(block)) == ["first \\\n    more", "for d in x y; do\n    each $d\ndone", "last"]
 
 
-def test_a_call_from_python_refuses_an_unknown_option() -> None:
-    with pytest.raises(InputError, match="temprature"):
-        generate.generate("tiny-llama", "the", temprature=0.7)
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"temprature": 0.7}, "no option temprature"),
+        ({"num_samples": 3}, "no option num_samples"),
+        ({"stop": "The end"}, "give a list of strings"),
+        ({"ban": "end"}, "give a list of strings"),
+        ({"draft": "skip", "plan": "none.json"}, "none.json cannot be read"),
+    ],
+)
+def test_a_call_from_python_refuses_options_as_the_command_line_does(wrong: dict, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        generate.generate("tiny-llama", "the", **wrong)

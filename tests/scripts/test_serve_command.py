@@ -81,6 +81,12 @@ def test_without_its_libraries_one_line_says_how_to_get_them(
     assert "--together must be at least 1" in complaint(capsys, "--serve", "0", "--together", "0")
 
 
-def test_a_drafter_that_cannot_be_had_is_refused_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafter_that_cannot_be_had_is_refused_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     said = complaint(capsys, "--serve", "0", "--model", str(folder), "--draft", "exit", "--exit-layer", "9")
     assert "exit layer 9 is not in 1..4" in said
+    file = tmp_path / "own.py"
+    file.write_text("class Lazy:\n    def __init__(self, model, cache): pass\n")
+    said = complaint(capsys, "--serve", "0", "--model", str(folder), "--draft", f"{file}:Lazy")
+    assert "the drafter Lazy breaks its contract" in said

@@ -209,7 +209,13 @@ def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, c
         assert train.main(arguments(data, tmp_path / "run", steps=1, **changed)) == 2
         (name,) = changed
         assert f"holds a run with {name} " in one_line(capsys)
-    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 0, "the run itself still goes on"
+    state = tmp_path / "run" / train.STATE
+    whole = state.read_bytes()
+    state.write_bytes(whole[:99])
+    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2 and "is damaged" in one_line(capsys)
+    state.write_bytes(whole)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, "the run itself still goes on"
 
 
 def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from weights.load import model_fingerprint
 
 BY_BITS = [bits / FULL for bits in BITS]  # shares of the cost of a sublayer
 PARTS = [cost * share for cost in (0.1, 0.1, 0.12) for share in BY_BITS]  # of a head, an attention, an MLP
-COSTS = SublayerCosts(PARTS, 0.02, (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4))
+COSTS = SublayerCosts(PARTS, 0.02, (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4), 0.0)
 GREEDY = SamplingParams()
 IDENTITY = {"model": "a", "bits": [0]}
 SPACE = space_of(4, (0, *LOW_BITS))
@@ -104,6 +104,8 @@ def test_sublayer_costs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = measure_sublayers(tiny_model("llama", vocab=7, layers=2), SamplingParams(1.0), "race")
     assert measured.verify[0] == 1.0 and len(measured.verify) == 9
     assert measured.draft(LayerPlan.full(2)) > 0 and len(measured.parts) == 3 * len(BITS)
+    table = COSTS._replace(per_extra_token=0.1).table(0.5)
+    assert table.of_round(2, 3) == pytest.approx(2 * 0.5 + 1.1 + 2 * 0.1), "the race's random numbers count"
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
@@ -255,7 +257,7 @@ def arguments(folder: Path, *more: object) -> list[str]:
 
 @pytest.fixture
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "measure_sublayers", lambda *how: COSTS)
+    monkeypatch.setattr("search.study.measure_sublayers", lambda *how: COSTS)
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -273,7 +275,7 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
     assert "give --resume" in capfd.readouterr().err
     for name in ("calibration_texts", "measure_sublayers", "importances"):  # all in the journal
-        monkeypatch.delattr(command, name)
+        monkeypatch.delattr(f"search.study.{name}")
     assert command.main(arguments(folder, "--out", out, "--trials", 12, "--resume")) == 0
     storage = JournalStorage(JournalFileBackend(str(out.with_suffix(".journal"))))
     assert len(finished(optuna.load_study(study_name=NAME, storage=storage))) == 12
@@ -306,7 +308,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--trials", 0], "--trials must be at least 1, --seed from 0"),
+        (["--trials", 0], "--max-new-tokens must be at least 1, --seed from 0"),
         (["--out", "/nowhere/plan.json"], "/nowhere/plan.json cannot be written"),
         (["--plots", "/dev/null/x"], "/dev/null/x cannot be read or written"),
         (["--calibration", "/nowhere.txt"], "/nowhere.txt cannot be read"),

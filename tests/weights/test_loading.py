@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoding.run import plan_file
-from decoding.run.cost_file import kept
+from decoding.run.cost_file import load_or_measure
 from decoding.run.costs import CostTable
 from decoding.run.plan_file import DraftPlan, read_plan
 from model import InputError, LayerPlan
@@ -270,15 +270,17 @@ MEASURED = CostTable(0.5, (1.0, 1.25, 1.5))
 def costs_of(folder: Path, model: torch.nn.Module) -> tuple[CostTable, bool]:
     """The table that comes back, and whether it had to be measured."""
     calls = []
-    costs = kept(folder, model, "lookup", CostTable, lambda: calls.append(1) or MEASURED)
+    costs = load_or_measure(folder, model, "lookup", CostTable, lambda: calls.append(1) or MEASURED)
     return costs, bool(calls)
 
 
 def test_costs_measured_on_a_busy_machine_are_not_kept(tmp_path: Path) -> None:
     model = load_model(write_weights(tmp_path, SMALL, random_state(SMALL)))
     busy = CostTable(0.5, (1.0, 1.25, 1.5), steady=False)
-    assert kept(tmp_path, model, "lookup", CostTable, lambda: busy) is busy
+    assert load_or_measure(tmp_path, model, "lookup", CostTable, lambda: busy) is busy
     assert not (tmp_path / "costs.json").exists()
+    load_or_measure(tmp_path, model, "a", CostTable, lambda: costs_of(tmp_path, model)[0])
+    assert len(json.loads((tmp_path / "costs.json").read_text())) == 2, "another process kept one meanwhile"
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,10 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         complaint = f"error: {error}"
     except KeyboardInterrupt:
         status, complaint = 130, interrupted
-    except BrokenPipeError:
-        status = 0
+    except (BrokenPipeError, SystemExit) as error:
+        if getattr(error, "code", 1) != 1:
+            raise
+        status = 0  # a closed pipe; rich ends with 1 then
     except OSError as error:
         place = "standard output" if error.filename is None else error.filename
         complaint = f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"

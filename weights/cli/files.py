@@ -27,10 +27,10 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | str) -> str:
     """Text of a UTF-8 file. Raises InputError with the path when it cannot be read."""
     with explaining(f"{path} cannot be read as UTF-8 text", (OSError, UnicodeDecodeError)):
-        return path.read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:

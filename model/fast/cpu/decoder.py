@@ -32,8 +32,7 @@ class FastDecoder:
     """``Decoder`` on a CPU in bfloat16, float16 or float32, with compiled steps; all else is the decoder's.
 
     The bits of a position's logits and cache entries do not depend on the other rows of the step, of this text or of
-    others. (``prefill`` runs in long chunks and does not promise this.) Weights in low bits are copies, made once when
-    a plan first asks for them.
+    others. (``prefill``, in long chunks, does not promise this.) Low-bit copies are made when a plan first needs them.
     """
 
     step, why_rows_vary = staticmethod(step), None
@@ -95,14 +94,13 @@ class FastDecoder:
         if weights is not None and len(weights.cos) >= positions:
             return weights
         model, config, size = self.model, self.model.config, 1 << (positions - 1).bit_length()
-        matrices = np.full((config.num_layers, 7, 5), ABSENT)
-        for layer, (block, *bits) in enumerate(zip(model.layers, plan.attention, plan.mlp, strict=True)):
+        matrices = np.full((config.num_layers, len(MATRICES), 5), ABSENT)
+        for layer, (block, attention, mlp) in enumerate(zip(model.layers, plan.attention, plan.mlp, strict=True)):
             for number, name in enumerate(MATRICES):
-                if each := bits[number > O]:
-                    matrices[layer, number] = self._matrix(block.get_submodule(name), each)
+                if bits := attention if number <= O else mlp:
+                    matrices[layer, number] = self._matrix(block.get_submodule(name), bits)
         norms = [part for block in (*model.layers, model) for part in block.children() if isinstance(part, RMSNorm)]
-        # Gemma-2 stores factors less one.
-        *factors, final_norm = ((norm.weight.float() + (1 - norm.neutral)).numpy() for norm in norms)
+        *factors, final_norm = ((norm.weight.float() + (1 - norm.neutral)).numpy() for norm in norms)  # as in RMSNorm
         cos, sin = rotary_table(config.rope, config.head_dim, size, torch.float32, model.device)
         half = config.head_dim // 2
         self.plans[plan] = Weights(
@@ -142,9 +140,7 @@ def rows_of(call: tuple[Tensor, KVCache, int]) -> Batch:
     tokens, cache, start = call
     batch, count = tokens.shape
     (text_stride, head_stride, *_), size = cache.keys[0].stride(), cache.keys[0].itemsize
-    pairs = zip(cache.keys, cache.values, strict=True)
-    first = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
-    entries = np.arange(batch)[:, None, None] * (text_stride * size) + first
+    entries = np.arange(batch)[:, None, None] * (text_stride * size) + np.array(cache.addresses)
     return Batch(
         tokens=tokens.numpy().ravel(),
         positions=np.tile(np.arange(start, start + count), batch),
