@@ -26,15 +26,13 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "make test": "it is what runs before this",
     "python -m tests.mutants": "make test runs every mutant",
     "torchrun": "make test starts such processes itself",
-    "pip install llama-cpp-python": "it compiles for minutes",
     "python -m benchmark --off-grid": "making the copy takes minutes",
-    "python -m benchmark --quick --against transformers,llama.cpp": "it needs llama-cpp-python and a GGUF file",
+    "python -m benchmark --exit-layer 24 --against": "it needs llama-cpp-python and a GGUF file",
 }
 SAMPLE = "weights/training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
 SHORT = {
     "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
-    "python -m benchmark --exit-layer": "--exit-layer 6 --only speed",
     "python -m benchmark": "--model tiny-llama --quick --max-new-tokens 8",
     "python -m decoding.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
@@ -44,9 +42,7 @@ EDITABLE = (  # into an environment that has the packages of this one, but not t
     'python -m venv --without-pip ~/own && echo "{packages}" > ~/own/lib/python{version}/site-packages/packages.pth'
     " && ~/own/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ."
 )
-KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(
-    Path.home() / ".cache" / "self-speculative-decoding"
-)  # compiled once
+KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(Path.home() / ".cache/self-speculative-decoding")  # compiled once
 LIMIT = 300  # seconds that a command may take
 
 

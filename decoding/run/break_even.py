@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from decoding.policies import Offer, Past, Policy
 from decoding.rounds import Round
-from decoding.run.costs import CostTable, predicted_speedup
+from decoding.run.costs import CostTable
 
 
 class BreakEven(Policy):
@@ -75,10 +75,12 @@ class BreakEven(Policy):
         for offer in offers:
             costs, rate = self.costs[offer.name].shared_by(texts), self.acceptance(offer.kind)
             longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
+            tokens = 1.0  # expected in a round: 1 + α + α² + ...
             for count in range(1, longest + 1):
                 if costs.of_round(count, 1) - 1 > self.credit:
                     break  # the loss, were all of it rejected
-                speed = predicted_speedup(rate, count, costs)
+                tokens += rate**count
+                speed = tokens / costs.of_round(count, tokens)  # as ``predicted_speedup``
                 if speed > best:
                     best, taken, length = speed, offer, count
                 if count == 1 and offer.tokens is None and speed > probe_speed:

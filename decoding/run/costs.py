@@ -26,7 +26,7 @@ from model.plan import LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-REPEATS, SHARED_REPEATS = 40, 5
+REPEATS, SHARED_REPEATS, MOST_CALLS = 40, 5, 48
 IN_A_ROW = 4  # draft steps timed in one round, so that the processor's caches are in the state of a draft
 UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
@@ -110,14 +110,15 @@ class KnownDraft(NoDraft):
 def round_of(
     target: Model, cache: Any, drafter: Drafter, length: int, params: SamplingParams, coupling: Coupling, *, fresh: bool
 ) -> Callable[[], Round]:
-    """A round of the loop with a draft of this length, after the tokens of the cache.
+    """A round of the loop with a draft of this length, after the tokens of the cache, up to ``MOST_CALLS`` times.
 
     ``fresh``: each call draws new random numbers; otherwise those of the race are in memory from the second call on.
     """
     prompt, kept = [0] * (cache.length + 1), coupling.randomness(target.device)
+    texts = [Text(prompt, Rules(length + 1), target) for _ in range(MOST_CALLS)]  # before time is taken
 
     def one_round() -> Round:
-        text, drawn = Text(prompt, Rules(length + 1), target), coupling.randomness(target.device) if fresh else kept
+        text, drawn = texts.pop(), coupling.randomness(target.device) if fresh else kept
         return next(speculate(target, cache, text, drafter, FixedLength(length), params, drawn, coupling.verify))
 
     return one_round

@@ -53,11 +53,11 @@ def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: S
     is taken to go on as long as a draft along the text would, since its tokens are not known.
 
     The programme goes token by token through all texts at once. Its state are probabilities: ``begin``, that a round
-    begins at this token, and by the number d of tokens drafted so far ``live[d]``, that a round is here with all of
-    them accepted, and ``astray[d]``, that one was rejected and the draft goes on beyond it, at a cost without a gain.
+    begins at this token, and by the number d of tokens drafted so far ``on_text[d]``, that a round is here with all of
+    them accepted, and ``off_text[d]``, that one was rejected and the draft goes on beyond it, at a cost without a gain.
     Where a draft of d tokens ends, ``drafted[d]`` counts it. The next round begins after the token that the target
     added: at the token after a rejected one (which the target replaced by the text's), after the bonus token of a
-    full draft, and, where a draft stops behind an unsure token, two tokens on (``soon``: the bonus comes between).
+    full draft, and, where a draft stops behind an unsure token, two tokens on (``begin_next``: a bonus comes between).
     For γ = 2 and a text of 3 tokens kept with probabilities a, b, c: rounds begin at the first token surely, at the
     second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
     """
@@ -67,27 +67,27 @@ def expected_rounds(acceptance: Acceptance, gammas: Sequence[int], thresholds: S
     depth = np.arange(longest + 1)[:, None, None, None]
     full = depth == np.array(gammas)
     shape = (longest + 1, len(lengths), len(thresholds), len(gammas))  # depth, text, threshold, draft length
-    live, astray, drafted, accepted, rejected = np.zeros((5, *shape))
-    begin, soon = np.ones(shape[1:]), np.zeros(shape[1:])
+    on_text, off_text, drafted, accepted, rejected = np.zeros((5, *shape))
+    begin, begin_next = np.ones(shape[1:]), np.zeros(shape[1:])
     for at in range(lengths.max() + longest):
         written, row = at < lengths, min(at, lengths.max() - 1)
-        live[0] = begin * written
-        # A draft beyond the end of a text is astray.
-        live, astray = live * written, astray + live * ~written
+        on_text[0] = begin * written
+        # A draft beyond the end of a text is off it.
+        on_text, off_text = on_text * written, off_text + on_text * ~written
         closing = full | (at >= limits - 1)
-        drafted += (live + astray) * closing
-        bonus = (live * closing).sum(0)
-        live, astray = live * ~closing, astray * ~closing
-        kept, lost = live * accept[..., row, :, None], live * (1 - accept[..., row, :, None])
+        drafted += (on_text + off_text) * closing
+        bonus = (on_text * closing).sum(0)
+        on_text, off_text = on_text * ~closing, off_text * ~closing
+        kept, refused = on_text * accept[..., row, :, None], on_text * (1 - accept[..., row, :, None])
         stopped = kept * unsure[..., row, :, None]
-        wandering = lost + astray
-        halted = wandering * sure_to_stop[..., row, :, None] * written
+        leaving = refused + off_text
+        halted = leaving * sure_to_stop[..., row, :, None] * written
         drafted[1:] += (stopped + halted)[:-1]
         accepted += kept
-        rejected += lost
-        begin, soon = bonus + lost.sum(0) + soon, stopped.sum(0)
-        deeper = kept - stopped, wandering - halted  # one drafted token later
-        live, astray = (np.pad(state[:-1], ((1, 0), (0, 0), (0, 0), (0, 0))) for state in deeper)
+        rejected += refused
+        begin, begin_next = bonus + refused.sum(0) + begin_next, stopped.sum(0)
+        deeper = kept - stopped, leaving - halted  # one drafted token later
+        on_text, off_text = (np.pad(state[:-1], ((1, 0), (0, 0), (0, 0), (0, 0))) for state in deeper)
     return Rounds(*(np.moveaxis(each.sum(1), 0, -1) for each in (drafted, accepted, rejected)))
 
 
@@ -101,11 +101,11 @@ def _tables(
     def table(values: Tensor) -> np.ndarray:
         return np.asarray(values)[:, depths].swapaxes(0, 1)[..., None]
 
-    limits = np.array(thresholds)
-    unsure = (table(acceptance.confidence) < limits).astype(float)
+    levels = np.array(thresholds)
+    unsure = (table(acceptance.confidence) < levels).astype(float)
     # Only the likeliest token is looked at: exact in greedy decoding, and where no two tokens reach the threshold.
-    sure_to_stop = 1 - table(acceptance.share) * (table(acceptance.likeliest) >= limits)
-    sure_to_stop[..., limits == 0] = 0
+    sure_to_stop = 1 - table(acceptance.share) * (table(acceptance.likeliest) >= levels)
+    sure_to_stop[..., levels == 0] = 0
     return table(acceptance.accept), unsure, sure_to_stop
 
 

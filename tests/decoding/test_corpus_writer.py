@@ -103,20 +103,15 @@ def test_a_model_with_non_finite_logits_is_refused() -> None:
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(InputError, match="a prompt has 64 tokens: the model's context ends after 64"):
-        sample_texts(
-            tiny_model("llama"), [[0], [0] * 64], max_new_tokens=3, params=SamplingParams(), eos_ids=[], seed=0
-        )
+        sample_texts(tiny_model("llama"), [[0] * 64], max_new_tokens=3, params=SamplingParams(), eos_ids=[], seed=0)
 
 
 # The file.
 
 TEXTS = [
-    {"prompt": prompt, "response": response}
-    for prompt, response in (
-        ("Of a fox?", "A fox.\nIt \u00e4te \u2028 \U0001f98a."),
-        ("Hi!", "Hello"),
-        ("Again.", "The end"),
-    )
+    {"prompt": "Of a fox?", "response": "A fox.\nIt \u00e4te \u2028 \U0001f98a."},
+    {"prompt": "Hi!", "response": "Hello"},
+    {"prompt": "Again.", "response": "The end"},
 ]
 
 
@@ -223,9 +218,7 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
     assert status == 0 and len(calls) > 4 and parts.read_bytes() == whole.read_bytes()
 
 
-def test_a_model_that_repeats_itself_is_given_up(
-    write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_a_loop_is_given_up(write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "write_stories", lambda *_: TEXTS)
     status, said = write("--tokens", 10_000, "--out", tmp_path / "out")
     assert status == 2 and "the last 264 texts" in said

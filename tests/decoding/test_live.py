@@ -91,9 +91,7 @@ def test_two_columns_end_with_equal_texts_clocks_and_a_replay(opened: WebDriver)
     assert kept(opened, ".sides > div:nth-child(2)") == plain
 
 
-def test_a_draft_is_dim_until_its_verdict_comes(
-    opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_is_dim_until_its_verdict(opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, observe = threading.Event(), Recording.observe
 
     def hesitate(recording: Recording, *seen: Any) -> None:
@@ -147,9 +145,7 @@ def test_what_is_wrong_is_said_on_the_page(opened: WebDriver, served: Served, mo
     assert statuses == ["429", "500"], "the browser's own remarks"
 
 
-def test_tokens_that_look_like_markup_are_text(
-    opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_like_markup_are_text(opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "<img src=x onerror=\"window.ran='token'\"></script><script>window.ran='script'</script>"
     monkeypatch.setattr(served.worker, "labels", lambda token: hostile)
     ask(opened, budget="4", beside=True)

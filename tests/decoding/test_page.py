@@ -209,9 +209,7 @@ def shown_number(probability: float) -> str:
     return f"{probability:.3f}" if probability >= 0.0005 else f"{probability:.1e}".replace("e-0", "e-")
 
 
-def test_another_sample_can_be_chosen_and_shows_what_was_taken_back(
-    opened: WebDriver, recordings: list[Recording]
-) -> None:
+def test_another_sample_can_be_chosen(opened: WebDriver, recordings: list[Recording]) -> None:
     from selenium.webdriver.support.ui import Select
 
     Select(find(opened, "#sample")).select_by_index(1)
@@ -248,11 +246,8 @@ def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> N
     page = tmp_path / "race.html"
     page.write_text(page_of(recorded(0), race=True), encoding="utf-8")
     opened.get(page.as_uri())
-    for verdict, said in (
-        ("accepted", "the target drew it too"),
-        ("rejected", "drew another token"),
-        ("own", "argmin E/p"),
-    ):
+    expected = {"accepted": "the target drew it too", "rejected": "drew another token", "own": "argmin E/p"}
+    for verdict, said in expected.items():
         opened.execute_script("inspect(chips.find(chip => chip.token.verdict === arguments[0]))", verdict)
         told = find(opened, "#inspector").text
         assert said in told and "min(1" not in told

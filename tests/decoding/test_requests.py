@@ -53,10 +53,8 @@ def anything() -> st.SearchStrategy[Any]:
     inner = st.recursive(
         simple, lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3)
     )
-    messages = st.lists(
-        st.just(MESSAGE) | st.dictionaries(st.sampled_from(["role", "content", "name"]), inner), max_size=2
-    )
-    return st.one_of(inner, messages)
+    message = st.just(MESSAGE) | st.dictionaries(st.sampled_from(["role", "content", "name"]), inner)
+    return st.one_of(inner, st.lists(message, max_size=2))
 
 
 @given(
@@ -94,9 +92,8 @@ def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
 def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(folder: Path) -> None:
     """Another kind begins afresh."""
     changed = reader_of(folder, "--draft", "exit", "--exit-layer", "3", "--gamma", "5")
-    exits, lookup, none = (
-        read(changed, Completion, prompt="a", draft=name)[2].draft for name in ("exit", "lookup", "none")
-    )
+    kinds = "exit", "lookup", "none"
+    exits, lookup, none = (read(changed, Completion, prompt="a", draft=kind)[2].draft for kind in kinds)
     assert (exits.exit_layer, exits.gamma) == (3, 5)
     assert lookup == DraftOptions("lookup") and none == DraftOptions("none")
     assert read(changed, Completion, prompt="a", gamma=2)[2].draft == replace(exits, gamma=2)

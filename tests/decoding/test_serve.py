@@ -145,12 +145,7 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
     "an image": (chats(said([{"type": "image_url"}])), 400, "messages", "should be 'text'"),
     "an empty prompt": (("completions", {"prompt": ""}), 400, "prompt", "at least 1 character"),
     "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
-    "temperature NaN": (
-        ("completions", b'{"prompt": "a", "temperature": NaN}'),
-        400,
-        "temperature",
-        "must be at least 0",
-    ),
+    "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "temperature", "at least 0"),
     "an empty stop": (texts(stop=["a", ""]), 400, "stop", "stop strings and banned words: give a list"),
     "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
     "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),

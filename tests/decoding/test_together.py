@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoding.drafters import ModelDrafter
+from decoding.drafters import ModelDrafter, PromptLookup
 from decoding.policies import FixedLength
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
@@ -190,6 +190,18 @@ def test_draft_lengths_know_the_load_except_under_the_ratio_rule(coupling: str) 
         alone = writer.write(writer.new_text(wish.rules), wish.drafting(model), wish.params, wish.drawn)
         assert task.sample.text.tokens == alone.text.tokens
         assert (task.sample.rounds == alone.rounds) == (coupling == "ratio")
+
+
+def test_a_users_drafter_may_have_attributes_of_any_name() -> None:
+    def new_drafter(cache: KVCache) -> PromptLookup:
+        drafter = PromptLookup(VOCAB)
+        drafter.model, drafter.drafters = "mine", []
+        return drafter
+
+    model, wish = MODELS["bfloat16"], Wish([1, 2, 1, 2], Rules(8), params=SamplingParams())
+    tasks = [Task(wish.text(model), Drafting("own", new_drafter), wish.params, wish.drawn) for _ in range(2)]
+    Scheduler(model, CAPACITY, 2).write_all(tasks)
+    assert [task.text.generated for task in tasks] == [alone(model, wish)[0]] * 2
 
 
 class SharedTable(TableModel):

@@ -51,11 +51,12 @@ def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(samples: int,
     assert said.count(b" tokens in ") == samples and b"Traceback" not in said
 
 
-def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trace", [(), ("--trace",)])
+def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path, trace: tuple[str, ...]) -> None:
     """As in ``generate.py ... | head -c 1``."""
     model = write_folder(tmp_path / "model", LONG)
     with subprocess.Popen(
-        command("the hen", "--model", model, "--max-new-tokens", 1 << 16, "--draft", "none"),
+        command("the hen", "--model", model, "--max-new-tokens", 1 << 16, "--draft", "none", *trace),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:

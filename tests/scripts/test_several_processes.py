@@ -67,9 +67,7 @@ def test_two_processes_write_the_texts_of_one_and_the_first_alone_speaks(
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2"])
-def test_two_processes_write_the_text_of_one_with_the_shipped_models(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_write_a_shipped_models_text_of_one(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Both have one key/value head, which both processes hold."""
     shared = command(WEIGHTS / name, "--dtype", "float64", "--max-new-tokens", 12, "--json")
     check_texts([*shared, "--draft", "lookup"], 2, capfd)

@@ -101,9 +101,8 @@ def test_an_exits_target_is_the_text_mixed_with_a_share_of_the_last_layers_proba
     first, _, last = (model.logits(hidden).float() for hidden in train.layer_outputs(model, tokens[:, :-1]))
     text = torch.nn.functional.one_hot(tokens[:, 1:], model.vocab_size)
     target = (1 - share) * text + share * torch.softmax(last, -1).detach()  # no gradient teaches the teacher
-    early, late = (
-        -(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in ((target, first), (text, last))
-    )
+    pairs = (target, first), (text, last)
+    early, late = (-(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in pairs)
     by_hand = 0.25 * early + 0.75 * late
     assert total.item() == pytest.approx(by_hand.item(), rel=1e-6)
     parameters = list(model.parameters())

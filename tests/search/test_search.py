@@ -334,6 +334,7 @@ def test_a_journal_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -
     study.enqueue_trial({})
     with pytest.raises(InputError, match=r"another search \(other model\)"):
         open_study(path, {**IDENTITY, "model": "b"}, "tpe", 0, resume=True)
-    path.write_text("not a journal\nat all\n")
-    with pytest.raises(InputError, match="not a search's journal"):
-        open_study(path, IDENTITY, "tpe", 0, resume=True)
+    for damaged in ("not a journal\nat all\n", '{"op_code": 99}\n'):
+        path.write_text(damaged)
+        with pytest.raises(InputError, match="not a search's journal"):
+            open_study(path, IDENTITY, "tpe", 0, resume=True)

@@ -92,10 +92,7 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
     [
         (InputError("'a\nb\x1b[31m' is wrong:\nfix it"), "error: 'a b [31m' is wrong: fix it\n"),
         (FileNotFoundError(2, "No such file", "a\nb"), "error: a b cannot be read or written: No such file\n"),
-        (
-            OSError(5, "Input/output error"),
-            "error: standard output cannot be read or written: Input/output error\n",
-        ),
+        (OSError(5, "Input error"), "error: standard output cannot be read or written: Input error\n"),
         (
             torch.OutOfMemoryError("CUDA out of memory.\nTried"),
             "error: out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",

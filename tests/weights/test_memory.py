@@ -20,14 +20,7 @@ from model.plan import LOW_BITS
 from tests.oracle import FAMILIES, configs
 from tests.peak import peak_bytes
 from weights import memory
-from weights.memory import (
-    Memory,
-    check_fits,
-    estimate,
-    free_bytes,
-    parameter_count,
-    twin_bytes,
-)
+from weights.memory import Memory, check_fits, estimate, free_bytes, parameter_count, twin_bytes
 
 CPU = torch.device("cpu")
 
@@ -63,11 +56,7 @@ GEMMA_2B = gemma2(
 
 @pytest.mark.parametrize(
     ("config", "published"),
-    [
-        (LLAMA_8B, 8_030_261_248),
-        (LLAMA_1B, 1_235_814_400),
-        (GEMMA_2B, 2_614_341_888),
-    ],
+    [(LLAMA_8B, 8_030_261_248), (LLAMA_1B, 1_235_814_400), (GEMMA_2B, 2_614_341_888)],
 )
 def test_parameters_are_as_many_as_published(config, published):
     assert parameter_count(config) == published

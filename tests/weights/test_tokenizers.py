@@ -146,9 +146,8 @@ def byte_level_library(split: pre_tokenizers.PreTokenizer, control: list[str]) -
     )
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(CORPUS, trainer)
     library.add_special_tokens([AddedToken(name, normalized=False) for name in control])
     return library
 
