@@ -151,9 +151,7 @@ def library_contenders(bench: Bench) -> dict[str, Contender]:
     """Contenders of the libraries of --against. Raises InputError for one that cannot load the model, or is missing."""
     found: dict[str, Contender] = {}
     for library in bench.options.against:
-        needs = (
-            f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf a file of the model"
-        )
+        needs = f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf the model's file"
         with explaining(needs, (Exception,)):  # a library may raise anything
             found |= LIBRARIES[library](bench)
     return found

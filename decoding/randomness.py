@@ -98,9 +98,7 @@ class KeyedRandomness(Randomness):
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
         self.key = mix(seed, sample)
         # On a CPU the numbers of the last places are cached: the target uses those of its draft again.
-        self.cached_complements = lru_cache(CACHED_PLACES)(
-            lambda key, vocab: self.complements(torch.tensor([key]), vocab)[0]
-        )
+        self.cached = lru_cache(CACHED_PLACES)(lambda key, vocab: self.complements(torch.tensor([key]), vocab)[0])
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """Token of the least E/p: never one of probability 0."""
@@ -112,7 +110,7 @@ class KeyedRandomness(Randomness):
         keys, vocab = [signed(mix(self.key, position, place.retractions)) for position in places], probs.shape[-1]
         if probs.device.type != "cpu":
             return race(probs, self.complements(torch.tensor(keys).to(probs.device, non_blocking=True), vocab))
-        gaps = (self.cached_complements(key, vocab) for key in keys)
+        gaps = (self.cached(key, vocab) for key in keys)
         return torch.stack([race_among_few(*row) for row in zip(probs, gaps, strict=True)])
 
     def complements(self, keys: Tensor, vocab: int) -> Tensor:

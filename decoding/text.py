@@ -241,10 +241,14 @@ class Text:
         self.retractions += 1
         self.forbidden = {at: tokens for at, tokens in self.forbidden.items() if at <= position}
         self.forbidden.setdefault(position, []).append(removed[0])
-        self.copied = min(self.copied, position)
+        self.cut_at(position)
+        return removed
+
+    def cut_at(self, position: int) -> None:
+        """Remove the tokens from a position on."""
+        self.copied, self.finish = min(self.copied, position), None
         del self.tokens[position:], self.ends[position:]
         del self.data[self._begin(position) :]
-        return removed
 
     def _check_end(self) -> None:
         """Finish the text if the last token ends it: by end-of-text, a stop string or the budget, in this order."""

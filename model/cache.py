@@ -23,9 +23,8 @@ class KVCache:
     ) -> None:
         self.capacity = shape[2]
         self.lengths = [0] * num_layers
-        self.keys, self.values = (
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
-        )
+        both = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+        self.keys, self.values = both[:num_layers], both[num_layers:]
 
     @cached_property
     def addresses(self) -> list[tuple[int, int]]:

@@ -81,9 +81,8 @@ def convert(gguf: Path, folder: Path) -> None:
             values = uninterleave(values, heads[product])
         state[f"model.{name}"] = torch.from_numpy(np.array(values)).bfloat16()
     (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
-    tokens, merges, kinds = (
-        reader.get_field(f"tokenizer.ggml.{field}").contents() for field in ("tokens", "merges", "token_type")
-    )
+    fields = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type"))
+    tokens, merges, kinds = (field.contents() for field in fields)
     ids, pairs = {token: number for number, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
     tokenizer = byte_level_tokenizer(models.BPE(ids, pairs))
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]

@@ -16,7 +16,6 @@ from decoding.drafters import Draft, Drafter, ModelDrafter, NoDraft
 from decoding.model_port import Model
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
-from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
@@ -26,7 +25,7 @@ from model.plan import LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 CONTEXT = 128  # tokens in the cache while measuring
-REPEATS, SHARED_REPEATS, MOST_CALLS = 40, 5, 48
+REPEATS, SHARED_REPEATS = 40, 5
 IN_A_ROW = 4  # draft steps timed in one round, so that the processor's caches are in the state of a draft
 UNSTEADY = 1.3  # ratio of a cost by medians to that by fastest repeats, above which other work disturbs it
 PATIENCE = 4.0  # seconds after which no further repeat begins
@@ -109,17 +108,21 @@ class KnownDraft(NoDraft):
 
 def round_of(
     target: Model, cache: Any, drafter: Drafter, length: int, params: SamplingParams, coupling: Coupling, *, fresh: bool
-) -> Callable[[], Round]:
-    """A round of the loop with a draft of this length, after the tokens of the cache, up to ``MOST_CALLS`` times.
+) -> Callable[[], None]:
+    """A round of the loop with a draft of this length, after the tokens of the cache, again and again.
 
     ``fresh``: each call draws new random numbers; otherwise those of the race are in memory from the second call on.
     """
-    prompt, kept = [0] * (cache.length + 1), coupling.randomness(target.device)
-    texts = [Text(prompt, Rules(length + 1), target) for _ in range(MOST_CALLS)]  # before time is taken
+    context, drawn = cache.length, coupling.randomness(target.device)
+    text = Text([0] * (context + 1), Rules(length + 2), target)
+    rounds = speculate(target, cache, text, drafter, FixedLength(length), params, drawn, coupling.verify)
 
-    def one_round() -> Round:
-        text, drawn = texts.pop(), coupling.randomness(target.device) if fresh else kept
-        return next(speculate(target, cache, text, drafter, FixedLength(length), params, drawn, coupling.verify))
+    def one_round() -> None:
+        if fresh and coupling.name == "race":
+            drawn.cached.cache_clear()
+        cache.truncate(context)
+        next(rounds)
+        text.cut_at(context + 1)
 
     return one_round
 

@@ -280,9 +280,8 @@ def load_codes(kind: int, w: Value, block: Value, columns: Value) -> Value:
     def spread(plane: Value, bits: int, left: list[int]) -> Value:
         """Plane of ``bits`` bits per code, repeated to fill a vector, each repeat rotated by its number in ``left``."""
         lanes = LANES * bits // 8
-        whole = load(plane + block * (BLOCK * bits // 8), ir.VectorType(I32, lanes)).shuffle(
-            list(range(lanes)) * (LANES // lanes)
-        )
+        loaded = load(plane + block * (BLOCK * bits // 8), ir.VectorType(I32, lanes))
+        whole = loaded.shuffle(list(range(lanes)) * (LANES // lanes))
         by = whole.constant(*(each for each in left for _ in range(lanes)))
         return whole.call(f"llvm.fshl.v{LANES}i32", WORDS, whole, by)
 
