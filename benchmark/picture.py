@@ -33,18 +33,15 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_together(axes: Axes, rows: list[Row]) -> None:
-    """Draw the tokens per second of all texts by their number, and the speed-ups of the drafts."""
-    counts = sorted({row["texts"] for row in rows})
-    for number, name in enumerate(dict.fromkeys(row["decoder"] for row in rows)):
-        of_one = [row for row in rows if row["decoder"] == name]
-        label = f"{name} (×: of plain)" if number else name
-        axes.plot(counts, [row["tokens/s"] for row in of_one], marker="o", label=label)
-        for row in of_one if number else ():
-            place, label = (row["texts"], row["tokens/s"]), f"×{row['speed-up']:.2f}"
-            axes.annotate(label, place, (0, 8 if number > 1 else -16), textcoords="offset points", ha="center")
+    """Draw the tokens per second of all texts by their number, and below that number the speed-ups of the drafts."""
+    names, counts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("decoder", "texts"))
+    for name in names:
+        axes.plot(counts, [row["tokens/s"] for row in rows if row["decoder"] == name], marker="o", label=name)
+    ratios = {n: [f"×{row['speed-up']:.2f}" for row in rows if row["texts"] == n][1:] for n in counts}
     axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, map(str, counts))
-    axes.set(title="Texts written together", xlabel="texts at a time", ylabel="tokens/s of all", ylim=(0, None))
+    axes.set_xticks(counts, [f"{n}\n{' / '.join(ratios[n])}" for n in counts])
+    axes.set(title="Texts written together", ylabel="tokens/s of all", ylim=(0, None))
+    axes.set_xlabel(f"texts at a time, and the speed-ups of {' / '.join(names[1:])} over plain decoding")
     axes.margins(y=0.15)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
