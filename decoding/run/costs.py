@@ -121,6 +121,7 @@ def round_of(
         if fresh and coupling.name == "race":
             drawn.cached.cache_clear()
         cache.truncate(context)
+        drafter.rollback(context + 1)
         next(rounds)
         text.cut_at(context + 1)
 
