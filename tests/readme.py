@@ -1,7 +1,8 @@
 """Run every command of the README and of docs/, in order, with short settings: ``python -m tests.readme``.
 
 Each document gets a copy of the checkout, so no document may need what another one's commands leave behind, and nothing
-here is changed. Two documents run at a time. Any exit status but 0 is a failure, and so is a skip that skips nothing.
+here is changed. One document runs at a time: two steps on the same cores would wait for each other's threads. Any exit
+status but 0 is a failure, and so is a skip that skips nothing.
 """
 
 import os
@@ -15,7 +16,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -227,9 +227,7 @@ def main() -> int:
     stale = stale_skips(list(texts.values()))
     for beginning in stale:
         print(f"skipped, but in no document: {beginning}")
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(failures, name, text, inside=name != "README.md") for name, text in texts.items()]
-        failed = sum(run.result() for run in runs)
+    failed = sum(failures(name, text, inside=name != "README.md") for name, text in texts.items())
     print(f"{failed} commands failed" if failed else "every command works as printed")
     return 1 if failed or stale else 0
 
