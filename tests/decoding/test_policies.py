@@ -184,6 +184,9 @@ def test_break_even_stops_drafting_where_many_texts_share_a_step() -> None:
     assert policy.choose([MODEL])[1] == 2
     policy.share(lambda: 16, Past(waiting=1))
     assert policy.choose([MODEL])[1] == 0
+    gains = BreakEven({"model": CostTable(0.5, (1.0, 1.05))})  # 1.10: enough for one text, too little for two
+    assert gains.choose([MODEL])[1] == 1
+    assert (gains.share(lambda: 2, Past(waiting=1)), gains.choose([MODEL])[1]) == (None, 0)
 
 
 def test_texts_that_share_steps_share_their_past_and_one_probes_for_all() -> None:
