@@ -3,36 +3,44 @@ PYTHON ?= python3
 PROMPT ?= Tell me a short story about a fox who learns to share.
 ARGS ?= --temperature 0.7 --top-p 0.9
 ADDRESS ?= 8000
+MODEL ?= smollm2-135m-instruct
 BIN := .venv/bin
-MODEL := weights/smollm2-135m-instruct/model.safetensors
+WEIGHTS := weights/smollm2-135m-instruct/model.safetensors
 
-.PHONY: trace setup generate serve test readme prove lint clean
+.PHONY: trace setup generate chat serve test gpu readme prove lint clean
 
-# The model's weights in few bits draft for it, in as many as measurement finds best; the last line compares with plain
-# decoding. The first run compiles the step and measures, in a minute.
+# The model's weights in four bits draft for it; the last line compares with plain decoding. The first run compiles the step.
 trace: PROMPT = What is photosynthesis?
-trace: .venv/ready $(MODEL)
+trace: .venv/ready $(WEIGHTS)
 	@$(BIN)/python generate.py "$${PROMPT}" --draft lowbit --trace --compare
 
 # The environment and the model, for every command that begins with `python`: `. .venv/bin/activate` comes first.
-setup: .venv/ready $(MODEL)
+setup: .venv/ready $(WEIGHTS)
 
-generate: .venv/ready $(MODEL)
+generate: .venv/ready $(WEIGHTS)
 	@$(BIN)/python generate.py "$${PROMPT}" $(ARGS)
 
-serve: .venv/ready-serve $(MODEL)
+# A conversation at the terminal.
+chat: .venv/ready $(WEIGHTS)
+	@$(BIN)/python generate.py --interactive $(ARGS)
+
+serve: .venv/ready-serve $(WEIGHTS)
 	@$(BIN)/python generate.py --serve $(ADDRESS) $(ARGS)
 
-test: lint $(MODEL)
+test: lint $(WEIGHTS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# On a machine with an NVIDIA GPU: does everything work there, and how fast is it? The report is gpu-report.md.
+gpu: .venv/ready-dev $(WEIGHTS)
+	@$(BIN)/python -m benchmark.gpu_report --model "$(MODEL)"
+
 # Every command of the README and of docs/, in order, with short settings.
-readme: .venv/ready-dev $(MODEL)
+readme: .venv/ready-dev $(WEIGHTS)
 	$(BIN)/python -m tests.readme
 
 # The full product of drafters, parameters, policies, stops and rules, larger vocabularies, bf16 texts of all prompts, and
 # SmolLM2 on three processes.
-prove: .venv/ready-dev $(MODEL)
+prove: .venv/ready-dev $(WEIGHTS)
 	$(BIN)/python -m pytest -m prove -n 2 --dist loadfile tests/decoding tests/scripts
 
 lint: .venv/ready-dev
@@ -59,5 +67,5 @@ export PROMPT
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt -r requirements-dev.txt
 	@touch $@
 
-$(MODEL): | .venv/ready
+$(WEIGHTS): | .venv/ready
 	$(BIN)/python -m weights.fetch smollm2-135m-instruct

@@ -1,9 +1,11 @@
-"""LayerSkip training (arXiv 2404.16710, section 4.1): a Llama or Gemma-2 whose early layers can draft.
+"""LayerSkip training (arXiv 2404.16710, section 4.1): a Llama or Gemma-2 whose early layers can
+draft.
 
-The recipe is ``dropout_rates`` and ``exit_weights`` below; ``train`` is an ordinary training loop. One option is not in
-the paper: the last layer can teach the exits (``recipe_loss``). Every random choice of a step follows from (seed, step,
-micro-batch) alone. So a killed run continues to the same weights, and several processes (``torchrun``) compute the same
-gradients as accumulation in one process, up to the order of sums.
+The recipe is ``dropout_rates`` and ``exit_weights`` below; ``train`` is an ordinary training loop.
+One option is not in the paper: the last layer can teach the exits (``recipe_loss``). Every random
+choice of a step follows from (seed, step, micro-batch) alone. So a killed run continues to the same
+weights, and several processes (``torchrun``) compute the same gradients as accumulation in one
+process, up to the order of sums.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -32,7 +34,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from model import Decoder, InputError, build, parse_config
-from model.layers import Positions, rotary_angles
+from model.layers import layer_positions
 from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.device import keep_freed_memory, pick_device
 from weights.cli.files import atomic_path, explaining, read_json
@@ -50,23 +52,29 @@ STATE, LOG = "training/state.pt", "training/log.jsonl"
 
 
 def dropout_rates(options: argparse.Namespace, layers: int, step: int) -> list[float]:
-    """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations 1 and 2).
+    """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations
+    1 and 2).
 
-    D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when training
-    continues from a checkpoint; from scratch it grows over the steps likewise, exp(t·ln 2 / (T-1)) - 1.
+    D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when
+    training continues from a checkpoint; from scratch it grows over the steps likewise, exp(t·ln 2
+    / (T-1)) - 1.
     """
     growth = 1.0 if options.start_from else 2 ** (step / max(1, options.steps - 1)) - 1
-    return [growth * (2 ** (layer / max(1, layers - 1)) - 1) * options.layer_dropout for layer in range(layers)]
+    return [
+        growth * (2 ** (layer / max(1, layers - 1)) - 1) * options.layer_dropout
+        for layer in range(layers)
+    ]
 
 
 def exit_weights(options: argparse.Namespace, layers: int, step: int) -> list[float]:
     """Weights ẽ(t, l) of the exits' losses in step t (section 4.1.2, equations 4 to 6).
 
-    e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the last; ẽ are these
-    divided by their sum. Curriculum ``rotational`` turns on every R-th exit, shifted by one each step; ``gradual``
-    turns on one exit after another from the last to the first, all by half of the steps; ``none`` leaves them off. The
-    last layer's loss is always on. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
-    too little for a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power · s(L-2)^(1-power).
+    e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the
+    last; ẽ are these divided by their sum. Curriculum ``rotational`` turns on every R-th exit,
+    shifted by one each step; ``gradual`` turns on one exit after another from the last to the
+    first, all by half of the steps; ``none`` leaves them off. The last layer's loss is always on.
+    An exit after a quarter of the layers gets a sixteenth of the last one's weight, too little for
+    a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power · s(L-2)^(1-power).
     """
     layer, last, power = np.arange(layers - 1), layers - 1, options.exit_power
     largest = last * (last - 1) / 2
@@ -81,13 +89,14 @@ def exit_weights(options: argparse.Namespace, layers: int, step: int) -> list[fl
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
     """Hidden states ``[batch, T, hidden]`` after each layer, for token ids ``[batch, T]``.
 
-    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the layer, without rescaling:
-    it is computed for them in vain, which costs little at the usual rates.
+    ``kept`` (bool ``[layers, batch]``) selects the samples of each layer. The others skip the
+    layer, without rescaling: it is computed for them in vain, which costs little at the usual
+    rates.
     """
     x = model.embed(tokens)
-    positions = Positions(0, *rotary_angles(model.config, 0, tokens.shape[1], x))
+    positions = layer_positions(model.config, 0, tokens.shape[1], x)
     for layer, block in enumerate(model.layers):
-        passed = block(x, positions, None, attention=True, mlp=True)
+        passed = block(x, positions[layer], None, attention=True, mlp=True)
         x = passed if kept is None else torch.where(kept[layer, :, None, None], passed, x)
         yield x
 
@@ -97,10 +106,15 @@ def recipe_loss(
 ) -> Tensor:
     """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens).
 
-    An early exit is trained towards a mixture: the last layer's probabilities with the share ``taught``, and the next
-    token with the rest. The model verifies drafts, not the text. The paper's share is 0 (else see arXiv 1905.08094).
+    An early exit is trained towards a mixture: the last layer's probabilities with the share
+    ``taught``, and the next token with the rest. The model verifies drafts, not the text. The
+    paper's share is 0 (else see arXiv 1905.08094).
     """
-    hidden = {layer: h for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept)) if weights[layer]}
+    hidden = {
+        layer: h
+        for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept))
+        if weights[layer]
+    }
     following, total, lesson = tokens[:, 1:].flatten(), torch.zeros((), device=tokens.device), None
     for layer in sorted(hidden, reverse=True):  # the last layer first: it teaches the others
         log_probs = torch.log_softmax(model.logits(hidden[layer]).float(), -1).flatten(0, 1)
@@ -124,32 +138,49 @@ def learning_rate(step: int, steps: int, warm_up: int) -> float:
 
 
 def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:
-    """AdamW; above a ``muon_rate`` of 0, Muon for the matrices of the blocks and AdamW for the other parameters.
+    """AdamW; above a ``muon_rate`` of 0, Muon for the matrices of the blocks and AdamW for the
+    other parameters.
 
-    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the singular values of a matrix's update
-    alike. The deep, narrow models here learn much more from their first tokens with it than with AdamW.
+    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the singular values of a
+    matrix's update alike. The deep, narrow models here learn much more from their first tokens with
+    it than with AdamW.
     """
-    muon = dict.fromkeys(parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1)
+    muon = dict.fromkeys(
+        parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1
+    )
     rest = [parameter for parameter in model.parameters() if parameter not in muon]
     decay = {True: WEIGHT_DECAY, False: 0.0}  # of matrices, of vectors
-    groups = [{"params": [p for p in rest if (p.dim() > 1) == key], "weight_decay": decay[key]} for key in decay]
+    groups = [
+        {"params": [p for p in rest if (p.dim() > 1) == key], "weight_decay": decay[key]}
+        for key in decay
+    ]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
-    return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)] if muon else [adamw]
+    return (
+        [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)]
+        if muon
+        else [adamw]
+    )
 
 
 def backward(
     model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
 ) -> Tensor:
-    """Mean loss of these micro-batches of a step, whose gradients are added to the parameters' gradients."""
+    """Mean loss of these micro-batches of a step, whose gradients are added to the parameters'
+    gradients.
+    """
     layers, mean = model.num_layers, torch.zeros((), device=model.device)
     rates, weights = dropout_rates(options, layers, step), exit_weights(options, layers, step)
     for micro in micro_batches:
         seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed))
         tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
-        kept = (torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]).to(model.device)
+        kept = (
+            torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
+        ).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
-            loss = recipe_loss(model, tokens, kept, weights, options.exit_teaching) / len(micro_batches)
+            loss = recipe_loss(model, tokens, kept, weights, options.exit_teaching) / len(
+                micro_batches
+            )
         loss.backward()
         mean += loss.detach()
     return mean
@@ -157,8 +188,13 @@ def backward(
 
 @torch.no_grad()
 def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
-    """Held-out loss of every exit and its greedy agreement with the full model, each a list by layer."""
-    generator, sums = torch.Generator().manual_seed(0), torch.zeros(2, model.num_layers, dtype=torch.float64)
+    """Held-out loss of every exit and its greedy agreement with the full model, each a list by
+    layer.
+    """
+    generator, sums = (
+        torch.Generator().manual_seed(0),
+        torch.zeros(2, model.num_layers, dtype=torch.float64),
+    )
     for _ in range(HELD_OUT_BATCHES):
         tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)
         losses, guesses = [], []
@@ -168,13 +204,23 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
                 losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()))
                 guesses.append(logits.argmax(-1))
         sums += torch.tensor([losses, [(guess == guesses[-1]).float().mean() for guess in guesses]])
-    return dict(zip(("held_out_loss", "agreement"), (sums / HELD_OUT_BATCHES).numpy().round(4).tolist(), strict=True))
+    return dict(
+        zip(
+            ("held_out_loss", "agreement"),
+            (sums / HELD_OUT_BATCHES).numpy().round(4).tolist(),
+            strict=True,
+        )
+    )
 
 
 def train(options: argparse.Namespace) -> None:
-    """Training loop; rank 0 also evaluates and saves. With ``torchrun``, a process per GPU, or all on the CPU."""
+    """Training loop; rank 0 also evaluates and saves. With ``torchrun``, a process per GPU, or all
+    on the CPU.
+    """
     keep_freed_memory()
-    rank, size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = (
+        int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
     device, size = options.device, max(1, size)
     if size > 1:
         dist.init_process_group()
@@ -183,19 +229,27 @@ def train(options: argparse.Namespace) -> None:
     model.to(pick_device(device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
     state = load_state(options)
-    for part, saved in zip((model, *optimisers), state["parts"], strict=False):  # no parts in a new run
+    # no parts in a new run
+    for part, saved in zip((model, *optimisers), state["parts"], strict=False):
         part.load_state_dict(saved)
     with Progress(console=Console(stderr=True), disable=rank > 0) as progress:
         bar = progress.add_task("training", total=options.steps, completed=state["step"])
         for step in range(state["step"], options.steps):
-            loss = backward(model, rows, options, step, range(rank, options.accumulate * size, size))
+            loss = backward(
+                model, rows, options, step, range(rank, options.accumulate * size, size)
+            )
             if size > 1:
                 for tensor in (*(parameter.grad for parameter in model.parameters()), loss):
                     dist.all_reduce(tensor.div_(size))
             loss, norm = loss.item(), clip_grad_norm_(model.parameters(), MAX_NORM).item()
             if not math.isfinite(loss + norm):
-                remedy = "the last saved state is kept; start again with a lower --learning-rate and another --out"
-                raise InputError(f"the loss or its gradient is non-finite in step {step + 1}: {remedy}")
+                remedy = (
+                    "the last saved state is kept; start again with a lower --learning-rate and"
+                    " another --out"
+                )
+                raise InputError(
+                    f"the loss or its gradient is non-finite in step {step + 1}: {remedy}"
+                )
             share = learning_rate(step, options.steps, options.warm_up)
             for optimiser in optimisers:
                 for group in optimiser.param_groups:
@@ -208,7 +262,9 @@ def train(options: argparse.Namespace) -> None:
             state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
             progress.update(bar, completed=done, description=f"loss {loss:.3f}")
             if done == options.steps or done % options.save_every == 0:
-                state["records"].append({"step": done, **evaluate(model, held_out, options.autocast)})
+                state["records"].append(
+                    {"step": done, **evaluate(model, held_out, options.autocast)}
+                )
                 parts = [part.state_dict() for part in (model, *optimisers)]
                 save_run(options, model, {**state, "step": done, "parts": parts})
     if size > 1:
@@ -216,14 +272,18 @@ def train(options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
-    """Initial model in float32, training rows, and held-out rows; a new tokenizer is written into ``--out``.
+    """Initial model in float32, training rows, and held-out rows; a new tokenizer is written into
+    ``--out``.
 
     Raises InputError for a wrong model, text or folder.
     """
     out, start = options.out, options.start_from
     config = parse_config(read_json(Path(start) / "config.json" if start else options.config))
     if options.context > config.max_positions:
-        raise InputError(f"--context {options.context} is more than the config's {config.max_positions} positions")
+        raise InputError(
+            f"--context {options.context} is more than the config's {config.max_positions}"
+            " positions"
+        )
     if (out / "config.json").exists() and not (out / STATE).parent.exists():
         raise InputError(f"{out} holds a model that train.py did not make: give another --out")
     documents = read_documents(options.data)
@@ -235,39 +295,61 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     if start:
         return load_model(Path(start), torch.float32), *rows
     model = build(replace(config, vocab_size=len(tokenizer.pieces)))
-    model.initialise(std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed))
+    model.initialise(
+        std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
+    )
     return model, *rows
 
 
 def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any]) -> None:
-    """Write ``model`` as an ordinary bf16 folder, the log, and the ``state`` to continue from, each file atomically.
+    """Write ``model`` as an ordinary bf16 folder, the log, and the ``state`` to continue from, each
+    file atomically.
 
-    The state holds the ``records`` of the log. A run that is killed before the state is written repeats the last steps.
-    Raises InputError when ``--out`` cannot be written.
+    The state holds the ``records`` of the log. A run that is killed before the state is written
+    repeats the last steps. Raises InputError when ``--out`` cannot be written.
     """
-    save_model(copy.deepcopy(model).bfloat16(), options.out, tokenizer_from=Path(options.tokenizer or options.out))
-    trouble = f"{options.out / STATE} cannot be written, the last saved state is kept; free some space and run again"
+    save_model(
+        copy.deepcopy(model).bfloat16(),
+        options.out,
+        tokenizer_from=Path(options.tokenizer or options.out),
+    )
+    trouble = (
+        f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
+        " and run again"
+    )
     with explaining(trouble, (OSError, RuntimeError)):
         with atomic_path(options.out / LOG) as temporary:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in state["records"]), encoding="utf-8")
+            temporary.write_text(
+                "".join(json.dumps(record) + "\n" for record in state["records"]), encoding="utf-8"
+            )
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
 
 
 def load_state(options: argparse.Namespace) -> dict[str, Any]:
-    """State saved in ``--out``, that of step 0 where there is none. Raises InputError for a run with other options."""
-    given = {name: str(value) for name, value in vars(options).items() if name not in ("out", "device", "save_every")}
+    """State saved in ``--out``, that of step 0 where there is none. Raises InputError for a run
+    with other options.
+    """
+    given = {
+        name: str(value)
+        for name, value in vars(options).items()
+        if name not in ("out", "device", "save_every")
+    }
     if not (options.out / STATE).exists():
         return {"options": given, "step": 0, "records": [], "parts": []}
     with explaining(f"{options.out / STATE} is damaged: give another --out", (Exception,)):
         state = dict(torch.load(options.out / STATE, map_location="cpu", weights_only=True))
     for name, saved in state["options"].items():
         if given.get(name) != saved:
-            raise InputError(f"{options.out} holds a run with {name} {saved}: give the same, or another --out")
+            raise InputError(
+                f"{options.out} holds a run with {name} {saved}: give the same, or another --out"
+            )
     return state
 
 
-def within(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+def within(
+    kind: Callable[[str], float], least: float, most: float = math.inf
+) -> Callable[[str], float]:
     """Argparse type of a number from ``least`` to ``most``."""
 
     def number(text: str) -> float:
@@ -284,34 +366,90 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl or text files")
-    add("--out", type=Path, required=True, metavar="DIR", help="model folder; a run in it is continued")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="model folder; a run in it is continued",
+    )
     start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument("--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch")
-    start.add_argument("--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer")
-    add("--tokenizer", metavar="DIR", help="a model folder whose tokenizer to use (default: train one)")
-    add("--vocab-size", type=within(int, 258), default=4096, metavar="N", help="most tokens of a new tokenizer")
+    start.add_argument(
+        "--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch"
+    )
+    start.add_argument(
+        "--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer"
+    )
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="a model folder whose tokenizer to use (default: train one)",
+    )
+    add(
+        "--vocab-size",
+        type=within(int, 258),
+        default=4096,
+        metavar="N",
+        help="most tokens of a new tokenizer",
+    )
     add = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)").add_argument
     add("--layer-dropout", type=share, default=0.1, metavar="P", help="p_max, of the last layer")
     add("--exit-scale", type=rate, default=1.0, metavar="E", help="e_scale, of early exits' losses")
     add("--exit-power", type=share, default=1.0, metavar="A", help="below 1: stronger first exits")
-    add("--exit-teaching", type=share, default=0.0, metavar="A", help="the last layer teaches exits")
-    add("--curriculum", choices=CURRICULA, default="rotational", help="which exits are on in a step")
-    add("--rotation", type=count, default=8, metavar="R", help="every R-th layer's exit is on in a step")
+    add(
+        "--exit-teaching", type=share, default=0.0, metavar="A", help="the last layer teaches exits"
+    )
+    add(
+        "--curriculum", choices=CURRICULA, default="rotational", help="which exits are on in a step"
+    )
+    add(
+        "--rotation",
+        type=count,
+        default=8,
+        metavar="R",
+        help="every R-th layer's exit is on in a step",
+    )
     add = parser.add_argument_group("the loop").add_argument
     add("--steps", type=count, default=2000, metavar="N", help="updates of the weights")
     add("--batch", type=count, default=16, metavar="N", help="rows per micro-batch")
-    add("--accumulate", type=count, default=1, metavar="N", help="micro-batches per step and process")
+    add(
+        "--accumulate",
+        type=count,
+        default=1,
+        metavar="N",
+        help="micro-batches per step and process",
+    )
     add("--context", type=count, default=256, metavar="N", help="tokens per row")
     add("--learning-rate", type=rate, default=2e-3, metavar="R", help="at its peak")
-    add("--muon-rate", type=rate, default=0.0, metavar="R", help="peak of Muon for matrices; 0: AdamW only")
+    add(
+        "--muon-rate",
+        type=rate,
+        default=0.0,
+        metavar="R",
+        help="peak of Muon for matrices; 0: AdamW only",
+    )
     add("--warm-up", type=within(int, 0), default=100, metavar="N", help="steps")
-    add("--seed", type=within(int, 0, 2**63 - 1), default=0, metavar="S", help="of every random choice")
+    add(
+        "--seed",
+        type=within(int, 0, 2**63 - 1),
+        default=0,
+        metavar="S",
+        help="of every random choice",
+    )
     add("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bf16")
-    add("--save-every", type=count, default=100, metavar="N", help="steps between evaluations, each with a save")
+    add(
+        "--save-every",
+        type=count,
+        default=100,
+        metavar="N",
+        help="steps between evaluations, each with a save",
+    )
     add("--device", help="cpu, cuda ... (default: cuda if there is one)")
     options = parser.parse_args(arguments)
     options.start_from = options.start_from and str(model_folder(options.start_from))
-    options.tokenizer = str(model_folder(options.tokenizer)) if options.tokenizer else options.start_from
+    options.tokenizer = (
+        str(model_folder(options.tokenizer)) if options.tokenizer else options.start_from
+    )
     return options
 
 

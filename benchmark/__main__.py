@@ -1,7 +1,8 @@
-"""Measure the speed of decoding on this machine: every way of drafting, other libraries, texts written together.
+"""Measure the speed of decoding on this machine: every way of drafting, other libraries, texts
+written together.
 
-``python -m benchmark --quick`` takes some minutes on two idle cores. Contenders take turns, so that a busy moment of
-the machine slows all alike. Only ratios can be compared.
+``python -m benchmark --quick`` takes some minutes on two idle cores. Contenders take turns, so that
+a busy moment of the machine slows all alike. Only ratios can be compared.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -25,13 +26,12 @@ from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
 from decoding.corpus.stories import story_request
 from decoding.run.chooser import GAMMA, Setting
-from decoding.run.cost_file import machine
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
 from search.prompts import PROMPTS
 from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.device import pick_device
+from weights.cli.device import machine, pick_device
 from weights.cli.files import check_place, write_json
 from weights.cli.picture import write_picture
 from weights.cli.prompt import encode_prompt
@@ -49,32 +49,61 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
     add("--draft-model", metavar="DIR", help="also draft with this model, of the same vocabulary")
-    add("--exit-layer", type=int, nargs="+", metavar="N", help="exits to draft with (default: a middle and a late one)")
+    add(
+        "--exit-layer",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="exits to draft with (default: a middle and a late one)",
+    )
     libraries = f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf"
-    add("--against", type=partial(str.split, sep=","), default=[], metavar="LIBRARY", help=libraries)
-    sections = "sections (default: all but together)"
-    add("--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-1], help=sections)
-    kinds = "kinds of prompts (default: all but stories, which are requests as the corpus writer makes them)"
+    add(
+        "--against", type=partial(str.split, sep=","), default=[], metavar="LIBRARY", help=libraries
+    )
+    sections = "sections (default: all but structured and together)"
+    add("--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-2], help=sections)
+    kinds = (
+        "kinds of prompts (default: all but stories, which are requests as the corpus writer makes"
+        " them)"
+    )
     add("--prompts", choices=[*PROMPTS, "stories"], nargs="+", default=tuple(PROMPTS), help=kinds)
     add("--quick", action="store_true", help="one prompt of each kind, and no long ones")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text")
-    off_grid = "measure a copy of the model with noise in its weights, which no rounding restores; made once"
+    off_grid = (
+        "measure a copy of the model with noise in its weights, which no rounding restores; made"
+        " once"
+    )
     add("--off-grid", action="store_true", help=off_grid)
     add("--temperature", type=float, default=0.0, metavar="T", help="above 0 texts race")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
     add("--json", type=Path, metavar="FILE", help="also write all measurements")
-    add("--plot", type=Path, metavar="FILE", help="also draw the sections speed and together, as .svg or .png")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="also draw the sections speed and together, as .svg or .png",
+    )
     options = parser.parse_args(arguments)
-    options.against = dict(name.partition("=")[::2] for name in options.against)  # library -> its file, or ""
-    options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())  # a prediction needs the costs
+    # library -> its file, or ""
+    options.against = dict(name.partition("=")[::2] for name in options.against)
+    # a prediction needs the costs
+    options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    drawn = options.plot is None or (options.plot.suffix in (".svg", ".png") and PANELS.keys() & options.only)
+    drawn = options.plot is None or (
+        options.plot.suffix in (".svg", ".png") and PANELS.keys() & options.only
+    )
     for right, wanted in (
         (options.max_new_tokens >= 2 * GAMMA, f"--max-new-tokens must be at least {2 * GAMMA}"),
-        (options.against.keys() <= LIBRARIES.keys(), f"--against takes {', '.join(LIBRARIES)}=FILE.gguf"),
-        (drawn, f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"),
+        (
+            options.against.keys() <= LIBRARIES.keys(),
+            f"--against takes {', '.join(LIBRARIES)}=FILE.gguf",
+        ),
+        (
+            drawn,
+            f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}",
+        ),
     ):
         if not right:
             raise InputError(wanted)
@@ -82,19 +111,42 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace) -> Bench:
-    """Loaded model with prompts, ways to draft and libraries. Raises InputError for texts beyond the context."""
+    """Loaded model with prompts, ways to draft and libraries. Raises InputError for texts beyond
+    the context.
+    """
     folder, device = model_folder(options.model), pick_device(options.device)
     folder = off_grid_folder(folder) if options.off_grid else folder
-    tokenizer, model = Tokenizer(folder), accelerate(load_model(folder, DTYPES.get(options.dtype), device))
-    texts = PROMPTS | {"stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)]}
-    chosen = [(kind, text) for kind in options.prompts for text in texts[kind][: 1 if options.quick else None]]
+    tokenizer, model = (
+        Tokenizer(folder),
+        accelerate(load_model(folder, DTYPES.get(options.dtype), device)),
+    )
+    texts = PROMPTS | {
+        "stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)]
+    }
+    chosen = [
+        (kind, text)
+        for kind in options.prompts
+        for text in texts[kind][: 1 if options.quick else None]
+    ]
     prompts = [(kind, encode_prompt(tokenizer, text)) for kind, text in chosen]
     positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
     if positions > model.max_positions:
-        raise InputError(f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens")
-    race, most = "race" if options.temperature else "ratio", 1024 if options.quick else model.max_positions
-    setting = Setting(folder, model, tokenizer, SamplingParams(options.temperature), positions, race)
-    bench = Bench(options, setting, prompts, [length for length in LENGTHS if length <= min(most, model.max_positions)])
+        raise InputError(
+            f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens"
+        )
+    race, most = (
+        "race" if options.temperature else "ratio",
+        1024 if options.quick else model.max_positions,
+    )
+    setting = Setting(
+        folder, model, tokenizer, SamplingParams(options.temperature), positions, race
+    )
+    bench = Bench(
+        options,
+        setting,
+        prompts,
+        [length for length in LENGTHS if length <= min(most, model.max_positions)],
+    )
     bench.libraries, bench.drafts = library_contenders(bench), find_drafts(setting, options)
     if why := getattr(model, "why_rows_vary", None):
         say(f"texts of drafts may differ from plain decoding's by rounding: {why}")

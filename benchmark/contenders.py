@@ -1,4 +1,6 @@
-"""Contenders: this project's loop with each way to draft, transformers on the same checkpoint, llama.cpp on a file."""
+"""Contenders: this project's loop with each way to draft, transformers on the same checkpoint,
+llama.cpp on a file.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -12,22 +14,25 @@ import torch
 
 from decoding.rounds import Round
 from decoding.run.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, with_policy
-from decoding.run.costs import CostTable
 from decoding.run.writer import Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
+from search.costs import CostTable
 from weights.cli.command_line import say
 from weights.cli.files import explaining
 from weights.load import model_folder
 
-ADAPTIVE = ", adaptive"  # suffix of the name of a draft that stops by Draft & Verify's adaptive exit
+# suffix of the name of a draft that stops by Draft & Verify's adaptive exit
+ADAPTIVE = ", adaptive"
 WARM_UP_TOKENS = 8
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
 
 
 @dataclass
 class Written:
-    """Tokens of a text; for texts of this project's loop also the rounds, and the seconds of prefill."""
+    """Tokens of a text; for texts of this project's loop also the rounds, and the seconds of
+    prefill.
+    """
 
     tokens: list[int]
     rounds: list[Round] = field(default_factory=list)
@@ -35,13 +40,15 @@ class Written:
     seconds: float = 0.0  # of the whole, once it was timed
 
 
-Contender = Callable[[list[int], int], Written]  # writes a text of n tokens after a prompt; end-of-text is ignored
+# writes a text of n tokens after a prompt; end-of-text is ignored
+Contender = Callable[[list[int], int], Written]
 
 
 @dataclass
 class Bench:
-    """Input of every section. ``prompts``: the kind of each, a key of ``search.prompts.PROMPTS`` or "stories", and its
-    token ids. ``lengths``: those of the prompts of which the first token is timed, in tokens."""
+    """Input of every section. ``prompts``: the kind of each, a key of ``search.prompts.PROMPTS`` or
+    "stories", and its token ids. ``lengths``: those of the prompts of which the first token is
+    timed, in tokens."""
 
     options: argparse.Namespace
     setting: Setting
@@ -53,30 +60,40 @@ class Bench:
 
 
 def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender:
-    """Contender: the loop with one way to draft, prefill included. The seed depends on the prompt only."""
+    """Contender: the loop with one way to draft, prefill included. The seed depends on the prompt
+    only.
+    """
 
     def write(prompt: list[int], count: int) -> Written:
         prefill, text = writer.begin(prompt), writer.new_text(Rules(count))
-        sample = writer.write(text, drafting, setting.params, Coupling(setting.coupling, sum(prompt)))
+        sample = writer.write(
+            text, drafting, setting.params, Coupling(setting.coupling, sum(prompt))
+        )
         return Written(text.generated, sample.rounds, prefill)
 
     return write
 
 
 def our_contenders(setting: Setting, drafts: dict[str, Drafting]) -> dict[str, Contender]:
-    """Contenders: plain decoding, each draft, each draft by a model with adaptive exit too, --draft auto."""
+    """Contenders: plain decoding, each draft, each draft by a model with adaptive exit too, --draft
+    auto.
+    """
     ways = {"plain": plain(setting.model)}
     for name, drafting in drafts.items():
         ways[name] = drafting
         if drafting.model:
-            ways[name + ADAPTIVE] = with_policy(drafting, DraftOptions("exit", adaptive=True), setting.params)
+            ways[name + ADAPTIVE] = with_policy(
+                drafting, DraftOptions("exit", adaptive=True), setting.params
+            )
     ways["auto"] = choose(DraftOptions("auto"), setting)
     writer = Writer(setting.model, setting.positions)
     return {name: contender(writer, way, setting) for name, way in ways.items()}
 
 
 def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:
-    """Drafts: lookup, early exits, all layers in low bits, the plan in the model's folder, the draft model, if any."""
+    """Drafts: lookup, early exits, all layers in low bits, the plan in the model's folder, the
+    draft model, if any.
+    """
     layers, ways = setting.model.num_layers, {"lookup": DraftOptions("lookup")}
     for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
         ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer, gamma=GAMMA)
@@ -91,7 +108,9 @@ def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Draf
 
 
 def transformers_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each way to draft."""
+    """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each
+    way to draft.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -99,10 +118,14 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
     model, options = bench.setting.model, bench.options
 
     def load(folder: Path) -> Any:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(
+            model.device
+        )
         # As in this project's contenders, end-of-text is ignored and every draft has GAMMA tokens.
         lengths = {"num_assistant_tokens": GAMMA, "num_assistant_tokens_schedule": "constant"}
-        loaded.generation_config.update(eos_token_id=None, assistant_confidence_threshold=0.0, **lengths)
+        loaded.generation_config.update(
+            eos_token_id=None, assistant_confidence_threshold=0.0, **lengths
+        )
         return loaded
 
     theirs = load(bench.setting.folder)
@@ -110,15 +133,22 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
     def write(prompt: list[int], count: int, **draft: object) -> Written:
         ids = torch.tensor([prompt], device=model.device)
         mask = torch.ones_like(ids)
-        written = theirs.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **draft)
+        written = theirs.generate(
+            ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **draft
+        )
         return Written(written[0, len(prompt) :].tolist())
 
-    found = {"transformers": write, "transformers, lookup": partial(write, prompt_lookup_num_tokens=GAMMA)}
+    found = {
+        "transformers": write,
+        "transformers, lookup": partial(write, prompt_lookup_num_tokens=GAMMA),
+    }
     if options.exit_layer:
         deepest = max(options.exit_layer)
         found[f"transformers, exit {deepest}"] = partial(write, assistant_early_exit=deepest)
     if options.draft_model:
-        found["transformers, model"] = partial(write, assistant_model=load(model_folder(options.draft_model)))
+        found["transformers, model"] = partial(
+            write, assistant_model=load(model_folder(options.draft_model))
+        )
     return found
 
 
@@ -148,10 +178,15 @@ LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_con
 
 
 def library_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders of the libraries of --against. Raises InputError for one that cannot load the model, or is missing."""
+    """Contenders of the libraries of --against. Raises InputError for one that cannot load the
+    model, or is missing.
+    """
     found: dict[str, Contender] = {}
     for library in bench.options.against:
-        needs = f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf the model's file"
+        needs = (
+            f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf"
+            " the model's file"
+        )
         with explaining(needs, (Exception,)):  # a library may raise anything
             found |= LIBRARIES[library](bench)
     return found

@@ -1,8 +1,9 @@
 """Weights off the four-bit grid: a copy of a checkpoint with noise that hardly changes its text.
 
-The weights of a checkpoint that was made from a four-bit file lie on the grid of a four-bit draft. Its draft is nearly
-the model itself, which says little about other checkpoints. The copy gets noise of up to half a rounding step, in the
-half of the input directions that text uses least. It writes almost the same text, and rounding changes its weights.
+The weights of a checkpoint that was made from a four-bit file lie on the grid of a four-bit draft.
+Its draft is nearly the model itself, which says little about other checkpoints. The copy gets noise
+of up to half a rounding step, in the half of the input directions that text uses least. It writes
+almost the same text, and rounding changes its weights.
 """
 
 import math
@@ -13,8 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decoding.run.acceptance import Continuation
-from decoding.run.calibration import calibration_texts, input_squares, linear_layers
+from decoding.run.calibration import (
+    Continuation,
+    calibration_texts,
+    input_squares,
+    linear_layers,
+)
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
@@ -33,17 +38,32 @@ def off_grid_folder(folder: Path) -> Path:
     """Folder of the copy, beside the checkpoint's; made if it is missing."""
     copy = folder.with_name(f"{folder.name}-off-grid")
     if not (copy / "model.safetensors").exists():
-        say(f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some minutes")
+        say(
+            f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
+            " minutes"
+        )
         model, tokenizer = load_model(folder), Tokenizer(folder)
         write = partial(calibration_texts, accelerate(model), tokenizer)
         texts = [text for seed in range(1, TEXTS + 1) for text in write(SamplingParams(0.7), seed)]
-        held_out = write(SamplingParams(), prompts=[prompt for prompts in PROMPTS.values() for prompt in prompts[:2]])
+        held_out = write(
+            SamplingParams(),
+            prompts=[prompt for prompts in PROMPTS.values() for prompt in prompts[:2]],
+        )
         add_noise(model, texts, seed=0)
         save_model(model, copy, tokenizer_from=folder)
-        say(f"its greedy token is the checkpoint's at {share_kept(model, held_out):.2f} of the positions of a text")
-        own = write(SamplingParams(), prompts=[prompt for prompts in PROMPTS.values() for prompt in prompts[2:3]])
+        say(
+            f"its greedy token is the checkpoint's at {share_kept(model, held_out):.2f} of the"
+            " positions of a text"
+        )
+        own = write(
+            SamplingParams(),
+            prompts=[prompt for prompts in PROMPTS.values() for prompt in prompts[2:3]],
+        )
         round_to_nearest(model)
-        say(f"rounded to the nearest of four bits, that share of its own texts is {share_kept(model, own):.2f}")
+        say(
+            "rounded to the nearest of four bits, that share of its own texts is"
+            f" {share_kept(model, own):.2f}"
+        )
     return copy
 
 
@@ -51,8 +71,9 @@ def off_grid_folder(folder: Path) -> Path:
 def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
     """Add noise to every matrix of a layer, in place; embedding and head stay.
 
-    It is uniform within half a four-bit step of a weight's group, projected onto the half of the eigenvectors with the
-    smaller eigenvalues of its inputs' uncentred covariance on these texts, times √2, which restores its norm.
+    It is uniform within half a four-bit step of a weight's group, projected onto the half of the
+    eigenvectors with the smaller eigenvalues of its inputs' uncentred covariance on these texts,
+    times √2, which restores its norm.
     """
     generator = torch.Generator().manual_seed(seed)
     covariances = input_squares(model, texts, lambda x: x.T @ x)
@@ -60,8 +81,12 @@ def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
         if name != "head":
             vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
             weak = vectors[:, : len(vectors) // 2]
-            noise = (torch.rand(layer.weight.shape, generator=generator) - 0.5) * four_bit_grid(layer.weight.cpu())[1]
-            layer.weight.copy_(layer.weight + (math.sqrt(2) * noise @ weak @ weak.T).to(layer.weight.device))
+            noise = (torch.rand(layer.weight.shape, generator=generator) - 0.5) * four_bit_grid(
+                layer.weight.cpu()
+            )[1]
+            layer.weight.copy_(
+                layer.weight + (math.sqrt(2) * noise @ weak @ weak.T).to(layer.weight.device)
+            )
 
 
 @torch.no_grad()
@@ -74,15 +99,21 @@ def round_to_nearest(model: Decoder) -> None:
 
 
 def four_bit_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest value and step ``[out, in]`` of an even grid of 16 values for each weight's group of columns."""
+    """Lowest value and step ``[out, in]`` of an even grid of 16 values for each weight's group of
+    columns.
+    """
     groups, edges = weight.float().split(GROUP, 1), (torch.amin, torch.amax)
-    low, high = (torch.cat([edge(part, 1, True).expand_as(part) for part in groups], 1) for edge in edges)
+    low, high = (
+        torch.cat([edge(part, 1, True).expand_as(part) for part in groups], 1) for edge in edges
+    )
     return low, (high - low) / LEVELS
 
 
 @torch.inference_mode()
 def share_kept(model: Decoder, texts: Sequence[Continuation]) -> float:
-    """Share of the written tokens that are the model's likeliest ones, given the text before them."""
+    """Share of the written tokens that are the model's likeliest ones, given the text before
+    them.
+    """
     kept = []
     for text in texts:
         ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)

@@ -26,22 +26,36 @@ def draw_speed(axes: Axes, rows: list[Row]) -> None:
     for kind in filter(rows[0].get, PROMPTS):
         axes.scatter([row[kind] for row in rows], places, s=22, zorder=3, label=kind)
     axes.axvline(1, color=MUTED, linewidth=1, linestyle="--", zorder=2)
-    axes.set_yticks(places, [f"{row['decoder']}  {median:.2f}" for row, median in zip(rows, medians, strict=True)])
+    axes.set_yticks(
+        places,
+        [f"{row['decoder']}  {median:.2f}" for row, median in zip(rows, medians, strict=True)],
+    )
     axes.invert_yaxis()
     axes.set(title="Speed-up over plain decoding", xlabel="times as fast", xlim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_together(axes: Axes, rows: list[Row]) -> None:
-    """Draw the tokens per second of all texts by their number, and below that number the speed-ups of the drafts."""
+    """Draw the tokens per second of all texts by their number, and below that number the speed-ups
+    of the drafts.
+    """
     names, counts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("decoder", "texts"))
     for name in names:
-        axes.plot(counts, [row["tokens/s"] for row in rows if row["decoder"] == name], marker="o", label=name)
-    ratios = {n: [f"×{row['speed-up']:.2f}" for row in rows if row["texts"] == n][1:] for n in counts}
+        axes.plot(
+            counts,
+            [row["tokens/s"] for row in rows if row["decoder"] == name],
+            marker="o",
+            label=name,
+        )
+    ratios = {
+        n: [f"×{row['speed-up']:.2f}" for row in rows if row["texts"] == n][1:] for n in counts
+    }
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{n}\n{' / '.join(ratios[n])}" for n in counts])
     axes.set(title="Texts written together", ylabel="tokens/s of all", ylim=(0, None))
-    axes.set_xlabel(f"texts at a time, and the speed-ups of {' / '.join(names[1:])} over plain decoding")
+    axes.set_xlabel(
+        f"texts at a time, and the speed-ups of {' / '.join(names[1:])} over plain decoding"
+    )
     axes.margins(y=0.15)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 

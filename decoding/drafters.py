@@ -1,12 +1,13 @@
 """Drafters: small objects that propose tokens for the target to verify.
 
-A drafter has two methods. ``propose`` returns up to ``limit`` tokens after the text, each with the distribution that it
-was drawn from (one-hot for a token that was not drawn). ``rollback`` tells that the text is now ``length`` tokens long:
-the drafter must forget later positions (0: another text begins). The next ``propose`` receives the text.
+A drafter has two methods. ``propose`` returns up to ``limit`` tokens after the text, each with the
+distribution that it was drawn from (one-hot for a token that was not drawn). ``rollback`` tells
+that the text is now ``length`` tokens long: the drafter must forget later positions (0: another
+text begins). The next ``propose`` receives the text.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,15 +23,17 @@ from decoding.text import Text
 from model.errors import InputError
 from model.plan import LayerPlan
 
-CATCH_UP = 16  # tokens by which a draft model may lag behind the text and still catch up in its first draft step
+# tokens by which a draft model may lag behind the text and still catch up in its first draft step
+CATCH_UP = 16
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens ``[k]`` int64, with the distributions ``[k, vocab]`` that they were drawn from.
+    """Drafted tokens ``[k]`` int64, with the distributions ``[k, vocab]`` that they were drawn
+    from.
 
-    ``confidence``: the raw softmax probability of each token, if the policy reads it. ``logits``: for records only, the
-    logits of each token, ``[1, vocab]``, if a model drafted.
+    ``confidence``: the raw softmax probability of each token, if the policy reads it. ``logits``:
+    for records only, the logits of each token, ``[1, vocab]``, if a model drafted.
     """
 
     tokens: Tensor
@@ -40,7 +43,9 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Interface of a drafter, as the module's docstring says. ``propose`` may draw only through ``randomness``."""
+    """Interface of a drafter, as the module's docstring says. ``propose`` may draw only through
+    ``randomness``.
+    """
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -57,93 +62,146 @@ def check_drafter(drafter: Drafter) -> None:
 
 
 def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> None:
-    """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers in it."""
+    """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers
+    in it.
+    """
     tokens, probs = getattr(draft, "tokens", None), getattr(draft, "probs", None)
     if not (isinstance(draft, Draft) and isinstance(tokens, Tensor) and isinstance(probs, Tensor)):
-        raise contract_error(drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}")
+        raise contract_error(
+            drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}"
+        )
     if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
         found = f"{list(tokens.shape)} {tokens.dtype}"
-        raise contract_error(drafter, f"`tokens` must be [k] int64 with k at most {limit}, found {found}")
+        raise contract_error(
+            drafter, f"`tokens` must be [k] int64 with k at most {limit}, found {found}"
+        )
     if probs.shape != (len(tokens), target.vocab_size) or not probs.is_floating_point():
         found = f"{list(probs.shape)} {probs.dtype}"
-        raise contract_error(drafter, f"`probs` must be [{len(tokens)}, {target.vocab_size}] floats, found {found}")
+        raise contract_error(
+            drafter, f"`probs` must be [{len(tokens)}, {target.vocab_size}] floats, found {found}"
+        )
     if {tokens.device, probs.device} != {target.device}:
         raise contract_error(drafter, f"`tokens` and `probs` must be on {target.device}")
     if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
         if not (tokens.min() >= 0 and tokens.max() < target.vocab_size):
             raise contract_error(
-                drafter, f"`tokens` must be from 0 and below {target.vocab_size}, found {tokens.tolist()}"
+                drafter,
+                f"`tokens` must be from 0 and below {target.vocab_size}, found {tokens.tolist()}",
             )
         sums = probs.sum(-1)
-        if not ((sums - 1).abs() * (sums != 0) < 0.01).all():  # 0: of a model with non-finite logits
-            raise contract_error(drafter, f"each row of `probs` must sum to 1, found {sums.tolist()}")
+        # 0: of a model with non-finite logits
+        if not ((sums - 1).abs() * (sums != 0) < 0.01).all():
+            raise contract_error(
+                drafter, f"each row of `probs` must sum to 1, found {sums.tolist()}"
+            )
 
 
 def contract_error(drafter: Drafter, broken: str) -> InputError:
     """The error of a drafter that breaks its contract, with its class and the broken part."""
-    return InputError(f"the drafter {type(drafter).__name__} breaks its contract (see decoding/drafters.py): {broken}")
+    return InputError(
+        f"the drafter {type(drafter).__name__} breaks its contract (see decoding/drafters.py):"
+        f" {broken}"
+    )
 
 
 class ModelDrafter:
-    """Draft by a model: the target itself under a layer plan, or a smaller model of the same vocabulary.
+    """Draft by a model: the target itself under a layer plan, or a smaller model of the same
+    vocabulary.
 
-    Self-speculation shares the target's cache: a draft step reads the target's entries and writes its entries at new
-    positions, which verification overwrites. Another model has a separate cache, which catches up with the text in the
-    first step of a draft, so that a round whose draft was accepted whole leaves no hole in it.
+    Self-speculation shares the target's cache: a draft step reads the target's entries and writes
+    its entries at new positions, which verification overwrites. Another model has a separate cache,
+    which catches up with the text in the first step of a draft, so that a round whose draft was
+    accepted whole leaves no hole in it.
 
-    LayerSkip (arXiv 2404.16710, section 4.3.2) reuses the first layers of an exit's draft in its verification. Here
-    they run again: the last drafted token must pass them anyway, and reading their weights is most of their cost.
+    LayerSkip (arXiv 2404.16710, section 4.3.2) reuses the first layers of an exit's draft in its
+    verification. Here they run again: the last drafted token must pass them anyway, and reading
+    their weights is most of their cost.
     """
 
     def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
         self.model, self.cache, self.plan = model, cache, plan
 
-    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
-        """Draft of up to ``limit`` tokens, drawn one by one from the distribution of the model's logits."""
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Draft of up to ``limit`` tokens, drawn one by one from the distribution of the model's
+        logits.
+        """
         context = text.tensor(self.model.device)
         start = self.cache.length
-        if limit and start < len(text) - CATCH_UP:
-            self.model.prefill(context[None, start:-1], self.cache, start)
-            start = len(text) - 1
+        # only they read the drafted tokens before the draft ends
+        extends = params.repetition_penalty != 1 or bool(text.constraints)
+        tokens = [context[:0]]
+        new = context[start:]  # not yet in the cache
         rows: list[Tensor] = []
         unprocessed: list[Tensor] = []
         confidence: list[float] = []
         while len(rows) < limit:
-            logits = self.model(context[None, start:], self.cache, start, self.plan)[0, -1:]
+            forced = text.forced(context[len(text) :])
+            if forced is not None:
+                # The model does not run: its next call reads all tokens that it has not read.
+                token = context.new_tensor([forced])
+                new, context = torch.cat((new, token)), torch.cat((context, token))
+                tokens.append(token)
+                rows.append(F.one_hot(token, self.model.vocab_size).float())
+                unprocessed.append(rows[-1].log())
+                confidence.append(1.0)
+                if forced in text.rules.eos_ids:
+                    break
+                continue
+            if len(new) > CATCH_UP:
+                self.model.prefill(new[None, :-1], self.cache, start)
+                start, new = start + len(new) - 1, new[-1:]
+            logits = self.model(new[None], self.cache, start, self.plan)[0, -1:]
             allowed = text.allowed(context[len(text) :], first=len(rows))
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
                 break  # no token is allowed here: an error only if the text comes to this position
             token = randomness.draw(probs[0], text.place(len(rows)))
-            start, context = len(context), torch.cat((context, token[None]))
+            start, new = start + len(new), token[None]
+            if extends:
+                context = torch.cat((context, new))
+            tokens.append(new)
             rows.append(probs)
             unprocessed.append(logits)
             if policy.reads_draft_confidence:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
                     break
-        probs = torch.cat(rows) if rows else torch.zeros(0, self.model.vocab_size, device=self.model.device)
-        return Draft(context[len(text) :], probs, confidence or None, unprocessed)
+        probs = (
+            torch.cat(rows)
+            if rows
+            else torch.zeros(0, self.model.vocab_size, device=self.model.device)
+        )
+        if not policy.reads_draft_confidence:
+            confidence = []
+        return Draft(torch.cat(tokens), probs, confidence or None, unprocessed)
 
     def rollback(self, length: int) -> None:
         # All but the last token, which is the input of the next step, in draft and target alike.
         self.cache.truncate(max(0, length - 1))
 
 
-class PromptLookup:
-    """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram at the text's end.
+class KnownTokens:
+    """Draft of tokens that are known without running a model. ``find`` gives them."""
 
-    The longest n-gram that occurred before is used, of ``longest`` tokens down to one, and its most recent occurrence.
-    No model runs, so a draft costs nothing but its verification.
-    """
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size, self.device = vocab_size, device
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3) -> None:
-        self.vocab_size, self.device, self.longest = vocab_size, device, longest
+    def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
+        """Number that says how good the guess is, for which policies estimate an acceptance, and
+        up to ``limit`` tokens.
+        """
+        return 0, []
 
-    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
-        """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot and their confidence is 1."""
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot and their
+        confidence is 1.
+        """
         drafted: list[int] = []
-        for token in self.find(text.tokens, limit)[1]:
+        for token in self.find(text, limit)[1]:
             allowed = text.allowed_after(drafted)
             if allowed is not None and not allowed[token]:
                 break  # a constraint may be called only with texts that it allows
@@ -156,8 +214,46 @@ class PromptLookup:
     def rollback(self, length: int) -> None:
         """Does nothing: each search reads the text itself."""
 
-    def find(self, tokens: Sequence[int], limit: int) -> tuple[int, Sequence[int]]:
-        """Length of the n-gram at the end of the text that occurred before, and up to ``limit`` tokens after it."""
+
+class ForcedTokens(KnownTokens):
+    """Draft of the tokens that the grammar forces, where it allows one only.
+
+    After them come the tokens that the tokenizer gives to the bytes that the grammar forces. Others
+    are allowed there that begin with these bytes, so they are guesses.
+    """
+
+    def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
+        """Number of forced tokens, and up to ``limit`` tokens; none for a text without a
+        grammar.
+        """
+        found: list[int] = []
+        while len(found) < limit and (token := text.forced(found)) is not None:
+            found.append(token)
+        forced = len(found)
+        if text.grammar and not text.rules.eos_ids.intersection(found):
+            found += text.grammar.guess([*text.tokens, *found])
+        return forced, found[:limit]
+
+
+class PromptLookup(KnownTokens):
+    """Draft by prompt lookup decoding: the tokens that followed the last occurrence of the n-gram
+    at the text's end.
+
+    The longest n-gram that occurred before is used, of ``longest`` tokens down to one, and its most
+    recent occurrence. No model runs, so a draft costs nothing but its verification.
+    """
+
+    def __init__(
+        self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3
+    ) -> None:
+        super().__init__(vocab_size, device)
+        self.longest = longest
+
+    def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
+        """Length of the n-gram at the end of the text that occurred before, and up to ``limit``
+        tokens after it.
+        """
+        tokens = text.tokens
         ids = array("i", tokens)
         data, width = ids.tobytes(), ids.itemsize
         for size in range(min(self.longest, len(tokens) - 1), 0, -1):
@@ -172,22 +268,39 @@ class PromptLookup:
 
 
 class BestOf:
-    """Draft by one of several drafters, which the policy chooses each round."""
+    """Draft by one of several drafters, which the policy chooses each round.
 
-    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+    Models are not offered before ``models_are_ready``.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        models_are_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.drafters = drafters
+        self.models_are_ready = models_are_ready
 
-    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
-        """Draft of the chosen drafter. The acceptance of a lookup is estimated per length of the n-gram it found."""
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
+        """Draft of the chosen drafter. The acceptance of a lookup is estimated per length of the
+        n-gram it found.
+        """
         offers = []
         for name, drafter in self.drafters.items():
-            if isinstance(drafter, PromptLookup):
-                size, tokens = drafter.find(text.tokens, limit)
+            if isinstance(drafter, ForcedTokens):
+                forced, tokens = drafter.find(text, limit)
+                offers.append(Offer(name, name, tokens, forced))
+            elif isinstance(drafter, KnownTokens):
+                size, tokens = drafter.find(text, limit)
                 offers.append(Offer(name, f"{name} {size}", tokens))
-            else:
+            elif self.models_are_ready():
                 offers.append(Offer(name, name))
         taken, length = policy.choose(offers)
-        return self.drafters[taken.name].propose(text, min(limit, length), params, policy, randomness)
+        return self.drafters[taken.name].propose(
+            text, min(limit, length), params, policy, randomness
+        )
 
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():
@@ -198,9 +311,14 @@ class NoDraft:
     """Plain decoding: an empty draft every round."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.empty = Draft(torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, vocab_size, device=device))
+        self.empty = Draft(
+            torch.zeros(0, dtype=torch.int64, device=device),
+            torch.zeros(0, vocab_size, device=device),
+        )
 
-    def propose(self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness) -> Draft:
+    def propose(
+        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+    ) -> Draft:
         return self.empty
 
     def rollback(self, length: int) -> None:
@@ -208,5 +326,7 @@ class NoDraft:
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:
-    """Confidence of a token: its softmax probability under unprocessed logits ``[vocab]``. Synchronises."""
+    """Confidence of a token: its softmax probability under unprocessed logits ``[vocab]``.
+    Synchronises.
+    """
     return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()

@@ -9,17 +9,23 @@ from model.plan import LayerPlan
 
 
 class Model(Protocol):
-    """Interface that ``model.Decoder`` and the proof's ``TableModel`` have. ``cache`` is made by ``new_cache``.
+    """Interface that ``model.Decoder`` and the proof's ``TableModel`` have. ``cache`` is made by
+    ``new_cache``.
 
-    A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from ``start`` on, and writes
-    their entries into the cache; ``prefill`` only writes the entries.
+    A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
+    ``start`` on, and writes their entries into the cache; ``prefill`` only writes the entries. For
+    ``why_rows_vary`` and ``trouble`` see ``Decoder``.
     """
 
     vocab_size: int
     max_positions: int
     device: torch.device
+    why_rows_vary: str | None
+    trouble: str | None
 
-    def __call__(self, tokens: Tensor, cache: Any, start: int, plan: LayerPlan | None = None) -> Tensor: ...
+    def __call__(
+        self, tokens: Tensor, cache: Any, start: int, plan: LayerPlan | None = None
+    ) -> Tensor: ...
 
     def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None: ...
 

@@ -1,14 +1,20 @@
 """Policies of draft length.
 
-A policy may read the tokens already drafted, past rounds and a table of measured costs. It never reads this round's
-target probabilities or acceptances, and never a clock. So it changes the speed and not the distribution of the text;
-the proof holds for any policy under these rules.
+A policy may read the tokens already drafted and past rounds. It never reads this round's target
+probabilities or acceptances. So it changes the speed and not the distribution of the text; the
+proof holds for any policy under these rules.
+
+A policy has no clock by default. The writer grants it the times of past rounds only where no text
+can change by a draft's length: in greedy decoding and under the race, where rows do not depend on
+each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median, median_low
 from typing import Any
 
 from decoding.rounds import Round
@@ -17,7 +23,8 @@ from decoding.rounds import Round
 class Policy:
     """Interface of a policy, as the loop and the drafters use it; ``gamma`` is the longest draft.
 
-    ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax over the vocabulary.
+    ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
+    over the vocabulary.
     """
 
     reads_draft_confidence = False
@@ -31,32 +38,29 @@ class Policy:
         return self.gamma
 
     def keep_drafting(self, confidence: float) -> bool:
-        """Whether to continue the draft after a token of this confidence. The token itself stays in the draft."""
+        """Whether to continue the draft after a token of this confidence. The token itself stays in
+        the draft.
+        """
         return True
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        """The offer to take, and the largest number of its tokens, 0 for plain decoding: see ``BreakEven``."""
+        """The offer to take, and the largest number of its tokens, 0 for plain decoding: see
+        ``BreakEven``.
+        """
         return offers[0], self.draft_length()
 
     def observe(self, round: Round) -> None:
         """Update the policy with a finished round."""
 
-    def share(self, texts: Callable[[], int], past: Past) -> None:
-        """Tell the policy how to count the texts that share the model's steps now, and the past of their drafting.
+    def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
+        """Grant the times of rounds, by ``observe_time``, and the ``past`` of earlier texts.
 
-        Not under the ratio rule, where lengths that follow from other texts could bias the text.
+        ``shares_steps`` tells whether other texts share the model's steps now. Only for a text that
+        no draft length can change.
         """
 
-
-@dataclass
-class Past:
-    """Estimates from past rounds of one text, or of several: see ``BreakEven``.
-
-    ``seen``: tokens accepted and tokens judged, per kind of draft; ``waiting``: plain rounds before the next probe.
-    """
-
-    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
-    waiting: int = 0
+    def observe_time(self, seconds: float) -> None:
+        """Update the policy with the duration of the round that it observed last."""
 
 
 class FixedLength(Policy):
@@ -64,16 +68,25 @@ class FixedLength(Policy):
 
 
 class AdaptiveExit(Policy):
-    """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low confidence.
+    """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low
+    confidence.
 
-    Drafting ends after the first token whose confidence is below ``threshold``; that token is verified like the others.
-    Below a smoothed acceptance rate of ``ALPHA`` the threshold rises. Otherwise it falls, unless the draft was full.
+    Drafting ends after the first token whose confidence is below ``threshold``; that token is
+    verified like the others. Below a smoothed acceptance rate of ``ALPHA`` the threshold rises.
+    Otherwise it falls, unless the draft was full.
     """
 
     reads_draft_confidence = True
     ALPHA, RATE_MEMORY = 0.9, 0.5
 
-    def __init__(self, threshold: float, longest: int = 8, *, step: float = 0.01, threshold_memory: float = 0.9):
+    def __init__(
+        self,
+        threshold: float,
+        longest: int = 8,
+        *,
+        step: float = 0.01,
+        threshold_memory: float = 0.9,
+    ):
         super().__init__(longest)
         self.threshold, self.step, self.threshold_memory = threshold, step, threshold_memory
         self.rate = 0.0
@@ -82,35 +95,277 @@ class AdaptiveExit(Policy):
         return confidence >= self.threshold
 
     def observe(self, round: Round) -> None:
-        drafted = len(round.drafted)
+        drafted, accepted = round.guessed
         if not drafted:
             return
-        self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * round.accepted / drafted
+        self.rate = self.RATE_MEMORY * self.rate + (1 - self.RATE_MEMORY) * accepted / drafted
         moved = self.threshold
         if self.rate < self.ALPHA:
             moved += self.step
-        elif drafted < self.gamma:
+        elif len(round.drafted) < self.gamma:
             moved -= self.step
-        self.threshold = self.threshold_memory * self.threshold + (1 - self.threshold_memory) * moved
+        self.threshold = (
+            self.threshold_memory * self.threshold + (1 - self.threshold_memory) * moved
+        )
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Possible draft of the coming round: the drafter's ``name``, and the ``kind`` that acceptance is estimated for.
+    """Possible draft of the coming round: the drafter's ``name``, and the ``kind`` that acceptance
+    is estimated for.
 
-    ``tokens``: the tokens to be drafted, where they are known without running a model.
+    ``tokens``: the tokens to be drafted, where they are known without running a model. The first
+    ``forced`` of them are sure to be accepted.
     """
 
     name: str
     kind: str
     tokens: Sequence[int] | None = None
+    forced: int = 0
+
+
+class Slope:
+    """Time that a drafted token adds to a round, in plain rounds: a median of measurements.
+
+    The estimate begins at ``first``. Without new measurements it fades back to it, so that a draft
+    which was slow once is tried again.
+    """
+
+    WINDOW = 9  # measurements in the median
+    FLOOR = 0.02
+    FADE = 0.97  # per round without a measurement
+
+    def __init__(self, first: float) -> None:
+        self.first = first
+        # Two copies of the first value, so that one disturbed round does not decide.
+        self.measured = deque([first, first], maxlen=self.WINDOW)
+        self.trust = 1.0
+
+    @property
+    def value(self) -> float:
+        faded = self.first + self.trust * (median(self.measured) - self.first)
+        return max(self.FLOOR, faded)
+
+    def learn(self, slope: float) -> None:
+        """Add a measurement."""
+        self.measured.append(slope)
+        self.trust = 1.0
+
+    def fade(self) -> None:
+        """Count a round without a measurement."""
+        self.trust *= self.FADE
+
+
+@dataclass
+class Past:
+    """Estimates from past rounds, of one text or of several: see ``BreakEven``.
+
+    ``seen``: tokens accepted and tokens judged, per kind of draft; ``slopes``: per name of an
+    offer; ``timed``: the names of offers, None for plain rounds, that have run once.
+    """
+
+    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+    slopes: dict[str, Slope] = field(default_factory=dict)
+    timed: set[str | None] = field(default_factory=set)
+
+
+class BreakEven(Policy):
+    """Draft choice by break-even: the offer and length of the largest expected speed-up.
+
+    A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
+    drafted token adds: its draft step, and its share of the verification. It writes
+    1 + α + ... + α^k expected tokens (arXiv 2211.17192, equation 1). The speed-up is their ratio;
+    where none is above 1, the round is plain.
+
+    The acceptance rate α of each kind of draft is estimated from recent rounds; older ones fade by
+    ``memory``. Known tokens of an offer without a model are compared with the text afterwards, even
+    if the offer was not taken. A model whose speed-up is below 1 is probed with a draft of one
+    token, ``pause`` plain rounds after the last draft.
+
+    With a clock (``grant_clock``) the slopes are measured while the text is written. T, the time of
+    a plain round, is the median of this text's last ones, and a round of k drafted tokens measures
+    s = (time / T - 1) / k. So a few rounds are plain only to measure T: the second one, the third
+    after it, and then one in 64. The first round of a text and the first of each offer are not
+    learned from, since they warm up caches. Without a clock the slopes keep their first values.
+
+    The credit, in plain rounds, limits losses: no draft is made whose cost, were all of it
+    rejected, exceeds that of a plain round by more than the credit. It begins at ``START_CREDIT``
+    and is at most ``LARGEST_CREDIT``. Each round adds 1 + ``CREDIT_PER_TOKEN`` per token of the
+    text and subtracts its cost 1 + k·s. So a text never costs more than ``START_CREDIT`` plus 1 +
+    ``CREDIT_PER_TOKEN`` times plain decoding, by these slopes, whatever the target accepts.
+
+    Tokens that constraints force are sure to be accepted (``Offer.forced``): they count neither
+    into α nor as a risk.
+
+    Where several texts share the model's steps, nothing is drafted: the more rows a step has, the
+    more another row costs.
+
+    Five rounds with one model, without a clock, where the slope is 0.6 and ``pause`` is 2.
+    "Waiting" counts the plain rounds before the next probe.
+
+    | round | α | speed-up of one token | waiting | drafted | accepted | cost | credit after |
+    |---|---|---|---|---|---|---|---|
+    | 1 | 0.70 | 1.062 | 0 | 1 | 0 | 1.6 | 3.42 |
+    | 2 | 0.47 | 0.917 | 2 | 0 | 0 | 1.0 | 3.44 |
+    | 3 | 0.47 | 0.917 | 1 | 0 | 0 | 1.0 | 3.46 |
+    | 4 | 0.47 | 0.917 | 0 | 1 | 1 | 1.6 | 3.90 |
+    | 5 | 0.61 | 1.005 | 2 | 1 | 0 | 1.6 | 3.32 |
+
+    Round 1 drafts by the prior and loses. Rounds 2 and 3 are the pause, round 4 is the probe. Its
+    success raises α, so round 5 drafts again. The credit after round 1 is 4 + 1.02 - 1.6.
+    """
+
+    PRIOR_RATE = 0.7  # α before the first round
+    PRIOR_WEIGHT = 2.0  # the weight of the prior, in tokens
+    START_CREDIT = 4.0
+    CREDIT_PER_TOKEN = 0.02
+    LARGEST_CREDIT = 6.0
+    FIRST_PAUSE = 3  # rounds from the first measurement of T to the second
+    LONGEST_PAUSE = 64  # rounds between measurements of T
+    LONGEST_FORCED = 15  # tokens of a draft that are forced; a GPU verifies 16 rows in one step
+
+    def __init__(
+        self,
+        slopes: Mapping[str, float],
+        longest: int = 8,
+        *,
+        memory: float = 0.95,
+        pause: int = 16,
+        priors: Mapping[str, float] | None = None,
+    ) -> None:
+        """``slopes``: the first slope per name of an offer; ``priors``: α of a kind before its
+        first round.
+        """
+        super().__init__(longest)
+        self.first_slopes = slopes
+        self.memory = memory
+        self.pause = pause
+        self.priors = priors or {}
+        self.credit = self.START_CREDIT
+        self.waiting = 0
+        self.offers: Sequence[Offer] = ()
+        self.taken: Offer | None = None
+        self.drafted = 0
+        self.past = Past()
+        self.has_clock = False
+        self.shares_steps: Callable[[], bool] = lambda: False
+        self.rounds = 0
+        self.next_plain = 1  # the number of the round that measures T next
+        self.plain_times: deque[float] = deque(maxlen=Slope.WINDOW)
+        self.draft_times: deque[float] = deque(maxlen=Slope.WINDOW)
+
+    def draft_length(self) -> int:
+        return max(self.gamma, self.LONGEST_FORCED)
+
+    def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
+        self.has_clock = True
+        self.past = past
+        self.shares_steps = shares_steps
+
+    def slope(self, name: str) -> Slope:
+        """The slope of an offer."""
+        return self.past.slopes.setdefault(name, Slope(self.first_slopes[name]))
+
+    def acceptance(self, kind: str) -> float:
+        """Estimate of α: accepted over judged tokens of this kind, where those after a rejected
+        token do not count.
+        """
+        accepted, judged = self.past.seen.get(kind, (0.0, 0.0))
+        prior = self.priors.get(kind, self.PRIOR_RATE)
+        return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
+        """The offer to take and the number of its tokens: 0 for a round without a draft."""
+        self.offers = offers
+        self.taken = None
+        forced = any(offer.forced for offer in offers)
+        # A plain round would waste the tokens that are forced.
+        measures_plain = self.has_clock and self.rounds >= self.next_plain and not forced
+        if measures_plain or self.shares_steps():
+            return offers[0], 0
+        best_speed = 1.0
+        length = 0
+        probe = None
+        probe_speed = 0.0
+        for offer in offers:
+            rate = self.acceptance(offer.kind)
+            slope = self.slope(offer.name).value
+            longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
+            longest = max(longest, offer.forced)
+            tokens = 1.0
+            for count in range(1, longest + 1):
+                guesses = max(0, count - offer.forced)
+                if guesses * slope > self.credit:
+                    break  # the loss, were all of it rejected
+                tokens += rate**guesses
+                speed = tokens / (1 + count * slope)
+                if speed > best_speed:
+                    best_speed = speed
+                    self.taken = offer
+                    length = count
+                if count == 1 and offer.tokens is None and speed > probe_speed:
+                    probe_speed = speed
+                    probe = offer
+        if self.taken is None and probe is not None and not self.waiting:
+            self.taken = probe
+            length = 1
+        return self.taken or offers[0], length
+
+    def observe(self, round: Round) -> None:
+        self.rounds += 1
+        self.drafted = len(round.drafted)
+        cost = 1.0
+        if self.taken:
+            cost += self.drafted * self.slope(self.taken.name).value
+        earned = (1 + self.CREDIT_PER_TOKEN) * len(round.emitted)
+        self.credit = min(self.LARGEST_CREDIT, self.credit + earned - cost)
+        self.waiting = self.pause if self.drafted else max(0, self.waiting - 1)
+        for offer in self.offers:
+            if offer.tokens:
+                pairs = list(zip(offer.tokens, round.emitted, strict=False))
+                differing = (at for at, (token, emitted) in enumerate(pairs) if token != emitted)
+                equal = next(differing, len(pairs))
+                forced = min(offer.forced, equal)
+                self._learn(offer.kind, equal - forced, equal < len(pairs))
+            elif self.drafted and offer is self.taken:
+                guessed, accepted = round.guessed
+                self._learn(offer.kind, accepted, accepted < guessed)
+
+    def _learn(self, kind: str, accepted: int, rejected: bool) -> None:
+        before = self.past.seen.get(kind, (0.0, 0.0))
+        judged = accepted + rejected
+        self.past.seen[kind] = (
+            self.memory * before[0] + accepted,
+            self.memory * before[1] + judged,
+        )
+
+    def observe_time(self, seconds: float) -> None:
+        name = self.taken.name if self.taken else None
+        for other, slope in self.past.slopes.items():
+            if other != name:
+                slope.fade()
+        is_first = self.rounds == 1 or name not in self.past.timed
+        self.past.timed.add(name)
+        if is_first:
+            return
+        if name is None:
+            pause = self.FIRST_PAUSE if not self.plain_times else self.LONGEST_PAUSE
+            self.next_plain = self.rounds + pause
+            self.plain_times.append(seconds)
+        elif self.drafted:  # a model that drafted nothing ran all the same: no plain round
+            self.draft_times.append(seconds)
+            if self.plain_times:
+                # A plain round that took longer than one with a draft was disturbed.
+                plain = min(median_low(self.plain_times), *self.draft_times)
+                self.slope(name).learn((seconds / plain - 1) / self.drafted)
 
 
 class ConfidenceGate:
     """Gate by the target's confidence: a round has no draft where drafts are likely to be rejected.
 
-    The gate is closed for a round if, in the round before, the target's confidence in the token that it drew was below
-    ``least``. While it is open, ``inner`` decides, whose other methods are the gate's too.
+    The gate is closed for a round if, in the round before, the target's confidence in the token
+    that it drew was below ``least``. While it is open, ``inner`` decides, whose other methods are
+    the gate's too.
     """
 
     reads_target_confidence = True

@@ -1,7 +1,8 @@
 """Random draws of the loop, behind two methods that a proof can replace: ``draw`` and ``accept``.
 
-In production they are computed from a ``torch.Generator``, or from exponentials keyed by seed and position, with which
-the seed determines the text under any draft. In a proof ``decoding.proof.enumeration`` takes every outcome in turn.
+In production they are computed from a ``torch.Generator``, or from exponentials keyed by seed and
+position, with which the seed determines the text under any draft. In a proof
+``decoding.proof.enumeration`` takes every outcome in turn.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ import math
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from model.launch import launch
+
 
 class Place(NamedTuple):
-    """Place of a draw: the token's position in the text, and the number of retractions for banned words so far."""
+    """Place of a draw: the token's position in the text, and the number of retractions for banned
+    words so far.
+    """
 
     position: int
     retractions: int = 0
@@ -26,134 +32,192 @@ class Place(NamedTuple):
 
 
 class Randomness(Protocol):
-    """Source of all random draws. Its methods take and return tensors, so that no draw needs the host."""
+    """Source of all random draws. Its methods take and return tensors, so that no draw needs the
+    host.
+    """
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """Token drawn from ``[vocab]`` probabilities, or from weights that need not sum to 1: ``[]`` int64."""
+        """Token drawn from ``[vocab]`` probabilities, or from weights that need not sum to 1:
+        ``[]`` int64.
+        """
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Independent events of ``[k]`` probabilities, of which those above 1 count as 1: ``[k]`` bool."""
+        """Independent events of ``[k]`` probabilities, of which those above 1 count as 1: ``[k]``
+        bool.
+        """
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """Token drawn from each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]`` int64."""
-        return torch.stack([self.draw(row, place.after(number)) for number, row in enumerate(probs)])
+        """Token drawn from each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]``
+        int64.
+        """
+        return torch.stack(
+            [self.draw(row, place.after(number)) for number, row in enumerate(probs)]
+        )
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-CACHED_PLACES = 16  # cached places of the race, for drafts of up to 15 tokens; 400 kB each for 50,000 ids
+UNIFORMS = 64  # uniform numbers drawn at a time
+# On a CPU: most tokens whose exponentials are all computed; likely tokens have at least this part.
+FEW = 4096
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """First token of each row whose cumulative probability exceeds u: never one of probability 0.
 
-    ``probs`` ``[rows, vocab]``: probabilities, or weights that need not sum to 1. ``uniform`` u ``[rows]``: float64 in
-    [0, 1). Returns ``[rows]`` int64. For a row of zeros the result is meaningless, and the caller must discard it.
+    ``probs`` ``[rows, vocab]``: probabilities, or weights that need not sum to 1. ``uniform`` u
+    ``[rows]``: float64 in [0, 1). Returns ``[rows]`` int64. For a row of zeros the result is
+    meaningless, and the caller must discard it.
     """
     cumulative = probs.double().cumsum(-1)
     total = cumulative[:, -1:]
-    # u · total can round up to total, which is beyond every token. So it is at most the number just below total.
+    # u · total can round up to total, which is beyond every token. So it is at most the number just
+    # below total.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, point, right=True).clamp(max=probs.shape[-1] - 1)
     possible = probs.gather(-1, found) > 0
     if probs.device.type == "cpu" and possible.all():  # on a GPU this condition would synchronise
         return found[:, 0]
-    # A parallel sum, as on a GPU, need not be monotone: its last digit may rise at a token of probability 0, and u may
-    # fall into that gap. For such a u, at most one in 10¹³, the likeliest token is taken.
+    # A parallel sum, as on a GPU, need not be monotone: its last digit may rise at a token of
+    # probability 0, and u may fall into that gap. For such a u, at most one in 10¹³, the likeliest
+    # token is taken.
     return torch.where(possible, found, probs.max(-1, keepdim=True).indices)[:, 0]
 
 
 class SeededRandomness(Randomness):
-    """Random draws from a seeded ``torch.Generator``, one after another: equal seeds and draft lengths, equal tokens.
+    """Random draws from a seeded ``torch.Generator``, one after another: equal seeds and draft
+    lengths, equal tokens.
 
-    Uniform numbers are float64 in [0, 1), since a float32 one is 0 once in 2²⁴ draws. The comparison u < p is strict,
-    so that even u = 0 accepts nothing of probability 0.
+    Uniform numbers are float64 in [0, 1), since a float32 one is 0 once in 2²⁴ draws. The
+    comparison u < p is strict, so that even u = 0 accepts nothing of probability 0.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
         # Mixed, since a generator on the CPU uses only 32 bits of its seed.
         self.generator = torch.Generator(device).manual_seed(mix(seed, sample))
+        self.drawn, self.used = torch.empty(0), 0
 
     def uniform(self, count: int) -> Tensor:
-        """``[count]`` float64 in [0, 1)."""
-        return torch.rand(count, generator=self.generator, dtype=torch.float64, device=self.generator.device)
+        """``[count]`` float64 in [0, 1), of which many are drawn at a time."""
+        if self.used + count > len(self.drawn):
+            self.drawn = torch.rand(
+                max(count, UNIFORMS),
+                generator=self.generator,
+                dtype=torch.float64,
+                device=self.generator.device,
+            )
+            self.used = 0
+        self.used += count
+        return self.drawn[self.used - count : self.used]
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """Token by ``inverse_cdf``: never one of probability 0."""
-        return inverse_cdf(probs[None], self.uniform(1))[0]
+        return launch(inverse_cdf, probs[None], self.uniform(1))[0]
 
     def accept(self, probabilities: Tensor) -> Tensor:
         return self.uniform(len(probabilities)) < probabilities
 
 
 class KeyedRandomness(Randomness):
-    """Exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): the seed determines the text.
+    """Exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): the seed determines
+    the text.
 
-    At every place each token id has an exponential random number E. The draw from p is argmin E/p, which has the
-    distribution p. Draft and target use the same E, so they mostly agree. E is a counter-based hash of (seed, sample,
-    position, retractions, id): it has the same bits on every device and does not depend on earlier draws. After a
-    retraction every place has new E, since the old ones are not independent of the retraction.
+    At every place each token id has an exponential random number E. The draw from p is argmin E/p,
+    which has the distribution p. Draft and target use the same E, so they mostly agree. E is a
+    counter-based hash of (seed, sample, position, retractions, id): it has the same bits on every
+    device and does not depend on earlier draws. After a retraction every place has new E, since the
+    old ones are not independent of the retraction.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
         self.key = mix(seed, sample)
-        # On a CPU the numbers of the last places are cached: the target uses those of its draft again.
-        self.cached = lru_cache(CACHED_PLACES)(lambda key, vocab: self.complements(torch.tensor([key]), vocab)[0])
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         """Token of the least E/p: never one of probability 0."""
         return self.draw_each(probs[None], place)[0]
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """Token of the least E/p of each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]`` int64."""
+        """Token of the least E/p of each row, the first at ``place``: ``[rows, vocab]`` ->
+        ``[rows]`` int64.
+        """
         places = range(place.position, place.position + len(probs))
-        keys, vocab = [signed(mix(self.key, position, place.retractions)) for position in places], probs.shape[-1]
-        if probs.device.type != "cpu":
-            return race(probs, self.complements(torch.tensor(keys).to(probs.device, non_blocking=True), vocab))
-        gaps = (self.cached(key, vocab) for key in keys)
-        return torch.stack([race_among_few(*row) for row in zip(probs, gaps, strict=True)])
-
-    def complements(self, keys: Tensor, vocab: int) -> Tensor:
-        """1 - u of every id, u a hash of 53 bits in (0, 1]: keys ``[rows]`` int64 -> ``[rows, vocab]`` float64."""
-        bits = hashed(torch.arange(vocab, device=keys.device) * signed(GOLDEN) + keys[:, None])
-        return shifted(bits, 11, bits).neg_().add_(2**53 - 1).double().mul_(2.0**-53)
+        keys = [signed(mix(self.key, position, place.retractions)) for position in places]
+        if probs.device.type == "cpu":
+            return torch.tensor(list(map(race_among_few, probs.numpy(), keys)))
+        # from pageable memory the copy would wait
+        return launch(race_at, probs, torch.tensor(keys, pin_memory=probs.device.type == "cuda"))
 
     def accept(self, probabilities: Tensor) -> Tensor:
         """Not part of the race, whose verification only draws: raises TypeError."""
         raise TypeError("the race has no acceptance probabilities: verify with verify_by_race")
 
 
+def race_at(probs: Tensor, keys: Tensor) -> Tensor:
+    """``race`` of each row with the exponentials of its key: ``[rows, vocab]`` and ``[rows]`` int64
+    -> ``[rows]`` int64.
+    """
+    keys = keys.to(probs.device, non_blocking=True)
+    ids = torch.arange(probs.shape[-1], device=probs.device)
+    return race(probs, complements(hashed(ids * signed(GOLDEN) + keys[:, None])))
+
+
 def race(probs: Tensor, gaps: Tensor) -> Tensor:
-    """Token of the least E/p of each row, with E = -log u: ``[rows, vocab]`` p and 1 - u -> ``[rows]`` int64."""
-    return torch.where(probs > 0, -torch.log1p(-gaps) / probs.double(), math.inf).argmin(-1)
+    """Token of the least E/p of each row, with E = -log u: ``[rows, vocab]`` p and 1 - u ->
+    ``[rows]`` int64; 1 - u is int64 in units of 2⁻⁵³.
+    """
+    exponentials = -torch.log1p(gaps.double().mul_(-(2.0**-53)))
+    return torch.where(probs > 0, exponentials / probs.double(), math.inf).argmin(-1)
 
 
-def race_among_few(probs: Tensor, gaps: Tensor) -> Tensor:
+def race_among_few(probs: np.ndarray, key: int) -> int:
     """``race`` of one row ``[vocab]`` on a CPU, with logarithms of a few ids only.
 
-    E is at least 1 - u. So only the few ids whose (1 - u)/p is at most the E/p of the likeliest token can win.
+    After a filter these are the possible tokens. In a row of many possible tokens they are the
+    likely ones, of p at least 1 / FEW, and those of a small 1 - u: E is at least 1 - u, so another
+    token can only win if its 1 - u is below the E/p of the likeliest token, divided by FEW.
     """
-    likeliest, weights = probs.argmax(), probs.double()
-    arrival = -torch.log1p(-gaps[likeliest]) / weights[likeliest]
-    if not arrival.isfinite():
-        return likeliest  # a row of zeros, whose token is meaningless
-    few = (gaps <= weights * arrival).nonzero()[:, 0]
-    return few[race(probs[few][None], gaps[few][None])[0]]
+    few = probs > 0
+    if np.count_nonzero(few) > FEW:  # of which the likeliest gives a bound of the least E/p
+        bits = hashed(counters(len(probs)) + key).view(np.uint64)
+        likeliest = probs.argmax()
+        arrival = -math.log((int(bits[likeliest] >> 11) + 1) * 2.0**-53) / float(probs[likeliest])
+        # 2²⁰ more than the bound in units of 2⁻⁶⁴, since it is rounded
+        close = bits >= max(0, 2**64 - 2**20 - int(arrival / FEW * 2**64))
+        few &= close | (probs >= 1 / FEW)
+    elif not few.any():
+        return 0  # a row of zeros, whose token is meaningless
+    ids = np.flatnonzero(few)
+    exponentials = -np.log1p(complements(hashed(counters(len(probs))[ids] + key)) * -(2.0**-53))
+    return ids[(exponentials / probs[ids]).argmin()].item()
 
 
-def hashed(counters: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64 ``counters`` of any shape, in place; int64 wraps as unsigned numbers do."""
-    other = torch.empty_like(counters)  # one buffer, since large tensors are slow to allocate
+@lru_cache(maxsize=1)
+def counters(vocab: int) -> np.ndarray:
+    """Counter of each id before a place's key is added, int64 ``[vocab]``."""
+    return np.arange(vocab) * signed(GOLDEN)
+
+
+def complements(bits: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    """1 - u of hashed ``bits``, of which u in (0, 1] takes 53: int64 in units of 2⁻⁵³."""
+    return 2**53 - 1 - shifted(bits, 11)
+
+
+def hashed(counters: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    """SplitMix64's finaliser of int64 ``counters`` of any shape, in place; int64 wraps as unsigned
+    numbers do.
+    """
     for shift, factor in MIXERS:
-        counters ^= shifted(counters, shift, other)
+        counters ^= shifted(counters, shift)
         counters *= signed(factor)
-    counters ^= shifted(counters, 31, other)
+    counters ^= shifted(counters, 31)
     return counters
 
 
-def shifted(numbers: Tensor, by: int, out: Tensor | None = None) -> Tensor:
+def shifted(numbers: Tensor | np.ndarray, by: int) -> Tensor | np.ndarray:
     """Logical right shift by ``by`` bits, which torch lacks for signed numbers."""
-    return torch.bitwise_right_shift(numbers, by, out=out).bitwise_and_((1 << (64 - by)) - 1)
+    if isinstance(numbers, np.ndarray):
+        return (numbers.view(np.uint64) >> by).view(np.int64)
+    return (numbers >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def signed(number: int) -> int:

@@ -10,12 +10,16 @@ class Round:
     ``position``  tokens in the text (prompt included) before the round
     ``drafted``   the draft's tokens
     ``accepted``  the number of them that the target accepted
-    ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token after
-                  them, up to the first that ended the text or completed a banned word
+    ``emitted``   tokens appended to the text: the accepted ones and the residual or bonus token
+                  after them, up to the first that ended the text or completed a banned word
     ``retracted`` the tokens then removed from the end of the text, because of a banned word
-    ``finish``    the reason why the text ended with this round: "eos", "stop" or "length"; None while it continues
-    ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1, unfiltered), by the draft of
-    each of its tokens, by the target of the residual or bonus token; None unless the policy reads it.
+    ``finish``    the reason why the text ended with this round: "eos", "stop" or "length"; None
+                  while it continues
+    ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1,
+    unfiltered), by the draft of each of its tokens, by the target of the residual or bonus token;
+    None unless the policy reads it.
+    ``forced``: of each drafted place and the one after them, whether constraints allowed one token
+    only; empty without constraints.
     """
 
     position: int
@@ -26,12 +30,22 @@ class Round:
     finish: str | None = None
     draft_confidence: list[float] | None = None
     target_confidence: float | None = None
+    forced: list[bool] = field(default_factory=list)
+
+    @property
+    def guessed(self) -> tuple[int, int]:
+        """Number of drafted tokens that were not forced, and of those of them that were accepted:
+        they tell how good the draft is.
+        """
+        free = [not forced for forced in self.forced] or [True] * len(self.drafted)
+        return sum(free[: len(self.drafted)]), sum(free[: self.accepted])
 
     def verdicts(self) -> list[tuple[int, str]]:
         """Tokens of the round with their verdicts, in order of appearance.
 
-        "accepted"; "rejected": the first drafted token that the target did not accept; "discarded": drafted after a
-        rejected token or after the end of the text; "own": the target's residual or bonus token.
+        "accepted"; "rejected": the first drafted token that the target did not accept; "discarded":
+        drafted after a rejected token or after the end of the text; "own": the target's residual or
+        bonus token.
         """
         accepted = min(self.accepted, len(self.emitted))
         verdicts = ["accepted" if at < accepted else "discarded" for at in range(len(self.drafted))]
@@ -40,10 +54,19 @@ class Round:
         own = [(token, "own") for token in self.emitted[accepted:]]
         return [*zip(self.drafted, verdicts, strict=True), *own]
 
+    def forced_kept(self) -> list[bool]:
+        """Of each of ``verdicts``' tokens, whether it is in the text and was forced."""
+        at = [*range(len(self.drafted)), self.accepted]
+        return [
+            verdict in ("accepted", "own") and any(self.forced[place : place + 1])
+            for place, (_, verdict) in zip(at, self.verdicts(), strict=False)
+        ]
+
 
 @dataclass
 class Statistics:
-    """Sums over rounds. Retracted tokens do not count as output, nor do accepted ones after the end of the text.
+    """Sums over rounds. Retracted tokens do not count as output, nor do accepted ones after the end
+    of the text.
 
     ``accepted`` measures the draft, so it includes tokens that a banned word retracts afterwards.
     """
@@ -52,7 +75,8 @@ class Statistics:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    histogram: list[int] = field(default_factory=list)  # [n]: rounds with a draft of which n were accepted
+    # [n]: rounds with a draft of which n were accepted
+    histogram: list[int] = field(default_factory=list)
 
     def add(self, round: Round) -> None:
         self.rounds += 1

@@ -1,24 +1,29 @@
 """Distribution that tokens are drawn from, computed from logits.
 
-One function serves draft, target, residual and bonus token: speculation is exact only if "temperature 0.7, top-p 0.9"
-means the same for all four.
+One function serves draft, target, residual and bonus token: speculation is exact only if
+"temperature 0.7, top-p 0.9" means the same for all four.
 """
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.errors import InputError
+from model.launch import launch
+
+# Scores below the largest, within which the tokens that pass the filters are looked for on a CPU.
+DISTANCES = *range(4, 16, 2), math.inf
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters, with the meaning and order that they have in transformers.
 
-    Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 are off. Raises InputError.
+    Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, ``repetition_penalty`` 1 are
+    off. Raises InputError.
     """
 
     temperature: float = 0.0
@@ -37,38 +42,83 @@ class SamplingParams:
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6"),
         ):
             if not is_valid:
-                raise InputError(f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}")
+                raise InputError(
+                    f"{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}"
+                )
 
 
-def distribution(logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None) -> Tensor:
+def distribution(
+    logits: Tensor, context: Tensor, params: SamplingParams, allowed: Tensor | None = None
+) -> Tensor:
     """Probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32.
 
-    ``context`` ``[n]`` holds the tokens up to the last row. Row t follows ``context[: n - rows + 1 + t]``, so the
-    repetition penalty of a drafted position sees the prefix of that position only. ``allowed`` is a bool mask
-    ``[rows, vocab]``, applied before temperature and filters. A row without an allowed token of finite score, or with
-    a NaN or +infinity, is all zeros. At temperature 0 a row is exactly one-hot at the first of the largest logits.
+    ``context`` ``[n]`` holds the tokens up to the last row. Row t follows ``context[: n - rows + 1
+    + t]``, so the repetition penalty of a drafted position sees the prefix of that position only.
+    ``allowed`` is a bool mask ``[rows, vocab]``, applied before temperature and filters. A row
+    without an allowed token of finite score, or with a NaN or +infinity, is all zeros. At
+    temperature 0 a row is exactly one-hot at the first of the largest logits.
+    """
+    scores = logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if params.repetition_penalty != 1:
+        scores = penalised(logits.to(wide), context, params.repetition_penalty)
+    if allowed is not None:
+        # The smaller of the score and -inf or inf: vectorised, unlike masked_fill. A NaN stays.
+        ceiling = allowed.view(torch.uint8).to(scores.dtype).sub_(0.5).mul_(math.inf)
+        scores = torch.minimum(scores, ceiling)
+    # Subtracting the largest score changes no probability, and prevents overflow at a tiny
+    # temperature.
+    temperature = min(max(params.temperature, torch.finfo(wide).tiny), torch.finfo(wide).max)
+    filters = (
+        temperature if params.temperature else None,
+        params.top_p if params.top_p < 1 else None,
+        params.min_p or None,
+    )
+    if params.top_k:  # a graph would be compiled for each
+        return probabilities(scores, *filters, params.top_k)
+    return launch(probabilities, scores, *filters)
+
+
+def penalised(scores: Tensor, context: Tensor, penalty: float) -> Tensor:
+    """Scores ``[rows, vocab]`` after the repetition penalty of the tokens that occur in each row's
+    prefix of the context.
+    """
+    rows = torch.arange(len(scores), device=context.device)
+    places = torch.arange(len(context), device=context.device)
+    # instead of a token that comes later, the first one
+    later = places > rows[:, None] + len(context) - len(scores)
+    seen = torch.where(later, context[:1], context)
+    values = scores.gather(-1, seen)
+    values = torch.where(values < 0, values * penalty, values / penalty)
+    return new_like(scores, scores).scatter_(-1, seen, values)
+
+
+def probabilities(
+    logits: Tensor,
+    temperature: float | None,
+    top_p: float | None,
+    min_p: float | None,
+    top_k: int = 0,
+) -> Tensor:
+    """Probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32; see
+    ``distribution``.
+
+    None: greedy, or no such filter.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if params.repetition_penalty != 1:
-        penalised = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
-        scores = torch.where(_seen(context, *scores.shape), penalised, scores)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -math.inf)
     likeliest = first_largest(scores)
     largest = scores.gather(-1, likeliest)
-    usable = largest.isfinite()
-    if params.temperature == 0:
-        return torch.zeros_like(scores).scatter_(-1, likeliest, usable.to(scores.dtype))
-    # Subtracting the largest score changes no probability, and prevents overflow at a tiny temperature.
-    temperature = min(max(params.temperature, torch.finfo(scores.dtype).tiny), torch.finfo(scores.dtype).max)
-    probs = torch.softmax(_filter((scores - largest) / temperature, params), dim=-1)
-    if probs.device.type == "cpu" and usable.all():  # on a GPU this condition would synchronise
-        return probs
-    return torch.where(usable, probs, 0.0)
+    if temperature is None:
+        return new_like(scores, 0.0).scatter_(-1, likeliest, largest.isfinite().to(scores.dtype))
+    if scores.device.type == "cpu":
+        return probabilities_by_few(scores, largest, temperature, top_p, min_p, top_k)
+    scores = filtered((scores - largest) / temperature, top_p, min_p, top_k)
+    return torch.where(largest.isfinite(), scores.softmax(-1), 0.0)
 
 
 def first_largest(scores: Tensor) -> Tensor:
-    """Index of the first of the largest numbers of each row, or of NaN: ``[rows, n]`` -> ``[rows, 1]`` int64.
+    """Index of the first of the largest numbers of each row, or of NaN: ``[rows, n]`` -> ``[rows,
+    1]`` int64.
 
     On a CPU by NumPy, whose vectorised search takes a tenth of torch's time.
     """
@@ -77,54 +127,83 @@ def first_largest(scores: Tensor) -> Tensor:
     return scores.argmax(-1, keepdim=True)
 
 
-def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
+def new_like(scores: Tensor, values: Tensor | float) -> Tensor:
+    """New tensor like ``scores`` with these values; on a CPU written by one thread."""
+    new = torch.empty_like(scores)
+    (new.numpy() if new.device.type == "cpu" else new)[:] = values
+    return new
+
+
+def filtered(scores: Tensor, top_p: float | None, min_p: float | None, top_k: int | None) -> Tensor:
     """Scores after top-k, top-p and min-p, in this order: a removed token has score -inf."""
-    if params.top_k:
-        kth = scores.topk(min(params.top_k, scores.shape[-1])).values[..., -1:]
+    if top_k:
+        kth = scores.topk(min(top_k, scores.shape[-1])).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
-    if params.top_p < 1:
+    if top_p is not None:
+        scores = scores.masked_fill(unlikely(scores.softmax(-1), 1 - top_p), -math.inf)
+    if min_p is not None:
         probs = scores.softmax(-1)
-        find = unlikely_among_candidates if scores.device.type == "cpu" else unlikely_by_sorting
-        scores = scores.masked_fill(find(probs, 1 - params.top_p), -math.inf)
-    if params.min_p:
-        probs = scores.softmax(-1)
-        scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -math.inf)
+        scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -math.inf)
     return scores
 
 
-def unlikely_by_sorting(probs: Tensor, mass: float) -> Tensor:
-    """Mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at most ``mass``, least likely first.
+@np.errstate(over="ignore")  # a score far below the largest, divided by a tiny temperature
+def probabilities_by_few(
+    scores: Tensor,
+    largest: Tensor,
+    temperature: float,
+    top_p: float | None,
+    min_p: float | None,
+    top_k: int,
+) -> Tensor:
+    """``probabilities`` on a CPU, row by row on one thread, with filters that see few tokens.
 
-    Of equally likely tokens, the one with the smaller id comes first. The likeliest token is never in the mask.
+    Torch would divide a vocabulary among threads. That is no faster, and much slower where another
+    program has taken one of their cores.
+    """
+    probs = new_like(scores, 0.0)
+    for row, top, kept in zip(scores.numpy(), largest.numpy(), probs.numpy(), strict=True):
+        if np.isfinite(top):
+            scaled = (row - top) / temperature
+            ids, mass = candidates(scaled, top_p, min_p, top_k)
+            few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
+            kept[ids] = few.softmax(-1).numpy()
+    return probs
+
+
+def candidates(
+    scores: np.ndarray, top_p: float | None, min_p: float | None, top_k: int
+) -> tuple[np.ndarray | slice, float]:
+    """Ids of a row's few tokens that may pass the filters, and their mass.
+
+    They are the tokens within some distance of the largest score, 0: at least k under top-k, and
+    without it enough for top-p. The mass is that within which top-p counts: 1 under top-k.
+    """
+    if not (top_p or min_p or top_k):
+        return slice(None), 1.0
+    weights = np.exp(scores) if top_p and not top_k else None
+    for distance in DISTANCES:
+        ids, mass = np.flatnonzero(scores >= -distance), 1.0
+        if weights is not None:
+            mass = (weights[ids].sum() / weights.sum()).item()
+            enough = mass >= top_p
+        elif top_k:
+            enough = len(ids) >= top_k
+        else:
+            enough = math.exp(-distance) < min_p
+        if enough:
+            break
+    return ids, mass
+
+
+def unlikely(probs: Tensor, mass: float) -> Tensor:
+    """Mask, bool ``[rows, vocab]``, of the most tokens whose probabilities sum to at most ``mass``,
+    least likely first.
+
+    Of equally likely tokens, the one with the smaller id comes first. The likeliest token is never
+    in the mask.
     """
     ascending, order = probs.sort(dim=-1, stable=True)
-    unlikely = ascending.cumsum(-1) <= mass
-    unlikely[..., -1] = False
-    return torch.zeros_like(unlikely).scatter(-1, order, unlikely)
-
-
-def unlikely_among_candidates(probs: Tensor, mass: float) -> Tensor:
-    """The mask of ``unlikely_by_sorting``, in a tenth of its time for 49,152 tokens on a CPU.
-
-    Up to V tokens of probability mass / V or less sum to at most ``mass``. So all of them are in the mask, and only the
-    few other tokens, the candidates, are sorted. Counting the candidates synchronises with the host.
-    """
-    unlikely = (probs <= mass / probs.shape[-1]) & (probs < probs.amax(-1, keepdim=True))
-    for row, below in zip(probs, unlikely, strict=True):
-        candidates = (~below).nonzero()[:, 0]
-        ascending, order = row[candidates].sort(stable=True)
-        tail = float(row[below].numpy().sum())  # torch's sum depends on the number of threads
-        dropped = tail + ascending.cumsum(-1) <= mass
-        dropped[-1:] = False
-        below[candidates[order[dropped]]] = True
-    return unlikely
-
-
-def _seen(context: Tensor, rows: int, vocab: int) -> Tensor:
-    """Mask, bool ``[rows, vocab]``, of the tokens that occur in each row's prefix of the context."""
-    first = len(context) - rows + 1
-    seen = torch.zeros(rows, vocab, dtype=torch.bool, device=context.device)
-    seen[:, context[:first]] = True
-    later = F.one_hot(context[first:], vocab).cumsum(0) > 0
-    seen[1:] |= later
-    return seen
+    removed = ascending.cumsum(-1) <= mass
+    removed[..., -1] = False
+    return torch.zeros_like(removed).scatter(-1, order, removed)

@@ -1,4 +1,6 @@
-"""The speculative loop: draft, verify, extend the text, roll back. The other files here support it."""
+"""The speculative loop: draft, verify, extend the text, roll back. The other files here support
+it.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,12 +14,12 @@ from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Text
+from decoding.text import Text, forced_places
 from decoding.verify import Verify, verify_by_ratio
 from model.errors import NON_FINITE, InputError
 
-# A callback that records: each round's draft, the target's logits and probabilities [k + 1, vocab], the number of
-# accepted tokens, and the token after them. It cannot change the round.
+# A callback that records: each round's draft, the target's logits and probabilities [k + 1, vocab],
+# the number of accepted tokens, and the token after them. It cannot change the round.
 Observer = Callable[[Draft, Tensor, Tensor, int, Tensor], None]
 
 
@@ -34,12 +36,14 @@ def speculate(
     *,
     observer: Observer | None = None,
 ) -> Iterator[Round]:
-    """Speculative decoding of ``text`` to its end, with exactly the target's distribution; yields a record per round.
+    """Speculative decoding of ``text`` to its end, with exactly the target's distribution; yields a
+    record per round.
 
-    Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text but the last
-    (``target.prefill``). Rolled back to the prompt, it can be used for another sample. ``verify`` is the rule that goes
-    with the randomness (``decoding.verify.COUPLINGS``). Raises InputError where the constraints allow no token at the
-    end of the text, where the target's logits are non-finite, and for a drafter that breaks its contract.
+    Plain decoding is the same loop with an empty draft. ``cache`` must hold all tokens of the text
+    but the last (``target.prefill``). Rolled back to the prompt, it can be used for another sample.
+    ``verify`` is the rule that goes with the randomness (``decoding.verify.COUPLINGS``). Raises
+    InputError where the constraints allow no token at the end of the text, where the target's
+    logits are non-finite, and for a drafter that breaks its contract.
     """
     check_drafter(drafter)
     cache.truncate(len(text) - 1)
@@ -47,13 +51,15 @@ def speculate(
     while text.finish is None:
         # Invariant: the cache holds every token of the text but the last.
         position = len(text)
-        context = text.tensor(target.device)  # before the draft: on a GPU the copy would wait for it
+        # before the draft: on a GPU the copy would wait for it
+        context = text.tensor(target.device)
         limit = max(0, min(policy.draft_length(), text.remaining - 1))
         draft = drafter.propose(text, limit, params, policy, randomness)
         check_draft(drafter, draft, limit, target)
         context = torch.cat((context, draft.tokens))
         logits = target(context[None, position - 1 :], cache, position - 1)[0]
-        probs = distribution(logits, context, params, text.allowed(draft.tokens))
+        allowed = text.allowed(draft.tokens)
+        probs = distribution(logits, context, params, allowed)
         accepted, token = verify(probs, draft.probs, draft.tokens, randomness, text.place())
         verdict = read_verdict(draft, accepted, token, logits, probs, policy)
         if verdict.nonfinite:
@@ -61,7 +67,15 @@ def speculate(
         extension = text.extend(verdict.tokens)
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
-        round = Round(position, verdict.drafted, verdict.accepted, *extension, draft.confidence, verdict.confidence)
+        round = Round(
+            position,
+            verdict.drafted,
+            verdict.accepted,
+            *extension,
+            draft.confidence,
+            verdict.confidence,
+            forced_places(allowed if text.constraints else None),
+        )
         policy.observe(round)
         if observer:
             observer(draft, logits, probs, verdict.accepted, token)
@@ -71,8 +85,9 @@ def speculate(
 class Verdict(NamedTuple):
     """Result of a verification, copied to the host.
 
-    ``token`` follows the accepted ones; it is None where the constraints allow none. ``nonfinite``: its logits hold NaN
-    or infinity. ``confidence``: its raw softmax probability; None unless the policy reads it.
+    ``token`` follows the accepted ones; it is None where the constraints allow none. ``nonfinite``:
+    its logits hold NaN or infinity. ``confidence``: its raw softmax probability; None unless the
+    policy reads it.
     """
 
     drafted: list[int]
@@ -92,12 +107,14 @@ def read_verdict(
 ) -> Verdict:
     """Result of a verification, copied from the device in one synchronisation per round.
 
-    A token of probability 0 is drawn only from a row of zeros: where no token is allowed, or where the logits are
-    non-finite. A second synchronisation then tells which. Only the row that the token came from is checked: the rows
-    before it gave accepted tokens, and those after it belong to no text.
+    A token of probability 0 is drawn only from a row of zeros: where no token is allowed, or where
+    the logits are non-finite. A second synchronisation then tells which. Only the row that the
+    token came from is checked: the rows before it gave accepted tokens, and those after it belong
+    to no text.
     """
     p = probs.take(accepted[None] * probs.shape[1] + token)
-    facts = [draft.tokens, accepted[None], token[None], p]  # as one tensor at least float32, exact for ids below 2²⁴
+    # as one tensor at least float32, exact for ids below 2²⁴
+    facts = [draft.tokens, accepted[None], token[None], p]
     if policy.reads_target_confidence:
         row = logits.index_select(0, accepted[None])[0]
         facts.append(torch.softmax(row.float(), dim=-1).index_select(0, token[None]))

@@ -1,17 +1,22 @@
 """Text being written, as tokens and as bytes, with its stop strings, banned words and constraints.
 
-Strings are searched in bytes of UTF-8, since tokens may end inside characters, and strings inside tokens.
+Strings are searched in bytes of UTF-8, since tokens may end inside characters, and strings inside
+tokens.
 
-A banned word must not appear in the text, in any tokenization. When one completes, everything from the token in which
-it began is retracted, that token is forbidden at that position, and the loop draws again. Draft and target apply a
-forbidden token as a mask, like any constraint, and the cache is rolled back as after a rejection.
+A banned word must not appear in the text, in any tokenization. When one completes, everything from
+the token in which it began is retracted, that token is forbidden at that position, and the loop
+draws again. Draft and target apply a forbidden token as a mask, like any constraint, and the cache
+is rolled back as after a rejection.
 """
+
+from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +24,15 @@ from decoding.model_port import Model
 from decoding.randomness import Place
 from model.errors import InputError
 
+if TYPE_CHECKING:
+    from decoding.grammar import Grammar
+
 TokenBytes = Callable[[int], bytes]  # the bytes that a token adds to the text
 
-# A function of the tokens so far (prompt included): the mask, bool [vocab], of the tokens that may come next, or None
-# for all. It must depend on nothing else, so that a rollback of the tokens needs no rollback of the constraint. It is
-# called with texts that its masks allow, drafted tokens included, but never with a token after an end-of-text token.
+# A function of the tokens so far (prompt included): the mask, bool [vocab], of the tokens that may
+# come next, or None for all. It must depend on nothing else, so that a rollback of the tokens needs
+# no rollback of the constraint. It is called with texts that its masks allow, drafted tokens
+# included, but never with a token after an end-of-text token.
 Constraint = Callable[[Sequence[int]], Tensor | None]
 
 
@@ -31,9 +40,10 @@ Constraint = Callable[[Sequence[int]], Tensor | None]
 class Rules:
     """Conditions on a text: where it ends, its banned words and its constraints.
 
-    It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the model's context is
-    full. ``banned`` words are matched as substrings of the UTF-8 bytes, case-sensitively, also across tokens. Raises
-    InputError for a budget below 1 and an empty string.
+    It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the
+    model's context is full. ``banned`` words are matched as substrings of the UTF-8 bytes,
+    case-sensitively, also across tokens. The output is one of ``grammar``'s, if it is not cut.
+    Raises InputError for a budget below 1, an empty string, and a grammar without ``eos_ids``.
     """
 
     max_new_tokens: int
@@ -41,12 +51,21 @@ class Rules:
     stop_strings: Sequence[str] = ()
     banned: Sequence[str] = ()
     constraints: Sequence[Constraint] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if self.grammar and not self.eos_ids:
+            raise InputError("a grammar needs an end-of-text token: a text ends where it ends")
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
-        if any(isinstance(strings, str) or "" in strings for strings in (self.stop_strings, self.banned)):
-            raise InputError("stop strings and banned words: give a list of strings of at least one character each")
+        if any(
+            isinstance(strings, str) or "" in strings
+            for strings in (self.stop_strings, self.banned)
+        ):
+            raise InputError(
+                "stop strings and banned words: give a list of strings of at least one character"
+                " each"
+            )
 
 
 class Patterns:
@@ -60,21 +79,37 @@ class Patterns:
         self.longest = max(map(len, self.strings), default=0)
 
     def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
-        """Offset of the pattern that ends first within the last ``new`` bytes; None if there is none.
+        """Offset of the pattern that ends first within the last ``new`` bytes; None if there is
+        none.
 
-        Of several that end at the same byte, the longest counts. It must begin at ``floor`` or later.
+        Of several that end at the same byte, the longest counts. It must begin at ``floor`` or
+        later.
         """
-        firsts = [(string, data.find(string, max(floor, len(data) - new - len(string) + 1))) for string in self.strings]
+        firsts = [
+            (string, data.find(string, max(floor, len(data) - new - len(string) + 1)))
+            for string in self.strings
+        ]
         found = [(begin + len(string), begin) for string, begin in firsts if begin >= 0]
         return min(found)[1] if found else None
 
     def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
-        """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if there is none."""
+        """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if
+        there is none.
+        """
         for begin in range(max(floor, end - self.longest + 1), end):
             tail = bytes(data[begin:end])
             if any(string.startswith(tail) and string != tail for string in self.strings):
                 return begin
         return end
+
+
+def forced_places(allowed: Tensor | None) -> list[bool]:
+    """Of each row of a mask ``[rows, vocab]``, whether it allows one token only; none without a
+    mask.
+    """
+    if allowed is None:
+        return []
+    return [np.count_nonzero(row) == 1 for row in allowed.cpu().numpy()]  # ten times torch's speed
 
 
 class DeadEnd(InputError):
@@ -84,9 +119,9 @@ class DeadEnd(InputError):
 class Extension(NamedTuple):
     """Change of a text by ``Text.extend``.
 
-    ``emitted``: the tokens appended, up to the first that ended the text or completed a banned word; ``retracted``: the
-    tokens then removed from the end of the text because of the banned word; ``finish``: "eos", "stop" or "length" if
-    the text has ended, else None.
+    ``emitted``: the tokens appended, up to the first that ended the text or completed a banned
+    word; ``retracted``: the tokens then removed from the end of the text because of the banned
+    word; ``finish``: "eos", "stop" or "length" if the text has ended, else None.
     """
 
     emitted: list[int]
@@ -97,24 +132,34 @@ class Extension(NamedTuple):
 class Text:
     """Prompt and output so far, with their rules.
 
-    ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token that ended it (the
-    end-of-text token, or the one that completed the stop string), while ``written`` ends before the stop string.
+    ``tokens`` and ``data`` (their bytes) begin with the prompt. A finished text includes the token
+    that ended it (the end-of-text token, or the one that completed the stop string), while
+    ``written`` ends before the stop string.
     """
 
     def __init__(
-        self, prompt: Sequence[int], rules: Rules, target: Model, token_bytes: TokenBytes = lambda token: b""
+        self,
+        prompt: Sequence[int],
+        rules: Rules,
+        target: Model,
+        token_bytes: TokenBytes = lambda token: b"",
     ) -> None:
         self.rules, self.token_bytes = rules, token_bytes
         self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
         self.stops, self.bans = Patterns(rules.stop_strings), Patterns(rules.banned)
+        # A grammar's masks are found with a state that moves, so each text has its own.
+        self.grammar = rules.grammar and rules.grammar(len(prompt))
+        self.constraints = [*rules.constraints, *([self.grammar] if self.grammar else [])]
         self.tokens: list[int] = []
         self.data = bytearray()
         self.ends: list[int] = []  # of each token, the offset in ``data`` where its bytes end
-        self.forbidden: dict[int, list[int]] = {}  # position -> tokens that a banned word forbids there
+        # position -> tokens that a banned word forbids there
+        self.forbidden: dict[int, list[int]] = {}
         self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # the offset in ``data`` where a finished text ends
-        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0  # tokens on a device; how many hold
+        # tokens on a device; how many hold
+        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0
         for token in prompt:
             self._append(token)
         self.prompt_length, self.prompt_bytes = len(self.tokens), len(self.data)
@@ -135,15 +180,18 @@ class Text:
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that may still be written, by the token budget and by the model's context."""
+        """Number of tokens that may still be written, by the token budget and by the model's
+        context.
+        """
         return min(self.rules.max_new_tokens + self.prompt_length, self.max_positions) - len(self)
 
     @property
     def certain(self) -> int:
         """Offset in ``data`` up to which no later token can change the text.
 
-        A banned word that has begun may retract everything from its first token on. The rest may then end in the
-        beginning of another banned word, hence the loop. A stop string that has begun may cut the text before it.
+        A banned word that has begun may retract everything from its first token on. The rest may
+        then end in the beginning of another banned word, hence the loop. A stop string that has
+        begun may cut the text before it.
         """
         if self.cut is not None:
             return self.cut
@@ -157,7 +205,8 @@ class Text:
         return Place(len(self) + drafted, self.retractions)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Tokens as ``[n]`` int64 on ``device``, a view of a buffer that is valid until the text is extended.
+        """Tokens as ``[n]`` int64 on ``device``, a view of a buffer that is valid until the text is
+        extended.
 
         Only the tokens that are new since the last call are copied.
         """
@@ -171,15 +220,17 @@ class Text:
         return self.buffer[: len(self)]
 
     def allowed(self, drafted: Tensor, first: int = 0) -> Tensor | None:
-        """Mask of allowed tokens after the text and the first n drafted ones, for n from ``first`` to all ``[k]``.
+        """Mask of allowed tokens after the text and the first n drafted ones, for n from ``first``
+        to all ``[k]``.
 
-        bool ``[k + 1 - first, vocab]`` on the draft's device. Where all tokens are allowed it is None, and without
-        constraints that is known without reading the draft.
+        bool ``[k + 1 - first, vocab]`` on the draft's device. Where all tokens are allowed it is
+        None, and without constraints that is known without reading the draft.
         """
-        if self.rules.constraints:
+        if self.constraints:
             ids = drafted.tolist()
         elif len(self) in self.forbidden and not first:
-            ids = [None] * len(drafted)  # not read: only the first row, after no drafted token, has a mask
+            # not read: only the first row, after no drafted token, has a mask
+            ids = [None] * len(drafted)
         else:
             return None
         rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
@@ -189,29 +240,49 @@ class Text:
         return torch.stack([everything if row is None else row for row in rows]).to(drafted.device)
 
     def allowed_after(self, drafted: Sequence[int]) -> Tensor | None:
-        """Mask, bool ``[vocab]``, of allowed tokens after the text and these drafted ones; None if all are allowed.
+        """Mask, bool ``[vocab]``, of allowed tokens after the text and these drafted ones; None if
+        all are allowed.
 
-        Every position with forbidden tokens lies in the text or at its end, since a retraction drops later ones.
+        Every position with forbidden tokens lies in the text or at its end, since a retraction
+        drops later ones.
         """
         if not self.rules.eos_ids.isdisjoint(drafted):
             return None  # no constraint is called with tokens beyond the end of the text
         tokens = [*self.tokens, *drafted]
-        masks = [mask.cpu() for constraint in self.rules.constraints if (mask := constraint(tokens)) is not None]
+        masks = [
+            mask.cpu()
+            for constraint in self.constraints
+            if (mask := constraint(tokens)) is not None
+        ]
         if len(tokens) in self.forbidden:
             masks.append(torch.ones(self.vocab_size, dtype=torch.bool))
             masks[-1][self.forbidden[len(tokens)]] = False
-        return torch.stack(masks).all(0) if masks else None
+        return (torch.stack(masks).all(0) if len(masks) > 1 else masks[0]) if masks else None
+
+    def forced(self, drafted: Tensor | Sequence[int] = ()) -> int | None:
+        """The only token that constraints allow after the text and these drafted ones; None where
+        they allow more or none. Without constraints the draft is not read.
+        """
+        if not self.constraints:
+            return None
+        allowed = self.allowed_after(drafted.tolist() if isinstance(drafted, Tensor) else drafted)
+        if allowed is None or not all(forced_places(allowed[None])):
+            return None
+        return int(allowed.numpy().argmax())
 
     def extend(self, tokens: Sequence[int | None]) -> Extension:
         """Append tokens in order, up to the first that ends the text or completes a banned word.
 
-        A ban is checked before a stop at the same token. Raises DeadEnd for a token None: the constraints allow none.
+        A ban is checked before a stop at the same token. Raises DeadEnd for a token None: the
+        constraints allow none.
         """
         emitted: list[int] = []
         retracted: list[int] = []
         for token in tokens:
             if token is None:
-                raise DeadEnd(f"the constraints allow no token at position {len(self)} of the text")
+                trouble = self.grammar and self.grammar.trouble
+                where = f"the constraints allow no token at position {len(self)} of the text"
+                raise DeadEnd(f"{where}: {trouble}" if trouble else where)
             self._append(token)
             emitted.append(token)
             retracted = self._retract()
@@ -230,8 +301,8 @@ class Text:
     def _retract(self) -> list[int]:
         """Remove the banned word that the last token completed, if any; returns the tokens removed.
 
-        A word begun in the prompt forbids the first generated token. Tokens forbidden after a prefix accumulate, and
-        stay forbidden while the text begins with that prefix.
+        A word begun in the prompt forbids the first generated token. Tokens forbidden after a
+        prefix accumulate, and stay forbidden while the text begins with that prefix.
         """
         begin = self.bans.completed(self.data, self._new_bytes())
         if begin is None:
@@ -251,7 +322,9 @@ class Text:
         del self.data[self._begin(position) :]
 
     def _check_end(self) -> None:
-        """Finish the text if the last token ends it: by end-of-text, a stop string or the budget, in this order."""
+        """Finish the text if the last token ends it: by end-of-text, a stop string or the budget,
+        in this order.
+        """
         stop = self.stops.completed(self.data, self._new_bytes(), self.prompt_bytes)
         if self.tokens[-1] in self.rules.eos_ids:
             self.finish, self.cut = "eos", len(self.data)
@@ -269,5 +342,7 @@ class Text:
         return self.ends[position - 1] if position else 0
 
     def _holder(self, offset: int) -> int:
-        """Position of the token that holds the byte at ``offset``, but at least of the first generated token."""
+        """Position of the token that holds the byte at ``offset``, but at least of the first
+        generated token.
+        """
         return max(bisect_right(self.ends, offset), self.prompt_length)

@@ -1,4 +1,5 @@
-"""Speculative sampling, complete, on the letters a, b, c; prints the distance of its law from plain sampling's.
+"""Speculative sampling, complete, on the letters a, b, c; prints the distance of its law from plain
+sampling's.
 
 Names and order follow decoding/speculate.py, decoding/verify.py (`verify` is `verify_by_ratio`) and
 decoding/proof/enumeration.py. It has no cache, and so no rollback.
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor
 
 torch.set_default_dtype(torch.float64)
-P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])  # the target: row x is p after letter x
-Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])  # the draft: row x is q after letter x
+# the target: row x is p after letter x
+P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])
+# the draft: row x is q after letter x
+Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])
 GAMMA, LENGTH = 2, 5  # letters drafted per round; letters of a text
 
 
 class Enumerator:
-    """Source of all random draws. It replays a path of outcomes, then takes the first outcome of each new draw."""
+    """Source of all random draws. It replays a path of outcomes, then takes the first outcome of
+    each new draw.
+    """
 
     def __init__(self, path: list[int]) -> None:
         self.path, self.depth, self.weight, self.other_paths = path, 0, 1.0, []
@@ -34,7 +39,10 @@ class Enumerator:
         return self.choose((probs / probs.sum()).tolist())
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        return torch.tensor([self.choose([1 - a, a]) for a in probabilities.clamp(max=1).tolist()], dtype=torch.int64)
+        return torch.tensor(
+            [self.choose([1 - a, a]) for a in probabilities.clamp(max=1).tolist()],
+            dtype=torch.int64,
+        )
 
 
 def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
@@ -47,8 +55,10 @@ def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[i
 
 def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> tuple[Tensor, int]:
     rows = range(len(drafted))
-    accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()  # up to the first rejection
-    residual = (p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)  # its last row is p itself: for the bonus letter
+    # up to the first rejection
+    accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()
+    # its last row is p itself: for the bonus letter
+    residual = (p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)
     return accepted, randomness.draw(residual[accepted])
 
 

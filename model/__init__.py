@@ -1,7 +1,7 @@
-"""Llama and Gemma-2 decoders with an explicit KV cache and layer plans.
+"""Decoders of the families of ``config.FAMILIES``, with an explicit KV cache and layer plans.
 
-Begin with ``llama`` or ``gemma2``: one block each, made of ``layers``. ``decoder`` has the forward pass, ``cache`` the
-KV cache and ``plan`` the layer plan. ``fast`` makes the same models faster.
+Begin with ``llama`` or ``gemma2``: one block each, made of ``layers``. ``decoder`` has the forward
+pass, ``cache`` the KV cache and ``plan`` the layer plan. ``fast`` makes the same models faster.
 """
 
 from model.cache import KVCache
@@ -12,9 +12,21 @@ from model.gemma2 import Gemma2
 from model.llama import Llama
 from model.plan import LayerPlan
 
-__all__ = ["Decoder", "Gemma2", "InputError", "KVCache", "LayerPlan", "Llama", "ModelConfig", "build", "parse_config"]
+__all__ = [
+    "Decoder",
+    "Gemma2",
+    "InputError",
+    "KVCache",
+    "LayerPlan",
+    "Llama",
+    "ModelConfig",
+    "build",
+    "parse_config",
+]
 
 
 def build(config: ModelConfig) -> Decoder:
-    """Decoder of a config's family. Its weights are not set yet: load them, or call ``initialise``."""
-    return {"llama": Llama, "gemma2": Gemma2}[config.family](config)
+    """Decoder of a config's family. Its weights are not set yet: load them, or call
+    ``initialise``.
+    """
+    return {"llama": Llama, "gemma2": Gemma2}[config.block](config)

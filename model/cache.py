@@ -11,15 +11,20 @@ from torch import Tensor
 class KVCache:
     """Keys and values of every layer, written at explicit positions.
 
-    The tensors are allocated once, of the shape ``[batch, kv_heads, capacity, head_dim]`` per layer. ``lengths[layer]``
-    is the number of valid entries of a layer; entries behind them are ignored. So a rollback sets a number.
-    A draft that shares this cache with its target leaves the lengths of layers whose attention it skips.
+    The tensors are allocated once, of the shape ``[batch, kv_heads, capacity, head_dim]`` per
+    layer. ``lengths[layer]`` is the number of valid entries of a layer; entries behind them are
+    ignored. So a rollback sets a number. A draft that shares this cache with its target leaves the
+    lengths of layers whose attention it skips.
 
     Sliding-window layers keep every position too: a rollback across the window's edge is exact.
     """
 
     def __init__(
-        self, num_layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.capacity = shape[2]
         self.lengths = [0] * num_layers
@@ -29,19 +34,25 @@ class KVCache:
     @cached_property
     def addresses(self) -> list[tuple[int, int]]:
         """Addresses of the keys and values of each layer, for compiled steps."""
-        return [(keys.data_ptr(), values.data_ptr()) for keys, values in zip(self.keys, self.values, strict=True)]
+        return [
+            (keys.data_ptr(), values.data_ptr())
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
 
     @property
     def length(self) -> int:
-        """Number of positions that are valid in every layer: a full forward pass may continue there."""
+        """Number of positions that are valid in every layer: a full forward pass may continue
+        there.
+        """
         return min(self.lengths)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[batch, kv_heads, T, head_dim]`` keys and values at positions ``[start, start + T)``.
+        """Store ``[batch, kv_heads, T, head_dim]`` keys and values at positions ``[start, start +
+        T)``.
 
-        Entries behind them are forgotten. Returns views of all valid entries,
-        ``[batch, kv_heads, start + T, head_dim]``. Raises ValueError if the write would leave a hole or
-        not fit: mistakes of the caller that would otherwise show only as wrong text.
+        Entries behind them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
+        start + T, head_dim]``. Raises ValueError if the write would leave a hole or not fit:
+        mistakes of the caller that would otherwise show only as wrong text.
         """
         end = self.claim(layer, start, keys.shape[2])
         self.keys[layer][:, :, start:end] = keys
@@ -49,12 +60,20 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def claim(self, layer: int, start: int, count: int) -> int:
-        """Mark ``[start, start + count)`` as the last valid entries of a layer and return their end; see ``write``."""
+        """Mark ``[start, start + count)`` as the last valid entries of a layer and return their
+        end; see ``write``.
+        """
         end = start + count
         if not 0 <= start <= self.lengths[layer]:
-            raise ValueError(f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]} entries")
+            raise ValueError(
+                f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]}"
+                " entries"
+            )
         if end > self.capacity:
-            raise ValueError(f"layer {layer}: position {end - 1} is outside the cache's {self.capacity} positions")
+            raise ValueError(
+                f"layer {layer}: position {end - 1} is outside the cache's {self.capacity}"
+                " positions"
+            )
         self.lengths[layer] = end
         return end
 
@@ -64,6 +83,8 @@ class KVCache:
 
     def copy(self, source: KVCache, length: int) -> None:
         """Copy another cache's first ``length`` entries, and forget all others."""
-        for target, entries in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
+        for target, entries in zip(
+            (*self.keys, *self.values), (*source.keys, *source.values), strict=True
+        ):
             target[:, :, :length] = entries[:, :, :length]
         self.lengths = [length] * len(self.lengths)

@@ -1,4 +1,6 @@
-"""Timing of steps on a device: in turns, so that a busy moment of the machine slows all of them alike."""
+"""Timing of steps on a device: in turns, so that a busy moment of the machine slows all of them
+alike.
+"""
 
 import math
 import time
@@ -16,15 +18,19 @@ def now(device: torch.device) -> float:
 
 @torch.inference_mode()
 def take_turns(
-    steps: list[Callable[[], object]], repeats: int, device: torch.device, patience: float = math.inf
+    steps: list[Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    patience: float = math.inf,
 ) -> list[list[float]]:
-    """Seconds of each repeat of steps: each runs once as warm-up, then all in turn, ``repeats`` times.
+    """Seconds of each repeat of steps: each runs once as warm-up, then all in turn, ``repeats``
+    times.
 
-    After ``patience`` seconds no repeat begins, except the first.
+    ``patience`` seconds after the warm-up no repeat begins, except the first.
     """
-    began = now(device)
     for step in steps:
         step()
+    began = now(device)  # a warm-up may compile, which takes longer than any patience
     seconds: list[list[float]] = [[] for _ in steps]
     for repeat in range(repeats):
         if repeat and now(device) - began > patience:

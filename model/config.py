@@ -1,27 +1,102 @@
-"""Model config: Hugging Face's ``config.json`` as one frozen dataclass for both families.
+"""Model config: Hugging Face's ``config.json`` as one frozen dataclass for all families.
 
-Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``).
+Each family is a row of the table ``FAMILIES``: the block that computes it, and the keys that it
+reads. Reads the layout of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
+(``rope_parameters``).
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from model.errors import InputError
 
-ACTIVATIONS = {"llama": "silu", "gemma2": "gelu_pytorch_tanh"}
+ACTIVATIONS = {"llama": "silu", "gemma2": "gelu_pytorch_tanh"}  # of the blocks
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
+
+
+@dataclass(frozen=True)
+class Family:
+    """Row of the table of families.
+
+    ``block`` is the readable file that computes it. ``keys`` are those optional keys of config.json
+    that the family reads, with their values where the file has none. ``biased`` names the
+    projections of q, k, v and o that have a bias in every checkpoint. With ``head_norms`` each head
+    of q and k is normed before it is rotated. With ``two_ropes`` layers with a window have a rotary
+    embedding of their own.
+    """
+
+    block: str
+    keys: Mapping[str, Any]
+    biased: str = ""
+    head_norms: bool = False
+    two_ropes: bool = False
+
+
+# Optional keys, with their values in a family that does not read them.
+UNREAD = {
+    "attention_bias": False,  # of all four projections
+    "mlp_bias": False,
+    "query_pre_attn_scalar": None,  # the square of 1 / attention scale; None: head_dim
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    # A layer has a window if layer_types says so. Without layer_types it has one from layer
+    # max_window_layers on, but every sliding_window_pattern-th layer has none.
+    "sliding_window": None,
+    "use_sliding_window": True,
+    "layer_types": None,
+    "max_window_layers": 0,
+    "sliding_window_pattern": None,
+}
+WINDOWS = {"sliding_window": 4096, "layer_types": None}
+QWEN = dict(WINDOWS, max_position_embeddings=32768, use_sliding_window=False, max_window_layers=28)
+GEMMA = dict(
+    WINDOWS,
+    head_dim=256,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    query_pre_attn_scalar=256,
+    final_logit_softcapping=None,
+)
+GEMMA_2 = dict(
+    GEMMA,
+    max_position_embeddings=8192,
+    sliding_window_pattern=2,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+)
+GEMMA_3 = dict(GEMMA, max_position_embeddings=131072, sliding_window_pattern=6)
+LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+MISTRAL = {"max_position_embeddings": 131072, "sliding_window": 4096}
+FAMILIES = {
+    "llama": Family("llama", LLAMA),
+    "mistral": Family("llama", MISTRAL),
+    "ministral": Family("llama", MISTRAL | WINDOWS),
+    "qwen2": Family("llama", QWEN, biased="qkv"),
+    "qwen3": Family("llama", dict(QWEN, attention_bias=False, head_dim=128), head_norms=True),
+    "gemma2": Family("gemma2", GEMMA_2),
+    "gemma3_text": Family("gemma2", GEMMA_3, head_norms=True, two_ropes=True),
+}
+# Families that are often asked for, and why none of the blocks computes them.
+OTHERS = {
+    "gemma3": "it reads images; of Gemma 3 the text models of 270M and 1B run",
+    "phi3": "it stores q, k and v as one matrix",
+    "olmo2": "it has norms over all heads of q and k at once",
+}
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: its base, and the scaling of its frequencies by the factors of its ``kind``."""
+    """Rotary position embedding: its base, and the scaling of its frequencies by the factors of its
+    ``kind``.
+    """
 
     theta: float
     kind: str
@@ -33,13 +108,16 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of the forward pass, for both families.
+    """Sizes and constants of the forward pass, for all families.
 
-    ``attention_scale`` multiplies q·k. ``windows[layer]`` is the sliding window of a layer in tokens, or
-    None for full attention. Soft caps are None where there are none. ``source`` is the parsed ``config.json``.
+    ``block`` is that of the family, and ``attention_bias`` names the projections of q, k, v and o
+    that have a bias. ``attention_scale`` multiplies q·k. ``windows[layer]`` is the sliding window
+    of a layer in tokens, or None for full attention; ``ropes[layer]`` is its rotary embedding. Soft
+    caps are None where there are none. ``source`` is the parsed ``config.json``.
     """
 
     family: str
+    block: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -49,103 +127,174 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     norm_eps: float
-    rope: Rope
     tie_embeddings: bool
-    attention_bias: bool
+    attention_bias: str
     mlp_bias: bool
+    head_norms: bool
     attention_scale: float
     attention_soft_cap: float | None
     final_soft_cap: float | None
     windows: tuple[int | None, ...]
+    ropes: tuple[Rope, ...]
     source: dict[str, Any] = field(compare=False, repr=False)
 
 
-def parse_config(raw: Any) -> ModelConfig:
-    """ModelConfig of the parsed ``config.json`` of a Llama or Gemma-2 checkpoint.
+def parse_config(source: Any) -> ModelConfig:
+    """ModelConfig of the parsed ``config.json`` of a checkpoint of one of the ``FAMILIES``.
 
-    Raises InputError with the name of the field for anything that this project cannot compute exactly.
+    Raises InputError with the name of the field for anything that this project cannot compute
+    exactly.
     """
-    if not isinstance(raw, dict):
+    if not isinstance(source, dict):
         raise InputError("config.json must hold one JSON object")
-    if raw.get("quantization_config"):
-        raise InputError("config.json: the checkpoint is quantised: use the original one, in plain float weights")
-    family = _one_of("model_type", raw.get("model_type"), ACTIVATIONS)
-    activation, is_gemma = ACTIVATIONS[family], family == "gemma2"
-    _one_of("activation", raw.get("hidden_activation") or raw.get("hidden_act") or activation, [activation])
-    read = partial(_read, raw)
-    hidden_size, heads, layers = (read(key, int) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if source.get("quantization_config"):
+        raise InputError(
+            "config.json: the checkpoint is quantised: use the original one, in plain float weights"
+        )
+    name = source.get("model_type")
+    if isinstance(name, str) and name in OTHERS:
+        raise InputError(f"config.json: model_type {name!r} is not supported: {OTHERS[name]}")
+    family = FAMILIES[_one_of("model_type", name, FAMILIES)]
+    activation = ACTIVATIONS[family.block]
+    found = source.get("hidden_activation") or source.get("hidden_act") or activation
+    _one_of("activation", found, [activation])
+    _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
+    raw = {key: source[key] for key in source if key in family.keys or key not in UNREAD}
+    read = partial(_read, raw, UNREAD | family.keys)
+    hidden_size = read("hidden_size", int)
+    heads = read("num_attention_heads", int)
     kv_heads = read("num_key_value_heads", int, heads)
-    head_dim = read("head_dim", int, 256 if is_gemma else hidden_size // heads)
+    head_dim = read("head_dim", int, hidden_size // heads)
     if heads % kv_heads or head_dim % 2:
         raise InputError(
-            f"config.json: {heads} heads of size {head_dim} with {kv_heads} key heads are not supported; "
-            "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even"
+            f"config.json: {heads} heads of size {head_dim} with {kv_heads} key heads are not"
+            " supported; num_attention_heads must be a multiple of num_key_value_heads, and"
+            " head_dim even"
         )
-    max_positions = read("max_position_embeddings", int, 8192 if is_gemma else 2048)
+    kinds = _layer_kinds(read, raw.get("layer_types"))
+    window = read("sliding_window", int, optional=True)
+    windows = {SLIDING: window if read("use_sliding_window", bool) else None, FULL: None}
+    max_positions = read("max_position_embeddings", int)
+    ropes = _ropes(raw, family.two_ropes, max_positions)
     return ModelConfig(
-        family=family,
+        family=name,
+        block=family.block,
         vocab_size=read("vocab_size", int),
         hidden_size=hidden_size,
         intermediate_size=read("intermediate_size", int),
-        num_layers=layers,
+        num_layers=len(kinds),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=max_positions,
         norm_eps=read("rms_norm_eps", float, 1e-6),
-        rope=_rope(raw, max_positions),
-        tie_embeddings=read("tie_word_embeddings", bool, is_gemma),
-        attention_bias=read("attention_bias", bool, False),
-        mlp_bias=read("mlp_bias", bool, False),
-        attention_scale=(read("query_pre_attn_scalar", int, 256) if is_gemma else head_dim) ** -0.5,
-        attention_soft_cap=read("attn_logit_softcapping", float, 50.0, optional=True) if is_gemma else None,
-        final_soft_cap=read("final_logit_softcapping", float, 30.0, optional=True) if is_gemma else None,
-        windows=_windows(raw, layers) if is_gemma else (None,) * layers,
-        source=raw,
+        tie_embeddings=read("tie_word_embeddings", bool, False),
+        attention_bias="qkvo" if read("attention_bias", bool) else family.biased,
+        mlp_bias=read("mlp_bias", bool),
+        head_norms=family.head_norms,
+        attention_scale=(read("query_pre_attn_scalar", int, optional=True) or head_dim) ** -0.5,
+        attention_soft_cap=read("attn_logit_softcapping", float, optional=True),
+        final_soft_cap=read("final_logit_softcapping", float, optional=True),
+        windows=tuple(windows[kind] for kind in kinds),
+        ropes=tuple(ropes[kind] for kind in kinds),
+        source=source,
     )
 
 
-def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each Gemma-2 layer: by ``layer_types`` if given, else every even layer has one."""
-    windows = {"sliding_attention": _read(raw, "sliding_window", int, 4096, optional=True), "full_attention": None}
-    kinds = raw.get("layer_types") or (list(windows) * num_layers)[:num_layers]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise InputError(f"config.json: layer_types must name the kind of each of {num_layers} layers")
-    return tuple(windows[_one_of("layer type", kind, windows)] for kind in kinds)
+def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
+    """Kind of each layer: the ``given`` layer_types, or those that the other keys describe."""
+    layers = read("num_hidden_layers", int)
+    first = read("max_window_layers", int, smallest=0)
+    pattern = read("sliding_window_pattern", int, optional=True)
+    kinds = given or [
+        FULL if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING
+        for layer in range(layers)
+    ]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise InputError(f"config.json: layer_types must name the kind of each of {layers} layers")
+    return [_one_of("layer type", kind, (SLIDING, FULL)) for kind in kinds]
 
 
-def _rope(raw: dict[str, Any], max_positions: int) -> Rope:
-    """Rotary embedding of a model that reads up to ``max_positions`` tokens."""
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise InputError(f"config.json: rope_scaling must be null or one object for all layers, found {scaling!r:.80}")
-    kind = _one_of("rope type", scaling.get("rope_type") or scaling.get("type") or "default", ROPE_FACTORS)
-    read = partial(_read, raw | scaling)  # some fields occur in either
+def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope]:
+    """Rotary embedding of each kind of layers, for a model that reads up to ``max_positions``
+    tokens.
+
+    Where there are ``two``, the scaling of transformers 4 is that of layers without a window, and
+    rope_parameters hold an object for each kind.
+    """
+    scaling = _object(raw, "rope_scaling")
+    parameters = _object(raw, "rope_parameters")
+    if not two:
+        rope = _rope(raw, scaling or parameters, max_positions)
+        return {SLIDING: rope, FULL: rope}
+    for kind in parameters:
+        _one_of("layer type of rope_parameters", kind, (SLIDING, FULL))
+    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
+    whole = {"rope_theta": raw.get("rope_theta") or 1e6}
+    return {
+        SLIDING: _rope(raw, local | _object(parameters, SLIDING), max_positions),
+        FULL: _rope(raw, whole | _object(parameters, FULL) | scaling, max_positions),
+    }
+
+
+def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> Rope:
+    """Rotary embedding of ``scaling``; fields that it lacks may be in ``raw``."""
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise InputError(
+            f"config.json: rope_parameters must be one object for all layers, found {scaling!r:.80}"
+        )
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    _one_of("rope type", kind, ROPE_FACTORS)
+    read = partial(_read, raw | scaling, {})
     _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
     trained = read("original_max_position_embeddings", int, max_positions)
     factors = {name: read(name, float) for name in ROPE_FACTORS[kind]}
-    return Rope(read("rope_theta", float, 10000.0), kind, trained, **factors)
+    return Rope(read("rope_theta", float, 1e4), kind, trained, **factors)
+
+
+def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    """Object in a field, empty where it is absent or null."""
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"config.json: {key} must be null or one object, found {value!r:.80}")
+    return value
 
 
 def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:
     """``value``, if this project supports it."""
     if value not in list(supported):
-        known = " and ".join(map(repr, supported))
-        raise InputError(f"config.json: {name} {value!r:.80} is not supported; this project runs {known}")
+        known = ", ".join(map(repr, supported))
+        raise InputError(
+            f"config.json: {name} {value!r:.80} is not supported; this project runs {known}"
+        )
     return value
 
 
-def _read(raw: dict[str, Any], key: str, kind: type, default: Any = None, *, optional: bool = False) -> Any:
-    """Field as an int of at least 1, a float above 0 or a bool; ``default`` where it is absent.
+def _read(
+    raw: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    key: str,
+    kind: type,
+    default: Any = None,
+    *,
+    optional: bool = False,
+    smallest: int = 1,
+) -> Any:
+    """Field as an int of at least ``smallest``, a float above 0 or a bool.
 
-    Where it is null, it is None if it is ``optional``, else the default.
+    Where it is absent, it is that of ``defaults``, or else ``default``. Where it is null, it is
+    None if it is ``optional``, else the same.
     """
+    default = defaults.get(key, default)
     value = raw.get(key, default)
     if value is None and optional:
         return None
     value = default if value is None else value
     fits, wanted = {
-        int: (type(value) is int and 1 <= value <= LARGEST, f"a whole number from 1 to {LARGEST}"),
+        int: (
+            type(value) is int and smallest <= value <= LARGEST,
+            f"a whole number from {smallest} to {LARGEST}",
+        ),
         float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
         bool: (type(value) is bool, "true or false"),
     }[kind]

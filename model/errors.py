@@ -1,17 +1,20 @@
 """Exception for errors that a user can fix."""
 
 NON_FINITE = (
-    "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its numbers are too large "
-    "for its dtype: fetch it again, or give --dtype bfloat16 or float32"
+    "the model's numbers stop being finite (NaN or infinity): the checkpoint is damaged, or its"
+    " numbers are too large for its dtype: fetch it again, or give --dtype bfloat16 or float32"
 )
 
 
 class InputError(ValueError):
     """Wrong input: a file, an option, a prompt, a model that does not fit.
 
-    The message is one sentence that names the thing and the remedy. Command lines print it without a traceback, and
-    exit with status 2. Quoted input may hold line breaks or terminal codes: these are shown as spaces.
+    The message is one sentence that names the thing and the remedy. Command lines print it without
+    a traceback, and exit with status 2. Quoted input may hold line breaks or terminal codes: these
+    are shown as spaces.
     """
 
     def __str__(self) -> str:
-        return "".join(character if character.isprintable() else " " for character in super().__str__())
+        return "".join(
+            character if character.isprintable() else " " for character in super().__str__()
+        )

@@ -1,6 +1,9 @@
-"""Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, a sliding window in every other layer.
+"""Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, a sliding window in every
+other layer.
 
-The soft cap of attention scores and the sliding windows are part of ``model.layers.attend``; the rest is here.
+The soft cap of attention scores and the sliding windows are part of ``model.layers.attend``; the
+rest is here. Gemma 3's text models (arXiv 2503.19786) have the same block without caps. Their
+norms of heads are part of ``model.layers.Attention``.
 """
 
 from collections.abc import Callable
@@ -36,15 +39,19 @@ class Gemma2Block(nn.Module):
         super().__init__()
         norm = partial(UnitOffsetRMSNorm, config.hidden_size, config.norm_eps)
         self.input_layernorm = norm()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, UnitOffsetRMSNorm)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         self.mlp = GatedMLP(config, partial(F.gelu, approximate="tanh"))
         self.post_feedforward_layernorm = norm()
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool
+    ) -> Tensor:
         if attention:
-            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), positions, cache))
+            x = x + self.post_attention_layernorm(
+                self.self_attn(self.input_layernorm(x), positions, cache)
+            )
         if mlp:
             x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return x
@@ -55,7 +62,9 @@ class Gemma2(Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(Gemma2Block(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Gemma2Block(config, layer) for layer in range(config.num_layers)
+        )
         self.norm = UnitOffsetRMSNorm(config.hidden_size, config.norm_eps)
 
     @property

@@ -1,8 +1,8 @@
-"""Layers of both model families: norm, rotary embedding, attention, gated MLP.
+"""Layers of all model families: norm, rotary embedding, attention, gated MLP.
 
-Shapes: batch B, new tokens T, positions so far S = start + T, query heads H, key/value heads K,
-G = H / K query heads per key/value head, head size D. Norms, rotary angles and softmax compute in at least
-float32 (``wide_dtype``), whatever the model's dtype; everything else stays in that dtype.
+Shapes: batch B, new tokens T, positions so far S = start + T, query heads H, key/value heads K, G =
+H / K query heads per key/value head, head size D. Norms, rotary angles and softmax compute in at
+least float32 (``wide_dtype``), whatever the model's dtype; everything else stays in that dtype.
 """
 
 import math
@@ -21,12 +21,16 @@ QUERIES = 128  # per chunk of a long prompt
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of norms, rotary angles and softmax: float32 for bf16 models, float64 for float64 ones."""
+    """Dtype of norms, rotary angles and softmax: float32 for bf16 models, float64 for float64
+    ones.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last dimension, in the wide dtype (RMSNorm, arXiv 1910.07467)."""
+    """x / sqrt(mean(x²) + eps) over the last dimension, in the wide dtype (RMSNorm, arXiv
+    1910.07467).
+    """
     wide = x.to(wide_dtype(x.dtype))
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -45,11 +49,14 @@ class RMSNorm(nn.Module):
         return self.weight * normalise(x, self.eps).to(x.dtype)
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq. 15).
+def inverse_frequencies(
+    rope: Rope, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq.
+    15).
 
-    ``llama3`` keeps short wavelengths, divides the frequencies of those longer than the trained context by
-    ``factor``, and interpolates linearly in between, as published with Llama 3.1.
+    ``llama3`` keeps short wavelengths, divides the frequencies of those longer than the trained
+    context by ``factor``, and interpolates linearly in between, as published with Llama 3.1.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     frequencies = 1.0 / rope.theta ** (pairs / head_dim)
@@ -68,7 +75,9 @@ def inverse_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype, device: t
 def rotary_table(
     rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine (see ``rotate``) for positions ``[0, size)``: two ``[size, head_dim]`` in ``dtype``."""
+    """Cosine and signed sine (see ``rotate``) for positions ``[0, size)``: two ``[size, head_dim]``
+    in ``dtype``.
+    """
     wide = wide_dtype(dtype)
     positions = torch.arange(size, dtype=wide, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim, wide, device))
@@ -76,31 +85,40 @@ def rotary_table(
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rotary_angles(config: ModelConfig, start: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine for positions ``[start, start + count)``: two ``[count, head_dim]``, dtype of ``like``."""
+def rotary_angles(
+    rope: Rope, head_dim: int, start: int, count: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine for positions ``[start, start + count)``: two ``[count, head_dim]``,
+    dtype of ``like``.
+    """
     size = 1 << (start + count - 1).bit_length()  # sizes double, so that few tables are made
-    cos, sin = rotary_table(config.rope, config.head_dim, size, like.dtype, like.device)
+    cos, sin = rotary_table(rope, head_dim, size, like.dtype, like.device)
     return cos[start : start + count], sin[start : start + count]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by its angle, as Hugging Face does.
+    """Rotary embedding of ``[B, heads, T, D]``: each pair (x[i], x[i + D/2]) turned by its angle,
+    as Hugging Face does.
 
-    x[i] becomes x[i]·cos - x[i + D/2]·sin, and x[i + D/2] becomes x[i + D/2]·cos + x[i]·sin. Both are one formula:
-    ``roll`` swaps the halves, and ``sin`` already holds the minus of the first.
+    x[i] becomes x[i]·cos - x[i + D/2]·sin, and x[i + D/2] becomes x[i + D/2]·cos + x[i]·sin. Both
+    are one formula: ``roll`` swaps the halves, and ``sin`` already holds the minus of the first.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
     """Masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
 
-    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask`` ``[T, S]`` is added to
-    the scores of every head; None masks nothing. A soft cap turns scores into cap · tanh(score / cap) before the mask
-    (Gemma 2, arXiv 2408.00118, section 2). No fused kernel of torch computes that, so the formula is written out.
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``. ``mask``
+    ``[T, S]`` is added to the scores of every head; None masks nothing. A soft cap turns scores
+    into cap · tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2). No fused
+    kernel of torch computes that, so the formula is written out.
     """
     batch, heads, count, size = q.shape
-    # The G query heads of a key head are laid end to end, as if they were more tokens: no key is copied.
+    # The G query heads of a key head are laid end to end, as if they were more tokens: no key is
+    # copied.
     groups = heads // k.shape[1]
     q = q.reshape(batch, k.shape[1], groups * count, size)
     mask = None if mask is None else mask.repeat(groups, 1)
@@ -108,16 +126,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         scores = soft_cap * torch.tanh(q @ k.transpose(2, 3) * (scale / soft_cap))
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)  # in the wide dtype, by torch
+        # in the wide dtype, by torch
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         out = weights @ v
     return out.reshape(batch, heads, count, size)
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask ``[T, N]`` of queries and keys, given by their positions ``[T]`` and ``[N]``.
+    """Additive causal mask ``[T, N]`` of queries and keys, given by their positions ``[T]`` and
+    ``[N]``.
 
-    Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and -inf elsewhere. For
-    three queries at positions 2 to 4 and five keys at 0 to 4, without a window and with a window of two tokens:
+    Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and
+    -inf elsewhere. For three queries at positions 2 to 4 and five keys at 0 to 4, without a window
+    and with a window of two tokens:
 
                    key 0     1     2     3     4          key 0     1     2     3     4
         query 2        0     0     0  -inf  -inf           -inf     0     0  -inf  -inf
@@ -126,7 +147,9 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.
     """
     distance = queries[:, None] - keys
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -math.inf
+    )
 
 
 def attend_causally(
@@ -134,11 +157,12 @@ def attend_causally(
 ) -> Tensor:
     """Causal attention of the last T of S positions, by ``attend`` and ``causal_mask``.
 
-    Long prompts are divided into chunks of queries, so that the scores of all queries and keys are never held at once.
-    Keys outside of a chunk's windows are not multiplied at all.
+    Long prompts are divided into chunks of queries, so that the scores of all queries and keys are
+    never held at once. Keys outside of a chunk's windows are not multiplied at all.
     """
     count, size = q.shape[2], k.shape[2]
-    if count == size and soft_cap is None and (window is None or size <= window):  # torch has a kernel for this
+    # torch has a kernel for this
+    if count == size and soft_cap is None and (window is None or size <= window):
         k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     out = []
@@ -151,16 +175,26 @@ def attend_causally(
             keys = torch.arange(first, end, device=q.device)
             mask = causal_mask(keys[-rows:], keys, window, q.dtype)
         queries = q[:, :, begin : begin + rows]
-        out.append(attend(queries, k[:, :, first:end], v[:, :, first:end], mask, scale=scale, soft_cap=soft_cap))
+        out.append(
+            attend(
+                queries,
+                k[:, :, first:end],
+                v[:, :, first:end],
+                mask,
+                scale=scale,
+                soft_cap=soft_cap,
+            )
+        )
     return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of the T new tokens of a forward pass.
+    """Positions of the T new tokens of a forward pass, for layers of one rotary embedding.
 
-    ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles. ``attend`` computes their
-    attention: it is ``attend_causally``, or a function with its parameters that is faster or has another mask.
+    ``start`` is the first one. ``cos`` and signed ``sin`` ``[T, D]`` are their rotary angles.
+    ``attend`` computes their attention: it is ``attend_causally``, or a function with its
+    parameters that is faster or has another mask.
     """
 
     start: int
@@ -169,17 +203,40 @@ class Positions:
     attend: Callable[..., Tensor] = attend_causally
 
 
-class Attention(nn.Module):
-    """Attention sublayer: projections, rotary embedding, cache, attention. Parameter names are Hugging Face's."""
+def layer_positions(
+    config: ModelConfig,
+    start: int,
+    count: int,
+    like: Tensor,
+    attend: Callable[..., Tensor] = attend_causally,
+) -> list[Positions]:
+    """Positions ``[start, start + count)`` for each layer, with angles in the dtype of ``like``."""
+    by_rope = {
+        rope: Positions(start, *rotary_angles(rope, config.head_dim, start, count, like), attend)
+        for rope in set(config.ropes)
+    }
+    return [by_rope[rope] for rope in config.ropes]
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+
+class Attention(nn.Module):
+    """Attention sublayer: projections, norms of heads, rotary embedding, cache, attention.
+
+    Parameter names are Hugging Face's. Where the family has ``head_norms``, each head of q and k is
+    normed by itself (arXiv 2302.05442, section 2).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        biased = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in biased)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias="v" in biased)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias="o" in biased)
+        if config.head_norms:
+            self.q_norm = norm(config.head_dim, config.norm_eps)
+            self.k_norm = norm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:
         """``[B, T, hidden]`` -> the same shape; a cache, if given, is written at the positions."""
@@ -188,22 +245,32 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if c.head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, positions.cos, positions.sin), rotate(k, positions.cos, positions.sin)
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
-        out = positions.attend(q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap)
+        out = positions.attend(
+            q, k, v, c.windows[self.layer], scale=c.attention_scale, soft_cap=c.attention_soft_cap
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class GatedMLP(nn.Module):
-    """MLP sublayer: down(activation(gate(x)) · up(x)) (arXiv 2002.05202); SiLU in Llama, tanh GELU in Gemma-2."""
+    """MLP sublayer: down(activation(gate(x)) · up(x)) (arXiv 2002.05202); SiLU in Llama, tanh GELU
+    in Gemma-2.
+    """
 
     def __init__(self, config: ModelConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+        )
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -1,6 +1,8 @@
 """Llama (arXiv 2302.13971, 2407.21783): pre-norm blocks, rotary embedding, grouped queries, SwiGLU.
 
-Runs every checkpoint that declares ``LlamaForCausalLM``: Llama 1 to 3.2, CodeLlama, TinyLlama, SmolLM.
+Runs every checkpoint that declares ``LlamaForCausalLM``: Llama 1 to 3.2, CodeLlama, TinyLlama,
+SmolLM. Mistral, Qwen 2 and Qwen 3 have the same block: their windows, biases and norms of heads are
+part of ``model.layers.Attention``.
 """
 
 import torch.nn.functional as F
@@ -13,7 +15,9 @@ from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
 
 class LlamaBlock(nn.Module):
-    """Block: x + attention(norm(x)), then x + mlp(norm(x)). A skipped sublayer leaves x as it is."""
+    """Block: x + attention(norm(x)), then x + mlp(norm(x)). A skipped sublayer leaves x as it
+    is.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -22,7 +26,9 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config, F.silu)
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Positions, cache: KVCache | None, *, attention: bool, mlp: bool
+    ) -> Tensor:
         if attention:
             x = x + self.self_attn(self.input_layernorm(x), positions, cache)
         if mlp:

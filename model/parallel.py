@@ -1,4 +1,5 @@
-"""Tensor parallelism: a decoder split over several processes (Megatron-LM, arXiv 1909.08053, section 3).
+"""Tensor parallelism: a decoder split over several processes (Megatron-LM, arXiv 1909.08053,
+section 3).
 
     part          shard of a rank                     collective operation
     ---------------------------------------------------------------------------------------------
@@ -10,8 +11,9 @@
     down          columns: the same part              all-reduce after the MLP
     head          rows: its part of the vocabulary    all-reduce of the logits, zeros elsewhere
 
-So every rank has the whole residual stream and all logits. The blocks are those of one process, for a config with
-fewer heads. Every rank must call the model with the same tokens (see ``decoding.run.ranks``).
+So every rank has the whole residual stream and all logits. The blocks are those of one process, for
+a config with fewer heads. Every rank must call the model with the same tokens (see
+``decoding.run.ranks``).
 """
 
 from collections.abc import Callable
@@ -31,7 +33,9 @@ Cut = tuple[int, range] | None  # a dimension and a rank's indices along it; Non
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard of a model that one rank holds. Raises InputError where the heads do not divide over the ranks."""
+    """Shard of a model that one rank holds. Raises InputError where the heads do not divide over
+    the ranks.
+    """
 
     config: ModelConfig
     rank: int
@@ -39,12 +43,21 @@ class Shard:
 
     def __post_init__(self) -> None:
         heads, shared = self.config.num_heads, self.config.num_kv_heads
-        fit = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+        fit = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and (shared % n == 0 or n % shared == 0)
+        ]
         if self.size not in fit:
-            raise InputError(f"the heads of this model do not divide over {self.size} processes: start one of {fit}")
+            raise InputError(
+                f"the heads of this model do not divide over {self.size} processes: start one of"
+                f" {fit}"
+            )
 
     def part(self, length: int, unit: int = 1) -> range:
-        """Indices of the rank, of ``length`` units with ``unit`` indices each: at least one unit, if need be shared."""
+        """Indices of the rank, of ``length`` units with ``unit`` indices each: at least one unit,
+        if need be shared.
+        """
         first = length * self.rank // self.size
         return range(first * unit, max(first + 1, length * (self.rank + 1) // self.size) * unit)
 
@@ -52,31 +65,48 @@ class Shard:
     def local(self) -> ModelConfig:
         """Config of the rank's model."""
         sizes = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-        return replace(self.config, **{size: len(self.part(getattr(self.config, size))) for size in sizes})
+        return replace(
+            self.config, **{size: len(self.part(getattr(self.config, size))) for size in sizes}
+        )
 
     def cut(self, name: str) -> Cut:
         """Cut of the parameter of this name."""
         c, (product, kind) = self.config, name.split(".")[-2:]
         queries, keys = self.part(c.num_heads, c.head_dim), self.part(c.num_kv_heads, c.head_dim)
         inner, vocab = self.part(c.intermediate_size), self.part(c.vocab_size)
-        cuts = {"q_proj": (0, queries), "k_proj": (0, keys), "v_proj": (0, keys), "o_proj": (1, queries)}
+        cuts = {
+            "q_proj": (0, queries),
+            "k_proj": (0, keys),
+            "v_proj": (0, keys),
+            "o_proj": (1, queries),
+        }
         cuts |= {"gate_proj": (0, inner), "up_proj": (0, inner), "down_proj": (1, inner)}
         cuts |= {"embed_tokens": (0, vocab), "lm_head": (0, vocab)}
         return None if kind == "bias" and product in ("o_proj", "down_proj") else cuts.get(product)
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
-    """Result of a collective operation of all ranks on ``value``. Raises InputError when a rank has ended."""
+    """Result of a collective operation of all ranks on ``value``. Raises InputError when a rank has
+    ended.
+    """
     try:
         operation(value, *more)
     except RuntimeError:
-        raise InputError("one of the processes that share the model has ended, so the others end too") from None
+        raise InputError(
+            "one of the processes that share the model has ended, so the others end too"
+        ) from None
     return value
 
 
 def split(model: Decoder, shard: Shard) -> Decoder:
-    """Decoder that sums with the other ranks, of a loaded model of config ``shard.local``; parameter names stay."""
-    vocab, size, weight = shard.part(shard.config.vocab_size), shard.config.vocab_size, model.embed_tokens.weight
+    """Decoder that sums with the other ranks, of a loaded model of config ``shard.local``;
+    parameter names stay.
+    """
+    vocab, size, weight = (
+        shard.part(shard.config.vocab_size),
+        shard.config.vocab_size,
+        model.embed_tokens.weight,
+    )
 
     def embed(ids: Tensor) -> Tensor:
         elsewhere = (ids < vocab.start) | (ids >= vocab.stop)
@@ -85,11 +115,18 @@ def split(model: Decoder, shard: Shard) -> Decoder:
 
     model.embed_tokens.forward = embed
     for block in model.layers:
-        for sublayer, bias in ((block.self_attn, block.self_attn.o_proj.bias), (block.mlp, block.mlp.down_proj.bias)):
-            sublayer.register_forward_hook(lambda module, inputs, output: exchange(dist.all_reduce, output))
+        for sublayer, bias in (
+            (block.self_attn, block.self_attn.o_proj.bias),
+            (block.mlp, block.mlp.down_proj.bias),
+        ):
+            sublayer.register_forward_hook(
+                lambda module, inputs, output: exchange(dist.all_reduce, output)
+            )
             if bias is not None and shard.rank:
                 bias.zero_()  # rank 0 adds it
     padding = vocab.start, size - vocab.stop
-    model.register_forward_hook(lambda module, inputs, logits: exchange(dist.all_reduce, F.pad(logits, padding)))
+    model.register_forward_hook(
+        lambda module, inputs, logits: exchange(dist.all_reduce, F.pad(logits, padding))
+    )
     model.config, model.vocab_size = replace(model.config, vocab_size=size), size
     return model

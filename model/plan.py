@@ -1,7 +1,9 @@
-"""Layer plan: the number of bits of every sublayer, a value passed to ``forward``, never a mode that is set.
+"""Layer plan: the number of bits of every sublayer, a value passed to ``forward``, never a mode
+that is set.
 
-The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early exit of LayerSkip
-(arXiv 2404.16710, section 4.3) and the model in few bits are plans for one forward pass: 0 bits skip a sublayer.
+The full model, the skipped sublayers of Draft & Verify (arXiv 2309.08168, section 3.1), the early
+exit of LayerSkip (arXiv 2404.16710, section 4.3) and the model in few bits are plans for one
+forward pass: 0 bits skip a sublayer.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ from dataclasses import dataclass, replace
 from model.errors import InputError
 
 FULL = 16  # the checkpoint's weights, whatever their dtype
-LOW_BITS = (4, 6, 8)
+LOW_BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Bits per weight of each layer's attention and MLP sublayer, and of the head: 0, 4, 6, 8 or ``FULL``.
+    """Bits per weight of each layer's attention and MLP sublayer, and of the head: 0, 4, 8 or
+    ``FULL``.
 
-    A sublayer of 0 bits is skipped: it adds nothing to the residual stream, and a skipped attention neither reads nor
-    writes its layer of the KV cache. The head always runs.
+    A sublayer of 0 bits is skipped: it adds nothing to the residual stream, and a skipped attention
+    neither reads nor writes its layer of the KV cache. The head always runs.
     """
 
     attention: tuple[int, ...]
@@ -28,9 +31,14 @@ class LayerPlan:
     head: int = FULL
 
     def __post_init__(self) -> None:
-        known = {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} and self.head in (*LOW_BITS, FULL)
+        known = {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} and self.head in (
+            *LOW_BITS,
+            FULL,
+        )
         if not known or len(self.attention) != len(self.mlp):
-            raise ValueError(f"a plan gives both sublayers of each layer 0, 4, 6, 8 or {FULL} bits: {self}")
+            raise ValueError(
+                f"a plan gives both sublayers of each layer 0, 4, 8 or {FULL} bits: {self}"
+            )
 
     @staticmethod
     def full(num_layers: int) -> LayerPlan:
@@ -39,12 +47,15 @@ class LayerPlan:
 
     @staticmethod
     def early_exit(num_layers: int, exit_layer: int) -> LayerPlan:
-        """Plan of an early exit: the first ``exit_layer`` layers run, then the final norm and the head.
+        """Plan of an early exit: the first ``exit_layer`` layers run, then the final norm and the
+        head.
 
         Raises InputError unless 1 <= exit_layer <= num_layers.
         """
         if not 1 <= exit_layer <= num_layers:
-            raise InputError(f"exit layer {exit_layer} is not in 1..{num_layers}, the layers of this model")
+            raise InputError(
+                f"exit layer {exit_layer} is not in 1..{num_layers}, the layers of this model"
+            )
         skipped = range(exit_layer, num_layers)
         return LayerPlan.skipping(num_layers, skipped, skipped)
 
@@ -56,12 +67,18 @@ class LayerPlan:
         """
         layers, skipped = range(num_layers), (set(attention), set(mlp))
         if absent := set().union(*skipped).difference(layers):
-            raise InputError(f"the plan skips layer {min(absent)}, but this model has layers 0..{num_layers - 1}")
-        return LayerPlan(*(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped))
+            raise InputError(
+                f"the plan skips layer {min(absent)}, but this model has layers 0..{num_layers - 1}"
+            )
+        return LayerPlan(
+            *(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped)
+        )
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
         """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
-        attention, mlp = (tuple(bits * (each > 0) for each in runs) for runs in (self.attention, self.mlp))
+        attention, mlp = (
+            tuple(bits * (each > 0) for each in runs) for runs in (self.attention, self.mlp)
+        )
         return replace(self, attention=attention, mlp=mlp, head=head)
 
     @property

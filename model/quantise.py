@@ -1,15 +1,18 @@
-"""Quantisation of weights to four, six or eight bits.
+"""Quantisation of weights to four or eight bits.
 
-A draft need not be right, only likely to be right, and decoding costs what reading the weights costs. So the draft
-reads the same weights, rounded: a matrix in four bits takes less than a third of its size in bf16.
+A draft need not be right, only likely to be right, and decoding costs what reading the weights
+costs. So the draft reads the same weights, rounded: a matrix in four bits takes less than a third
+of its size in bf16.
 
-In four and six bits rounding is affine. A group of 32 neighbouring weights of a row shares a ``scale`` and a ``zero``:
-weight ≈ code · scale + zero, with codes of 0 to 15 for four bits. Groups are small, so that a single large weight does
-not coarsen a whole row. In eight bits a row is one group, zero is 0, and codes are -127 to 127.
+In four bits rounding is affine. A group of 32 neighbouring weights of a row shares a ``scale`` and
+a ``zero``: weight ≈ code · scale + zero, with codes of 0 to 15. Groups are small, so that a single
+large weight does not coarsen a whole row. In eight bits a row is one group, zero is 0, and codes
+are -127 to 127.
 
-Errors are weighted with the mean square of the input that the weight is multiplied by (the importance matrix of
-llama.cpp). Scale and zero of a group are those with the least weighted error of a few candidates: ranges with more or
-less cut off at both ends, each then fitted to its codes by least squares.
+Errors are weighted with the mean square of the input that the weight is multiplied by (the
+importance matrix of llama.cpp). Scale and zero of a group are those with the least weighted error
+of a few candidates: ranges with more or less cut off at both ends, each then fitted to its codes by
+least squares.
 """
 
 import math
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUP = 32  # weights that share scale and zero, in four and six bits
+GROUP = 32  # weights that share scale and zero, in four bits
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
@@ -45,15 +48,21 @@ class Quantised:
         """Weights of these codes, ``[out, in]``."""
         scale, zero = self.scale.float(), self.zero.float()
         if self.bits != 8:
-            scale, zero = (each.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]] for each in (scale, zero))
+            scale, zero = (
+                each.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]] for each in (scale, zero)
+            )
         return torch.addcmul(zero, self.codes, scale).to(dtype)
 
 
-def judge(weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Codes of a grid, and means over each group: of the squared error, the codes, their squares, code times weight.
+def judge(
+    weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
+    """Codes of a grid, and means over each group: of the squared error, the codes, their squares,
+    code times weight.
 
-    Codes, 0 to ``levels``, have the shape of ``weight`` ``[rows, groups, 32]``; ``scale`` and ``zero`` are
-    ``[rows, groups]``, the means ``[4, rows, groups]``. ``importance`` ``[groups, 32]`` sums to 1 per group.
+    Codes, 0 to ``levels``, have the shape of ``weight`` ``[rows, groups, 32]``; ``scale`` and
+    ``zero`` are ``[rows, groups]``, the means ``[4, rows, groups]``. ``importance`` ``[groups,
+    32]`` sums to 1 per group.
     """
     inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
     codes = ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, levels)
@@ -62,8 +71,12 @@ def judge(weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, level
     return codes.to(torch.uint8), torch.stack(means)
 
 
-def round_groups(weight: Tensor, importance: Tensor, bits: int, judge: Judge) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero of the least weighted error for groups of weights; shapes as in ``judge``."""
+def round_groups(
+    weight: Tensor, importance: Tensor, bits: int, judge: Judge
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero of the least weighted error for groups of weights; shapes as in
+    ``judge``.
+    """
     levels, mean = 2**bits - 1, (weight * importance).sum(-1)
     low, high = torch.aminmax(weight, dim=-1)
     found = []
@@ -73,9 +86,12 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int, judge: Judge) ->
         for _ in range(FITS + 1):
             # Rounded first, so that the codes compensate for it.
             scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
-            error, mean_code, mean_square, mean_product = judge(weight, importance, scale, zero, levels)[1]
+            error, mean_code, mean_square, mean_product = judge(
+                weight, importance, scale, zero, levels
+            )[1]
             found.append(torch.stack((error, scale, zero)))
-            # A line through the points (code, weight): scale is its slope, zero its height at code 0.
+            # A line through the points (code, weight): scale is its slope, zero its height at code
+            # 0.
             spread = mean_square - mean_code.square()
             scale = torch.where(spread > 0, (mean_product - mean_code * mean) / spread, scale)
             zero = mean - scale * mean_code
@@ -86,12 +102,15 @@ def round_groups(weight: Tensor, importance: Tensor, bits: int, judge: Judge) ->
 
 
 @torch.no_grad()
-def quantise(weight: Tensor, bits: int, importance: Tensor | None = None, judge: Judge = judge) -> Quantised:
-    """Rounded ``[out, in]`` weights, in codes of 4, 6 or 8 bits.
+def quantise(
+    weight: Tensor, bits: int, importance: Tensor | None = None, judge: Judge = judge
+) -> Quantised:
+    """Rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
 
-    ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared error is at most that
-    of rounding to the nearest of evenly spaced values from a group's least to its largest weight. A last group of
-    fewer than 32 columns has its own scale. ``judge`` may be a faster function of the same values.
+    ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
+    error is at most that of rounding to the nearest of evenly spaced values from a group's least to
+    its largest weight. A last group of fewer than 32 columns has its own scale. ``judge`` may be a
+    faster function of the same values.
     """
     columns = weight.shape[1]
     if bits == 8:
@@ -99,7 +118,11 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None, judge:
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
     padding = -columns % GROUP
-    importance = torch.ones(columns, device=weight.device) if importance is None else importance.to(weight.device)
+    importance = (
+        torch.ones(columns, device=weight.device)
+        if importance is None
+        else importance.to(weight.device)
+    )
     # With zero importance scale and zero would be undefined. A common factor changes nothing.
     importance = importance.float() / importance.mean().clamp(min=1e-30) + 1e-4
     importance = F.pad(importance, (0, padding)).view(-1, GROUP)
@@ -109,11 +132,15 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None, judge:
         part = F.pad(part.float(), (0, padding), mode="replicate").unflatten(1, (-1, GROUP))
         found.append(round_groups(part.contiguous(), importance, bits, judge))
     codes, scale, zero = map(torch.cat, zip(*found, strict=True))
-    return Quantised(codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits)
+    return Quantised(
+        codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits
+    )
 
 
 def rounded(product: nn.Linear | nn.Embedding, bits: int, judge: Judge = judge) -> Quantised:
-    """Rounded weights of a linear layer or an embedding, by the ``importance`` of its inputs if it has one."""
+    """Rounded weights of a linear layer or an embedding, by the ``importance`` of its inputs if it
+    has one.
+    """
     return quantise(product.weight, bits, getattr(product, "importance", None), judge)
 
 

@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 class Twins:
     """Blocks of a model under any plan. A twin is made when a plan first asks for it, and kept.
 
-    ``new_product`` makes the low-bit product that replaces a linear layer. By default it is ``RoundedLinear``, the
-    reference, which saves neither time nor memory.
+    ``new_product`` makes the low-bit product that replaces a linear layer. By default it is
+    ``RoundedLinear``, the reference, which saves neither time nor memory.
     """
 
-    def __init__(self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None) -> None:
+    def __init__(
+        self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None
+    ) -> None:
         self.model, self.new_product = model, new_product or partial(RoundedLinear, model)
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.products: dict[tuple[nn.Module, int], Any] = {}
 
     def block(self, layer: int, attention: int, mlp: int) -> Any:
-        """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits must not be called."""
+        """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits
+        must not be called.
+        """
         if {attention, mlp} <= {0, FULL}:
             return self.model.layers[layer]
         key = layer, attention, mlp
@@ -41,13 +45,21 @@ class Twins:
             for name, bits in (("self_attn", attention), ("mlp", mlp)):
                 if bits not in (0, FULL):
                     block._modules[name] = sublayer = copy.copy(getattr(block, name))
-                    products = sublayer.named_children()
-                    sublayer._modules = {each: self.product(product, bits) for each, product in products}
+                    sublayer._modules = {
+                        each: self.product(part, bits) if isinstance(part, nn.Linear) else part
+                        for each, part in sublayer.named_children()
+                    }
         return self.blocks[key]
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
-        """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the checkpoint's weights."""
-        return None if bits == FULL else self.product(self.model.lm_head or self.model.embed_tokens, bits)
+        """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the
+        checkpoint's weights.
+        """
+        return (
+            None
+            if bits == FULL
+            else self.product(self.model.lm_head or self.model.embed_tokens, bits)
+        )
 
     def product(self, product: nn.Linear | nn.Embedding, bits: int) -> Any:
         """Low-bit twin of a linear layer, or of an embedding that is the head."""
@@ -58,7 +70,9 @@ class Twins:
 
 
 class RoundedLinear(nn.Linear):
-    """Reference of a low-bit product: rounded weights and inputs, multiplied in the dtype of the model."""
+    """Reference of a low-bit product: rounded weights and inputs, multiplied in the dtype of the
+    model.
+    """
 
     @torch.no_grad()
     def __init__(self, model: Decoder, product: nn.Linear | nn.Embedding, bits: int) -> None:

@@ -1,7 +1,9 @@
-"""Find the layer plan with which a model drafts for itself fastest: ``python -m search --model DIR``.
+"""Find the layer plan with which a model drafts for itself fastest: ``python -m search --model
+DIR``.
 
-The target writes a few texts. One pass of a plan over them predicts its acceptance and, with the costs measured on this
-machine, its speed-up. Optuna searches the plans. The best ones decode held-out prompts, and the fastest is written.
+The target writes a few texts. One pass of a plan over them predicts its acceptance and, with the
+costs measured on this machine, its speed-up. Optuna searches the plans. The best ones are judged on
+other texts and decode held-out prompts, and the fastest is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -10,8 +12,8 @@ if __name__ == "__main__":  # before anything that takes long to import
     start()
 
 import argparse
+import shlex
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
 from functools import partial
@@ -21,10 +23,8 @@ from typing import Any
 
 from rich.console import Console
 
-from decoding.run.acceptance import Calibration, Continuation
-from decoding.run.calibration import weigh_inputs
+from decoding.run.calibration import Continuation, importance_steps, kept_of
 from decoding.run.chooser import Setting
-from decoding.run.cost_file import machine
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -32,59 +32,112 @@ from decoding.verify import COUPLINGS
 from model import InputError
 from model.fast import accelerate
 from model.plan import LOW_BITS
-from search.confirm import confirm
+from search.acceptance import Calibration
+from search.confirm import confirm, judge
 from search.plots import front
 from search.prompts import PROMPTS
-from search.study import SAMPLERS, SublayerCosts, begin, open_study, optimise, predicted, space_of, split, tried
+from search.study import (
+    SAMPLERS,
+    SublayerCosts,
+    begin,
+    open_study,
+    optimise,
+    predicted,
+    space_of,
+    split,
+    tried,
+)
 from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.device import pick_device
+from weights.cli.device import machine, pick_device
 from weights.cli.files import check_place, read_text
 from weights.cli.picture import write_picture
 from weights.cli.table import Row, table
 from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
-VERSION = 4  # of the journal
+VERSION = 5  # of the journal
+# computed in the search; the best plans are judged with more
+DEPTHS = 2
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m search", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/"
+    )
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans to try")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)")
-    parser.add_argument("--resume", action="store_true", help="continue the search of this plan file")
-    parser.add_argument("--sampler", choices=list(SAMPLERS), default="tpe", help="method that proposes plans")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the search of this plan file"
+    )
+    parser.add_argument(
+        "--sampler", choices=list(SAMPLERS), default="tpe", help="method that proposes plans"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same search")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw front.svg, all plans tried, into this folder")
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="draw front.svg, all plans tried, into this folder",
+    )
     widths = (0, *LOW_BITS)
     bits = "bits that a sublayer may have besides the checkpoint's, 0: skipped (default: all)"
     parser.add_argument("--bits", type=int, nargs="+", choices=widths, default=widths, help=bits)
     text = parser.add_argument_group("calibration text")
-    text.add_argument("--calibration", type=Path, metavar="FILE", help="a prompt per line (default: built-in prompts)")
-    text.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="tokens written after each prompt")
-    text.add_argument("--coupling", choices=list(COUPLINGS), default="ratio", help="rule of verification when sampling")
+    text.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="a prompt per line (default: built-in prompts)",
+    )
+    text.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens written after each prompt",
+    )
+    text.add_argument(
+        "--coupling",
+        choices=list(COUPLINGS),
+        default="ratio",
+        help="rule of verification when sampling",
+    )
     text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    parser.add_argument("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
+    parser.add_argument(
+        "--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's"
+    )
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run a search and write its plan; returns the exit status. Wrong input is refused before the long work."""
+def run(options: argparse.Namespace, resuming: str) -> int:
+    """Run a search and write its plan; returns the exit status. Wrong input is refused before the
+    long work. ``resuming`` is the command that continues it.
+    """
     if min(options.trials, options.max_new_tokens) < 1 or not 0 <= options.seed < 2**31:
-        raise InputError(f"--trials and --max-new-tokens must be at least 1, --seed from 0 to {2**31 - 1}")
+        raise InputError(
+            f"--trials and --max-new-tokens must be at least 1, --seed from 0 to {2**31 - 1}"
+        )
     folder = model_folder(options.model)
     out = options.out or folder / "plan.json"
     check_place(out)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    lines = read_text(options.calibration).split("\n") if options.calibration else chain(*PROMPTS.values())
+    lines = (
+        read_text(options.calibration).split("\n")
+        if options.calibration
+        else chain(*PROMPTS.values())
+    )
     prompts = [line for line in lines if line.strip()]
     params, tokenizer = SamplingParams(options.temperature), Tokenizer(folder)
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
     setting = Setting(folder, model, tokenizer, params, model.max_positions, options.coupling)
     if model.fast_bits:  # as generate.py rounds
-        weigh_inputs(model, folder, tokenizer)
+        for _ in importance_steps(model, kept_of(model, folder), tokenizer):
+            pass
     identity = {
         "model": model_fingerprint(folder),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -93,36 +146,48 @@ def run(options: argparse.Namespace) -> int:
         "prompts": [options.max_new_tokens, prompts],
         "version": VERSION,
     }
-    study = open_study(out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume)
+    study = open_study(
+        out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume
+    )
     if not study.trials:
         begin(study, identity, setting, options.seed)
-    texts, costs = (study.user_attrs[name] for name in ("texts", "costs"))
-    searched, held_out = split([Continuation(**text) for text in texts])
-    calibration, costs = Calibration(model, searched, params, options.coupling), SublayerCosts(**costs)
-    status = 130
-    with suppress(KeyboardInterrupt):  # the study has all finished trials
-        space = space_of(model.num_layers, options.bits)
+    searched, judged, held_out = split([Continuation(**text) for text in study.user_attrs["texts"]])
+    costs = SublayerCosts(**study.user_attrs["costs"])
+    calibration = Calibration(model, searched, params, options.coupling, DEPTHS)
+    space = space_of(model.num_layers, options.bits)
+    status = 0
+    try:
         optimise(study, partial(predicted, calibration, costs), space, options.trials)
-        status = 0
+    except KeyboardInterrupt:  # the study has all finished trials
+        status = 130
+        say(f"interrupted; to continue: {resuming}")
     if not (found := tried(study)):
-        say("interrupted before the first plan was tried: no plan written")
+        say("no plan was tried: no plan written")
         return status
+    plans = judge(Calibration(model, judged, params, options.coupling), costs, found)
     rules = Rules(options.max_new_tokens, tokenizer.eos_ids)
-    results = confirm(setting, costs, held_out, found, rules, options.seed)
-    title = "held-out prompts: predicted, and measured beside plain decoding"
-    Console(width=None if sys.stdout.isatty() else 120).print(table([row for _, row in results], title))
+    results = confirm(setting, held_out, plans, rules, options.seed)
+    title = "held-out prompts: measured beside plain decoding, and predicted"
+    Console(width=None if sys.stdout.isatty() else 120).print(
+        table([row for _, row in results], title)
+    )
     say(write_result(out, identity, *results[0], machine(model.device)))
+    place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
+    say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')
     if options.plots is not None:
         write_picture(lambda: front(found, costs), options.plots / "front.svg")
     return status
 
 
-def write_result(out: Path, identity: dict[str, Any], best: DraftPlan, measured: Row, machine: str) -> str:
+def write_result(
+    out: Path, identity: dict[str, Any], best: DraftPlan, measured: Row, machine: str
+) -> str:
     """Line with the result of the search, whose plan file is written."""
-    chosen = best if measured["speed-up"] > 1 else DraftPlan(best.plan, 0)  # γ = 0: plain decoding is faster
+    # γ = 0: plain decoding is faster
+    chosen = best if measured["speed-up"] > 1 else DraftPlan(best.plan, 0)
     provenance = {
         "acceptance_rate": measured["accepted"],
-        "predicted_speedup": measured["speed-up predicted"],
+        "predicted_speedup": measured["predicted"],
         "measured_speedup": measured["speed-up"],
         "sampling": identity["sampling"],
         "dtype": identity["dtype"],
@@ -130,12 +195,18 @@ def write_result(out: Path, identity: dict[str, Any], best: DraftPlan, measured:
         "date": date.today().isoformat(),
     }
     write_plan(out, chosen, identity["model"], provenance)
-    result = f"drafting up to {chosen.gamma} tokens" if chosen.gamma else "no plan beats plain decoding: none drafts"
+    result = (
+        f"drafting up to {chosen.gamma} tokens"
+        if chosen.gamma
+        else "no plan beats plain decoding: none drafts"
+    )
     return f"{out}: {measured['speed-up']:.2f}x plain decoding, {result}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(lambda: run(parse_arguments(arguments)))
+    words = sys.argv[1:] if arguments is None else arguments
+    resuming = shlex.join(["python", "-m", "search", *dict.fromkeys([*words, "--resume"])])
+    return run_command(lambda: run(parse_arguments(arguments), resuming))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
-"""Confirmation of the best plans: decoding with them, beside plain decoding, on held-out prompts."""
+"""Confirmation of the best plans: judged on texts that the search has not seen, then decoding with
+them, beside plain decoding, on held-out prompts.
+"""
 
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -7,55 +11,124 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from decoding.run.acceptance import Calibration, Continuation
+from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting, plain, plan_in_words, planned
 from decoding.run.plan_file import DraftPlan
-from decoding.run.prediction import Prediction
-from decoding.run.writer import Writer
+from decoding.run.writer import Drafting, Sample, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan
-from search.study import SublayerCosts, predicted
+from search.acceptance import Calibration
+from search.costs import enough_turns, measure_costs
+from search.prediction import Prediction, predict
+from search.study import SublayerCosts, drafting_under, policy_that_reads, predicted
 from weights.cli.table import Row
 
-CONFIRMED = 3  # plans that are run
-REPEATS = 3  # runs of each plan on each prompt; the fastest counts
+JUDGED = 12  # best plans of the search that are predicted again
+CONFIRMED = 3  # of them, plans that decode; beside them the best early exit
+
+
+def judge(
+    calibration: Calibration, costs: SublayerCosts, found: Mapping[LayerPlan, Prediction]
+) -> list[DraftPlan]:
+    """The plans to confirm, with draft length and threshold: the best of ``found`` by the texts of
+    this calibration, and the best early exit.
+    """
+    exits = islice(filter(is_exit, found), CONFIRMED)
+    judged = track(
+        dict.fromkeys([*islice(found, JUDGED), *exits]),
+        "judging the best plans on other texts",
+        console=Console(stderr=True),
+    )
+    again = {plan: predicted(calibration, costs, plan) for plan in judged}
+    ranked = sorted(again, key=lambda plan: -again[plan].speedup)
+    chosen = dict.fromkeys([*ranked[:CONFIRMED], *islice(filter(is_exit, ranked), 1)])
+    return [
+        DraftPlan(plan, again[plan].gamma, again[plan].threshold, again[plan].kept_share)
+        for plan in chosen
+    ]
+
+
+def is_exit(plan: LayerPlan) -> bool:
+    """Whether a plan is an early exit in the checkpoint's bits."""
+    layers = sum(map(bool, plan.attention))
+    return layers > 0 and plan == LayerPlan.early_exit(plan.num_layers, layers)
 
 
 def confirm(
     setting: Setting,
-    costs: SublayerCosts,
     held_out: Sequence[Continuation],
-    found: Mapping[LayerPlan, Prediction],
+    plans: Sequence[DraftPlan],
     rules: Rules,
     seed: int,
 ) -> list[tuple[DraftPlan, Row]]:
-    """The first plans found, each with a row of its results on the held-out prompts; the fastest comes first.
+    """The plans, each with a row of its results on the held-out prompts; the fastest comes first.
 
-    It is measured in turns with plain decoding, and predicted at its draft length and threshold. Times are those of the
-    loop, without prefill. A speed is that of all prompts together: tokens over seconds.
+    A plan is predicted on the held-out texts by the costs of its own rounds, measured now. Then it
+    decodes in turns with plain decoding. Times are those of the loop, without prefill. A speed is
+    that of all prompts together: tokens over seconds.
     """
     model, params, coupling = setting.model, setting.params, Coupling(setting.coupling, seed)
-    first = islice(found.items(), CONFIRMED)
-    plans = [DraftPlan(plan, best.gamma, best.threshold, best.kept_share) for plan, best in first]
+    calibration = Calibration(
+        model, held_out, params, setting.coupling, max(plan.gamma for plan in plans)
+    )
+    own = [
+        drafting_under(setting, plan.plan, policy_that_reads(plan.threshold, plan.gamma))
+        for plan in plans
+    ]
+    tables = measure_costs(setting, [text.prompt for text in held_out], own)
+    expected = [
+        predict(calibration.acceptance(plan.plan), costs, [plan.gamma], [plan.threshold])
+        for plan, costs in zip(plans, tables, strict=True)
+    ]
     ways = [plain(model), *(planned(setting, plan) for plan in plans)]
-    longest = max(len(text.prompt) for text in held_out) + rules.max_new_tokens
-    writer = Writer(model, min(longest, model.max_positions))
-    sums = np.zeros((len(ways), 4))  # of the fastest run on each prompt
-    for text in track(held_out, "running the best plans on held-out prompts", console=Console(stderr=True)):
-        writer.begin(text.prompt)
-        turns = [[writer.write(writer.new_text(rules), way, params, coupling) for way in ways] for _ in range(REPEATS)]
-        for way, repeats in enumerate(zip(*turns, strict=True)):
-            fastest = min(repeats, key=lambda sample: sample.seconds)
-            told = fastest.statistics
-            sums[way] += told.tokens, fastest.seconds, told.accepted, told.drafted
-    calibration = Calibration(model, held_out, params, setting.coupling, max(plan.gamma for plan in plans))
-    (plain_tokens, plain_seconds, *_), *others = sums
+    (plain_tokens, plain_seconds, *_), *sums = decode_in_turns(
+        setting, ways, held_out, rules, coupling
+    )
     confirmed = []
-    for chosen, (tokens, seconds, accepted, drafted) in zip(plans, others, strict=True):
-        expected = predicted(calibration, costs, chosen.plan, [chosen.gamma], [chosen.threshold])
-        row = {"plan": plan_in_words(chosen.plan), "γ": chosen.gamma, "threshold": chosen.threshold}
-        row |= {"speed-up": tokens / seconds / plain_tokens * plain_seconds, "speed-up predicted": expected.speedup}
-        row |= {"accepted": accepted / max(1, drafted), "acceptance predicted": expected.acceptance_rate}
-        confirmed.append((chosen, row))
+    for plan, costs, prediction, (tokens, seconds, accepted, drafted) in zip(
+        plans, tables, expected, sums, strict=True
+    ):
+        row = {
+            "plan": plan_in_words(plan.plan),
+            "γ": plan.gamma,
+            "threshold": plan.threshold,
+            "draft step": costs.draft,
+            "speed-up": tokens / seconds / plain_tokens * plain_seconds,
+            "predicted": prediction.speedup,
+            "accepted": accepted / max(1, drafted),
+            "acceptance predicted": prediction.acceptance_rate,
+        }
+        confirmed.append((plan, row))
     return sorted(confirmed, key=lambda one: -one[1]["speed-up"])
+
+
+def decode_in_turns(
+    setting: Setting,
+    ways: Sequence[Drafting],
+    texts: Sequence[Continuation],
+    rules: Rules,
+    coupling: Coupling,
+) -> np.ndarray:
+    """Tokens, seconds, accepted and drafted tokens of each way of decoding, summed over texts after
+    these prompts: ``[ways, 4]``. Of a text the median time over its turns counts.
+    """
+    longest = max(len(text.prompt) for text in texts) + rules.max_new_tokens
+    writer = Writer(setting.model, min(longest, setting.model.max_positions))
+    sums = np.zeros((len(ways), 4))
+    for text in track(
+        texts, "running the best plans on held-out prompts", console=Console(stderr=True)
+    ):
+        writer.begin(text.prompt)
+        turns: list[list[Sample]] = []
+        began = time.perf_counter()
+        while not enough_turns(len(turns), began):
+            turn = [
+                writer.write(writer.new_text(rules), way, setting.params, coupling) for way in ways
+            ]
+            turns.append(turn)
+        for way, samples in enumerate(zip(*turns, strict=True)):
+            told = samples[0].statistics  # the same in every turn
+            seconds = statistics.median(sample.seconds for sample in samples)
+            sums[way] += told.tokens, seconds, told.accepted, told.drafted
+    return sums

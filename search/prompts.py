@@ -6,4 +6,6 @@ Each is a user's turn of a chat; a model without a chat template continues it as
 import json
 from pathlib import Path
 
-PROMPTS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+PROMPTS: dict[str, list[str]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)

@@ -2,12 +2,42 @@
 
 from typing import Any
 
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FAMILIES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+FAMILIES = {  # the class of each family in transformers
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 2},
+    "ministral": {"sliding_window": 2},
+    "qwen2": {"sliding_window": 2, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {"sliding_window": 2, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma2": {"sliding_window": 2, "query_pre_attn_scalar": 6},
+    "gemma3_text": {
+        "sliding_window": 2,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 6,
+        "rope_theta": 100.0,
+    },
+}
 
 
-def small(family: str = "llama", *, hidden: int = 8, layers: int = 3, **changes: Any) -> dict[str, Any]:
-    """A config.json of the family: two query heads share a key head, of size 4, and Gemma-2's window is two tokens."""
+def small(
+    family: str = "llama", *, hidden: int = 8, layers: int = 3, **changes: Any
+) -> dict[str, Any]:
+    """A config.json of the family: two query heads share a key head, of size 4, and windows are two
+    tokens, in all layers of Mistral and some of the others, but of Llama.
+    """
     raw = {
         "model_type": family,
         "architectures": [FAMILIES[family]],
@@ -21,6 +51,4 @@ def small(family: str = "llama", *, hidden: int = 8, layers: int = 3, **changes:
         "max_position_embeddings": 64,
         "rope_theta": 10000.0,
     }
-    if family == "gemma2":
-        raw |= {"sliding_window": 2, "query_pre_attn_scalar": 6}
-    return raw | changes
+    return raw | EXTRAS.get(family, {}) | changes

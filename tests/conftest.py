@@ -1,4 +1,6 @@
-"""What every test shares: two threads, examples that are the same every run, the real checkpoint."""
+"""What every test shares: two threads, examples that are the same every run, the real
+checkpoint.
+"""
 
 import os
 import shutil
@@ -10,16 +12,24 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-# Threads spin while they wait for each other. On a busy machine they so take the core from the one they wait for, and a
-# product takes fifty times as long. Read when torch is loaded, so nothing here imports it before.
+# Threads spin while they wait for each other. On a busy machine they so take the core from the one
+# they wait for, and a product takes fifty times as long. Read when torch is loaded, so nothing here
+# imports it before.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# Without shrinking, since every mutant fails a law and nobody reads its example: --hypothesis-profile=default shrinks.
-settings.register_profile("reproducible", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
+# A name with a slash is looked for on a hub, but tests have no network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Without shrinking, since every mutant fails a law and nobody reads its example:
+# --hypothesis-profile=default shrinks.
+settings.register_profile(
+    "reproducible", derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("reproducible")
 
 
-WORKER = "PYTEST_XDIST_WORKER" in os.environ  # one of several processes, each with a part of the tests
+# one of several processes, each with a part of the tests
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_configure() -> None:
@@ -57,8 +67,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     if PROVEN.laws:
         terminalreporter.write_line(
-            f"{PROVEN.laws} laws enumerated over {PROVEN.paths} paths; largest total variation {PROVEN.largest:.1e}"
+            f"{PROVEN.laws} laws enumerated over {PROVEN.paths} paths; largest total variation"
+            f" {PROVEN.largest:.1e}"
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep low-bit copies of this session only; compiled steps stay where they are."""
+    from model.places import cache_folder
+
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "kernels").symlink_to(cache_folder() / "kernels")
+    os.environ["SPECDEC_CACHE"] = str(folder)
 
 
 @pytest.fixture(scope="session")

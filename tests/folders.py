@@ -30,15 +30,22 @@ LLAMA = small("llama", hidden=32, layers=4, **SIZES)
 GEMMA2 = small("gemma2", hidden=32, layers=4, query_pre_attn_scalar=8, sliding_window=16, **SIZES)
 
 
-def random_state(config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random tensors of every name and shape that the config asks for, as a checkpoint names them."""
+def random_state(
+    config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Random tensors of every name and shape that the config asks for, as a checkpoint names
+    them.
+    """
     with torch.device("meta"):
         parameters = dict(build(parse_config(config)).named_parameters())
     generator = torch.Generator().manual_seed(seed)
     return {
         name if name.startswith("lm_head") else f"model.{name}": (
-            0.3 * torch.randn(parameter.shape, generator=generator) + (1.0 if parameter.dim() == 1 else 0.0)
-        ).to(dtype)
+            (
+                0.3 * torch.randn(parameter.shape, generator=generator)
+                + (1.0 if parameter.dim() == 1 else 0.0)
+            ).to(dtype)
+        )
         for name, parameter in parameters.items()
     }
 
@@ -51,10 +58,14 @@ def write_folder(
     dtype: torch.dtype = torch.float32,
     eos_ids: tuple[int, ...] = (),
 ) -> Path:
-    """A whole model folder: config, random weights, byte-level tokenizer. Ends texts only at ``eos_ids``."""
+    """A whole model folder: config, random weights, byte-level tokenizer. Ends texts only at
+    ``eos_ids``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos_ids)}), encoding="utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(eos_ids)}), encoding="utf-8"
+    )
     save_file(random_state(config, seed=seed, dtype=dtype), folder / "model.safetensors")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -63,7 +74,9 @@ def write_folder(
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """Every byte is a token, a few merges make longer ones, and END is a control token."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in MERGES]
-    tokenizer = tokenizers.Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, MERGES))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({piece: number for number, piece in enumerate(pieces)}, MERGES)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken(END, normalized=False)])

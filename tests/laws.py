@@ -1,4 +1,6 @@
-"""Shared parts of the proofs of the loop: a tally of the proofs, tiny real modules, drafters and policies by name."""
+"""Shared parts of the proofs of the loop: a tally of the proofs, tiny real modules, drafters and
+policies by name.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,14 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Policy
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Offer, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
-from decoding.run.break_even import BreakEven
-from decoding.run.costs import CostTable
 from decoding.run.writer import make_steps
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
@@ -54,10 +54,10 @@ TABLE_DRAFTERS: dict[str, Callable[[TableModel, KVCache], Drafter]] = {
 
 
 class OneOffer(BreakEven):
-    """Break-even for a single drafter: the same offer every round, and one table of costs for any offer."""
+    """Break-even for a single drafter: the same offer every round, and one slope for any offer."""
 
-    def __init__(self, costs: CostTable, longest: int = 8, **more: Any) -> None:
-        super().__init__(defaultdict(lambda: costs, {"": costs}), longest, **more)
+    def __init__(self, slope: float, longest: int = 8, **more: Any) -> None:
+        super().__init__(defaultdict(lambda: slope), longest, **more)
 
     def draft_length(self) -> int:
         return self.choose([Offer("", "")])[1]
@@ -67,7 +67,9 @@ FALSE_ALARM = 1e-6  # p-value below which a chi-square test fails; the seeds are
 
 
 def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
-    """Probability of a worse fit. The rarest tokens, all those expected fewer than five times, count as one."""
+    """Probability of a worse fit. The rarest tokens, all those expected fewer than five times,
+    count as one.
+    """
     wanted, order = (probs.double() * counts.sum()).sort()
     seen = counts[order].double()
     assert seen[wanted == 0].sum() == 0, "a token of probability zero was drawn"
@@ -76,7 +78,9 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
     freedom = len(seen) - 1
     assert freedom > 0, "one kind of token always fits: draw more samples, or from a flatter law"
     statistic = ((seen - wanted) ** 2 / wanted).sum()
-    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2).item()
+    return torch.special.gammaincc(
+        torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2
+    ).item()
 
 
 @dataclass
@@ -92,7 +96,9 @@ PROVEN = Tally()
 
 
 def deviation(run: Callable[[Randomness], Outcome], expected: dict[Outcome, float]) -> float:
-    """Total variation between the enumerated law of ``run`` and the expected one; counted in PROVEN."""
+    """Total variation between the enumerated law of ``run`` and the expected one; counted in
+    PROVEN.
+    """
 
     def counted(randomness: Randomness) -> Outcome:
         PROVEN.paths += 1
@@ -104,9 +110,15 @@ def deviation(run: Callable[[Randomness], Outcome], expected: dict[Outcome, floa
     return distance
 
 
-def tiny_model(family: str, *, vocab: int = 3, layers: int = 3, seed: int = 0, hidden: int = 8) -> Decoder:
-    """A random real module in float64, small enough to enumerate; Gemma-2's window is two tokens."""
-    model = build(parse_config(small(family, vocab_size=vocab, layers=layers, hidden=hidden))).double()
+def tiny_model(
+    family: str, *, vocab: int = 3, layers: int = 3, seed: int = 0, hidden: int = 8
+) -> Decoder:
+    """A random real module in float64, small enough to enumerate; Gemma-2's window is two
+    tokens.
+    """
+    model = build(
+        parse_config(small(family, vocab_size=vocab, layers=layers, hidden=hidden))
+    ).double()
     model.initialise(std=0.7, generator=torch.Generator().manual_seed(seed))
     return model.requires_grad_(False).eval()
 
@@ -148,7 +160,9 @@ def early_exit(model: Decoder, cache: KVCache) -> Drafter:
 def low_bits(model: Decoder, cache: KVCache) -> Drafter:
     """Self-draft under a plan with every number of bits, in the head too."""
     plan = LayerPlan.skipping(model.num_layers, [2], []).in_bits(4)
-    return ModelDrafter(model, cache, replace(plan, attention=(FULL, *plan.attention[1:]), mlp=(8, *plan.mlp[1:])))
+    return ModelDrafter(
+        model, cache, replace(plan, attention=(FULL, *plan.attention[1:]), mlp=(8, *plan.mlp[1:]))
+    )
 
 
 # Drafters of real modules, under the names of the table models' where they correspond.
@@ -158,23 +172,26 @@ REAL_DRAFTERS = {
     "lowbit": low_bits,
     "model": small_draft_model,
     "lookup": prompt_lookup,
-    "best of": lambda model, cache: BestOf({"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}),
+    "best of": lambda model, cache: BestOf(
+        {"model": low_bits(model, cache), "lookup": prompt_lookup(model, cache)}
+    ),
     "none": no_draft,
 }
 
-COSTS = CostTable(
-    0.2, (1.0, 1.0, 1.0, 1.1), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0), (0.2, 0.8, 3.2)
-)  # pays for one text only
 REAL_POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: FixedLength(3),
     "adaptive": lambda: AdaptiveExit(0.3, 4),
     "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
-    "break-even": lambda: BreakEven({"model": COSTS, "lookup": COSTS}, 3),
+    "break-even": lambda: BreakEven({"model": 0.2, "lookup": 0.1}, 3),
 }
 
 
-def begun(model: Any, drafter: str, prompt: list[int], capacity: int = 64) -> tuple[KVCache, Drafter]:
-    """A cache that holds a prompt without its last token, and a drafter; the steps of both are recorded."""
+def begun(
+    model: Any, drafter: str, prompt: list[int], capacity: int = 64
+) -> tuple[KVCache, Drafter]:
+    """A cache that holds a prompt without its last token, and a drafter; the steps of both are
+    recorded.
+    """
     cache = model.new_cache(capacity)
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
@@ -199,5 +216,7 @@ class Scripted(SeededRandomness):
 
 
 def plans(layers: int = 3) -> st.SearchStrategy[LayerPlan]:
-    bits = st.lists(st.sampled_from((0, *LOW_BITS, FULL)), min_size=layers, max_size=layers).map(tuple)
+    bits = st.lists(st.sampled_from((0, *LOW_BITS, FULL)), min_size=layers, max_size=layers).map(
+        tuple
+    )
     return st.builds(LayerPlan, bits, bits, st.sampled_from((*LOW_BITS, FULL)))

@@ -1,6 +1,8 @@
-"""Defects of public speculative-decoding code, each as a mutant of this project's code, with the test that kills it.
+"""Defects of public speculative-decoding code, each as a mutant of this project's code, with the
+test that kills it.
 
-A mutant is a textual change to one production function. ``python -m tests.mutants`` prints the table.
+A mutant is a textual change to one production function. ``python -m tests.mutants`` prints the
+table.
 """
 
 import functools
@@ -18,22 +20,31 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+import decoding.randomness
 import decoding.sampling
 import decoding.speculate
 import decoding.verify
 import generate
 from decoding.drafters import ModelDrafter
+from decoding.grammar import GrammarConstraint
 from decoding.policies import AdaptiveExit
 from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
-from decoding.randomness import KeyedRandomness, SeededRandomness
+from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
 from decoding.sampling import SamplingParams
 from decoding.text import Text
 from model import KVCache
 from model.fast.cpu.decoder import FastDecoder
-from tests.decoding import test_drafters, test_race, test_randomness, test_speculate, test_text
+from tests.decoding import (
+    test_drafters,
+    test_grammar,
+    test_race,
+    test_randomness,
+    test_speculate,
+    test_text,
+)
 from tests.model import test_step
 from tests.scripts import test_compare
 
@@ -42,7 +53,9 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Mutant:
-    """``row`` of the defect catalogue; ``old`` -> ``new`` in the source of ``function`` of ``owner``."""
+    """``row`` of the defect catalogue; ``old`` -> ``new`` in the source of ``function`` of
+    ``owner``.
+    """
 
     row: int
     defect: str
@@ -55,35 +68,55 @@ class Mutant:
 
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """Within, the mutant replaces its function. Its ``old`` must occur exactly once, so that it changes something."""
+    """Within, the mutant replaces its function. Its ``old`` must occur exactly once, so that it
+    changes something.
+    """
     original = getattr(mutant.owner, mutant.function)
     plain = inspect.unwrap(original.fget if isinstance(original, property) else original)
     source = textwrap.dedent(inspect.getsource(plain))
     assert source.count(mutant.old) == 1, f"{mutant.function} no longer holds {mutant.old!r}"
     scope = dict(vars(sys.modules[plain.__module__]))
     made: dict[str, Any] = {}
-    exec(compile(source.replace(mutant.old, mutant.new), f"<mutant {mutant.row}>", "exec"), scope, made)
+    exec(
+        compile(source.replace(mutant.old, mutant.new), f"<mutant {mutant.row}>", "exec"),
+        scope,
+        made,
+    )
     with mock.patch.object(mutant.owner, mutant.function, made[plain.__name__]):
         yield
 
 
 def table(*, ties: bool = False) -> TableModel:
-    """Target and draft tables over three tokens: generic, or with the two best tokens of each row tied."""
-    rows = torch.rand(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) + 0.05
+    """Target and draft tables over three tokens: generic, or with the two best tokens of each row
+    tied.
+    """
+    rows = (
+        torch.rand(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) + 0.05
+    )
     if ties:
         rows = torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64).expand(2, 4, 3)
     return TableModel(*(rows / rows.sum(-1, keepdim=True)))
 
 
-def law(request: Request, setup: Setup | None = None, *, ties: bool = False) -> Callable[[], None]:
+def law(
+    request: Request,
+    setup: Setup | None = None,
+    *,
+    ties: bool = False,
+    model: TableModel | None = None,
+) -> Callable[[], None]:
     """A killer: the production loop's enumerated law equals plain sampling's."""
-
-    model = table(ties=ties)
+    model = model or table(ties=ties)
 
     def the_enumerated_law_equals_plain_samplings() -> None:
         assert bias(model, request, setup or Setup()) < EXACT
 
     return the_enumerated_law_equals_plain_samplings
+
+
+def under(name: str, setup: Setup | None = None) -> Callable[[], None]:
+    """A killer: the law of texts under a grammar."""
+    return law(test_grammar.request(name), setup, model=test_grammar.table(name))
 
 
 def of(test: Callable[..., None], *values: Any) -> Callable[[], None]:
@@ -97,7 +130,9 @@ def of(test: Callable[..., None], *values: Any) -> Callable[[], None]:
 
 
 def kills(mutant: Mutant) -> bool:
-    """Whether the mutant's killer passes without it and fails with it. Tests of the suite pass there."""
+    """Whether the mutant's killer passes without it and fails with it. Tests of the suite pass
+    there.
+    """
     if not mutant.killer.__name__.startswith("test_"):
         mutant.killer()
     with applied(mutant):
@@ -143,8 +178,8 @@ MUTANTS = [
         "the bonus token comes from unprocessed logits",
         S,
         "speculate",
-        "text.allowed(draft.tokens))",
-        "text.allowed(draft.tokens))\n"
+        "distribution(logits, context, params, allowed)",
+        "distribution(logits, context, params, allowed)\n"
         "        if len(logits) > 1:\n"
         "            probs[-1:] = distribution(logits[-1:], context, SamplingParams(1.0))",
         law(FILTERED),
@@ -154,10 +189,9 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return Draft(context[len(text) :], probs,",
-        "pad = limit - len(rows)\n"
-        "    context, probs = torch.nn.functional.pad(context, (0, pad)), torch.cat((probs, *[probs[-1:]] * pad))\n"
-        "    return Draft(context[len(text) :], probs,",
+        "return Draft(torch.cat(tokens), probs,",
+        "pad = limit - len(rows)\n    tokens, probs = [*tokens, *[context[:1] * 0] * pad],"
+        " torch.cat((probs, *[probs[-1:]] * pad))\n    return Draft(torch.cat(tokens), probs,",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -170,15 +204,21 @@ MUTANTS = [
         test_randomness.test_u_zero_accepts_nothing_impossible,
     ),
     Mutant(
-        6, "an epsilon in the residual", R, "verify_by_ratio", ".clamp(min=0)", ".clamp(min=0) + 1e-6", law(FILTERED)
+        6,
+        "an epsilon in the residual",
+        R,
+        "verify_by_ratio",
+        ".clamp(min=0)",
+        ".clamp(min=0) + 1e-6",
+        law(FILTERED),
     ),
     Mutant(
         7,
         "temperature 0 is a division by 1e-10",
         S,
         "distribution",
-        "return torch.zeros_like(scores).scatter_(-1, likeliest, usable.to(scores.dtype))",
-        "return torch.softmax(scores / 1e-10, dim=-1)",
+        "temperature if params.temperature else None",
+        "temperature if params.temperature else 1e-10",
         law(GREEDY, ties=True),
     ),
     Mutant(
@@ -204,9 +244,9 @@ MUTANTS = [
         10,
         "the repetition penalty sees the same prefix at every drafted position",
         decoding.sampling,
-        "_seen",
-        "seen[1:] |= later",
-        "pass",
+        "penalised",
+        "rows[:, None] +",
+        "0 * rows[:, None] +",
         law(PENALISED),
     ),
     Mutant(
@@ -324,7 +364,8 @@ MUTANTS = [
         ModelDrafter,
         "propose",
         "if not policy.keep_drafting(confidence[-1]):\n",
-        "if not policy.keep_drafting(confidence[-1]):\n                rows.pop(), (context := context[:-1])\n",
+        "if not policy.keep_drafting(confidence[-1]):\n                rows.pop(), (context :="
+        " context[:-1])\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -341,7 +382,7 @@ MUTANTS = [
         "the baseline is timed without a warm-up",
         generate,
         "write",
-        "writer.warm_up(drafting, request.params)",
+        "writer.warm_up(drafting, request.params, request.coupling)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
     ),
@@ -413,11 +454,40 @@ MUTANTS = [
     Mutant(
         31,
         "exponentials of 24 random bits decide between tens of thousands of tokens",
-        KeyedRandomness,
+        decoding.randomness,
         "complements",
-        "shifted(bits, 11, bits).neg_().add_(2**53 - 1).double().mul_(2.0**-53)",
-        "shifted(bits, 40, bits).neg_().add_(2**24 - 1).double().mul_(2.0**-24)",
+        "2**53 - 1 - shifted(bits, 11)",
+        "2**53 - 2**29 - (shifted(bits, 40) << 29)",
         test_race.test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should,
+    ),
+    Mutant(
+        32,
+        "a grammar's matcher is not rolled back after a rejection",
+        GrammarConstraint,
+        "_move_to",
+        "self.matcher.rollback(len(self.consumed) - kept)",
+        "pass",
+        under("any of two letters"),
+    ),
+    Mutant(
+        33,
+        "a grammar's masks are kept by position only",
+        GrammarConstraint,
+        "__call__",
+        " if at <= kept}",
+        "}",
+        under("a choice that decides the rest"),
+    ),
+    Mutant(
+        34,
+        "bytes that a grammar forces are written without verification, in whichever tokens",
+        S,
+        "speculate",
+        "accepted, token = verify(probs,",
+        "if type(drafter).__name__ == 'ForcedTokens':\n"
+        "            probs[: len(draft.tokens)] = draft.probs.to(probs.dtype)\n"
+        "        accepted, token = verify(probs,",
+        under("one byte forced, its token not", Setup(test_grammar.forced)),
     ),
 ]
 
@@ -435,7 +505,9 @@ def table_rows(killed: Callable[[Mutant], bool]) -> list[str]:
     for mutant in MUTANTS:
         verdict = f"`{mutant.killer.__name__}`" if killed(mutant) else "**nothing**"
         rows.append(f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} |")
-    return rows + [f"| {row} | {defect} | nothing | {reason} |" for row, (defect, reason) in NOT_OURS.items()]
+    return rows + [
+        f"| {row} | {defect} | nothing | {reason} |" for row, (defect, reason) in NOT_OURS.items()
+    ]
 
 
 if __name__ == "__main__":

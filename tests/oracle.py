@@ -1,10 +1,11 @@
 """``transformers`` as the oracle: the same random weights in both, and configs to compare them on.
 
-transformers computes norms, rotary angles and softmax in float32 for any dtype of the model. Within ``lifted()`` those
-casts go to float64, so that a float64 model is exact to float64 rounding.
+transformers computes norms, rotary angles and softmax in float32 for any dtype of the model. Within
+``lifted()`` those casts go to float64, so that a float64 model is exact to float64 rounding.
 """
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,15 +17,13 @@ import transformers
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import modeling_rope_utils
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.llama import modeling_llama
 
 from model import Decoder, LayerPlan, build, parse_config
 from model.plan import FULL
+from tests.configs import FAMILIES
 
 transformers.logging.set_verbosity_error()
 
-FAMILIES = ("llama", "gemma2")
 CONTEXT = 48  # max_position_embeddings of every generated config
 VOCAB = 23
 
@@ -40,8 +39,9 @@ class _LiftedTorch:
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Within, transformers' Llama and Gemma-2 cast to float64 where they would cast to float32."""
-    modules = (modeling_llama, modeling_gemma2, modeling_rope_utils)
+    """Within, transformers' models cast to float64 where they would cast to float32."""
+    classes = [getattr(transformers, name) for name in FAMILIES.values()]
+    modules = [modeling_rope_utils, *(sys.modules[each.__module__] for each in classes)]
     patches = [mock.patch.object(module, "torch", _LiftedTorch()) for module in modules]
     patches.append(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
     for patch in patches:
@@ -53,23 +53,31 @@ def lifted() -> Iterator[None]:
             patch.stop()
 
 
-def oracle_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def oracle_model(
+    raw: dict[str, Any], dtype: torch.dtype = torch.float64, seed: int = 0
+) -> nn.Module:
     """transformers' model of a config.json, with random weights of which every one matters."""
     config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
-    oracle = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    oracle = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="eager"
+    )
     oracle.raw = raw
     randomise(oracle, seed)
     return oracle.requires_grad_(False).eval()
 
 
 def randomise(module: nn.Module, seed: int) -> None:
-    """Sharp attention, norms that are not neutral, biases that are not zero; the same numbers in every dtype."""
+    """Sharp attention, norms that are not neutral, biases that are not zero; the same numbers in
+    every dtype.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.dim() == 2:
-                gain = 0.5 if "embed" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
+                gain = (
+                    0.5 if "embed" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
+                )
                 parameter.copy_(gain * values)
             else:
                 parameter.add_(0.3 * values)
@@ -102,7 +110,9 @@ def silenced(oracle: nn.Module, plan: LayerPlan) -> Iterator[None]:
         post_normed = hasattr(layer, "post_feedforward_layernorm")
         after_attention = layer.post_attention_layernorm if post_normed else layer.self_attn.o_proj
         after_mlp = layer.post_feedforward_layernorm if post_normed else layer.mlp
-        silent = [module for module, runs in ((after_attention, attention), (after_mlp, mlp)) if not runs]
+        silent = [
+            module for module, runs in ((after_attention, attention), (after_mlp, mlp)) if not runs
+        ]
         handles += [module.register_forward_hook(_to_zero) for module in silent]
     try:
         yield
@@ -123,7 +133,9 @@ def texts(min_size: int = 1, max_size: int = 24) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """A small config.json of the family, in the layout of transformers 4 or 5, over all that varies in it."""
+    """A small config.json of the family, in the layout of transformers 4 or 5, over all that varies
+    in it.
+    """
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from([4, 6, 8]))
@@ -142,25 +154,31 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         "attention_bias": draw(st.booleans()),
         "pad_token_id": None,
     }
-    raw |= draw(ropes())
+    raw |= draw(ropes(family))
+    if family.startswith(("gemma", "qwen3", "ministral")) or draw(st.booleans()):
+        raw["head_dim"] = draw(st.sampled_from([head_dim, 4, 10]))
     if family == "llama":
-        raw["mlp_bias"] = draw(st.booleans())
-        if draw(st.booleans()):
-            raw["head_dim"] = draw(st.sampled_from([4, 10]))
-        return raw
-    raw["head_dim"] = draw(st.sampled_from([head_dim, 4, 10]))
-    raw["query_pre_attn_scalar"] = draw(st.sampled_from([raw["head_dim"], 1, 7, 144]))
+        return raw | {"mlp_bias": draw(st.booleans())}
     raw["sliding_window"] = draw(st.integers(1, 9))
-    raw["attn_logit_softcapping"] = draw(st.sampled_from([None, 0.5, 5.0, 50.0]))
-    raw["final_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 30.0]))
-    if draw(st.booleans()):
+    if family.startswith("qwen"):
+        raw["use_sliding_window"] = draw(st.booleans())
+        raw["max_window_layers"] = draw(st.integers(0, layers))
+    if family.startswith("gemma"):
+        raw["query_pre_attn_scalar"] = draw(st.sampled_from([raw["head_dim"], 1, 7, 144]))
+        raw["attn_logit_softcapping"] = draw(st.sampled_from([None, 0.5, 5.0, 50.0]))
+        raw["final_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 30.0]))
+    if family == "gemma3_text":
+        raw["sliding_window_pattern"] = draw(st.integers(1, 3))
+    if raw.get("use_sliding_window", True) and draw(st.booleans()):
         kinds = st.sampled_from(["sliding_attention", "full_attention"])
         raw["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    elif family == "mistral" and draw(st.booleans()):
+        raw["sliding_window"] = None
     return raw
 
 
 @st.composite
-def ropes(draw: st.DrawFn) -> dict[str, Any]:
+def ropes(draw: st.DrawFn, family: str) -> dict[str, Any]:
     """The rotary part of a config.json: every type that is served, in both layouts."""
     theta = draw(st.sampled_from([100.0, 10000.0, 500000.0]))
     rope: dict[str, Any] = {"rope_type": draw(st.sampled_from(["default", "linear", "llama3"]))}
@@ -168,13 +186,30 @@ def ropes(draw: st.DrawFn) -> dict[str, Any]:
         rope["factor"] = draw(st.sampled_from([1.0, 2.0, 8.0]))
     if rope["rope_type"] == "llama3":
         low = draw(st.sampled_from([0.5, 1.0]))
-        rope |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.sampled_from([2.0, 4.0]))}
-        rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))  # short: all three branches occur
-    if draw(st.booleans()):
+        rope |= {
+            "low_freq_factor": low,
+            "high_freq_factor": low * draw(st.sampled_from([2.0, 4.0])),
+        }
+        # short: all three branches occur
+        rope["original_max_position_embeddings"] = draw(st.sampled_from([8, 32]))
+    layout, local = draw(st.sampled_from([4, 5])), draw(st.sampled_from([10.0, 10000.0]))
+    return rope_fields(family, layout, theta, rope, local)
+
+
+def rope_fields(
+    family: str, layout: int, theta: float, rope: dict[str, Any], local: float = 10000.0
+) -> dict[str, Any]:
+    """Fields of one rotary embedding as this version of transformers writes them; ``local`` is the
+    base of layers with a window where they have one of their own.
+    """
+    if layout == 5 and family == "gemma3_text":
+        windowed = {"rope_type": "default", "rope_theta": local}
+        whole = {"rope_theta": theta, **rope}
+        return {"rope_parameters": {"sliding_attention": windowed, "full_attention": whole}}
+    if layout == 5:
         return {"rope_parameters": {"rope_theta": theta, **rope}}
-    if rope["rope_type"] == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    return {"rope_theta": theta, "rope_scaling": rope}
+    fields = {"rope_theta": theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
+    return fields | ({"rope_local_base_freq": local} if family == "gemma3_text" else {})
 
 
 @st.composite
@@ -192,7 +227,11 @@ def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def in_chunks(model: Decoder, tokens: Tensor, chunks: list[tuple[int, int]], plan: LayerPlan | None = None) -> Tensor:
+def in_chunks(
+    model: Decoder, tokens: Tensor, chunks: list[tuple[int, int]], plan: LayerPlan | None = None
+) -> Tensor:
     """Logits of the whole text, computed with a cache chunk by chunk."""
     cache = model.new_cache(tokens.shape[1], batch=tokens.shape[0])
-    return torch.cat([model(tokens[:, start:end], cache, start, plan) for start, end in chunks], dim=1)
+    return torch.cat(
+        [model(tokens[:, start:end], cache, start, plan) for start, end in chunks], dim=1
+    )

@@ -13,7 +13,9 @@ COUNTED = ("layer", "trial", "step", "tokens", "exit after layer")  # the names 
 
 
 def faults(draw: Callable[[], Figure]) -> Iterator[str]:
-    """What reaches beyond the paper, titles wider than their frame, legends over the drawing, counts in fractions."""
+    """What reaches beyond the paper, titles wider than their frame, legends over the drawing,
+    counts in fractions.
+    """
     with rc_context(fname=STYLE):
         figure = draw()
         FigureCanvasAgg(figure).draw()
@@ -28,5 +30,7 @@ def faults(draw: Callable[[], Figure]) -> Iterator[str]:
                 if legend.get_window_extent().overlaps(axes.get_window_extent()):
                     yield f"a legend lies over {title.get_text()}"
             for axis in (axes.xaxis, axes.yaxis):
-                if axis.get_label_text() in COUNTED and any(tick % 1 for tick in axis.get_ticklocs()):
+                if axis.get_label_text() in COUNTED and any(
+                    tick % 1 for tick in axis.get_ticklocs()
+                ):
                     yield f"{axis.get_label_text()} is counted in fractions"

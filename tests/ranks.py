@@ -1,4 +1,6 @@
-"""Several processes that share a model: forked from a server that has torch loaded, so that each takes moments."""
+"""Several processes that share a model: forked from a server that has torch loaded, so that each
+takes moments.
+"""
 
 import os
 import socket
@@ -35,9 +37,13 @@ class Ended(NamedTuple):
 class Process:
     """One of several processes that torchrun might have started."""
 
-    def __init__(self, work: Callable[..., int], argument: Any, environment: dict[str, Any], place: Path) -> None:
+    def __init__(
+        self, work: Callable[..., int], argument: Any, environment: dict[str, Any], place: Path
+    ) -> None:
         self.place = place
-        self.process = SERVER.Process(target=live, args=(work, argument, environment, place), daemon=True)
+        self.process = SERVER.Process(
+            target=live, args=(work, argument, environment, place), daemon=True
+        )
         self.process.start()
 
     def signal(self, number: int) -> None:
@@ -73,12 +79,15 @@ def live(work: Callable[..., int], argument: Any, environment: dict[str, Any], p
 
 @contextmanager
 def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list[Process]]:
-    """Processes that do ``work`` on an argument each, as torchrun would start them; those still there are killed."""
+    """Processes that do ``work`` on an argument each, as torchrun would start them; those still
+    there are killed.
+    """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # it outlives them all
+        # it outlives them all
+        kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         shared = {"WORLD_SIZE": len(arguments), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         shared |= {
             "LOCAL_WORLD_SIZE": len(arguments),
@@ -86,7 +95,12 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
         processes = [
-            Process(work, argument, {**shared, "RANK": rank, "LOCAL_RANK": rank}, Path(folder, str(rank)))
+            Process(
+                work,
+                argument,
+                {**shared, "RANK": rank, "LOCAL_RANK": rank},
+                Path(folder, str(rank)),
+            )
             for rank, argument in enumerate(arguments)
         ]
         try:
@@ -122,7 +136,9 @@ def split_model(config: dict[str, Any]) -> Decoder:
     state = {}
     for name, parameter in model.named_parameters():
         cut = shard.cut(name)
-        state[name] = parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
+        state[name] = (
+            parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
+        )
     part.load_state_dict(state)
     return split(part, shard)
 
@@ -130,7 +146,9 @@ def split_model(config: dict[str, Any]) -> Decoder:
 def join(place: str, rank: int, size: int) -> None:
     """Meet the other ranks at a file."""
     patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=patience
+    )
 
 
 def serve(meeting: tuple[str, int, int]) -> int:

@@ -1,8 +1,10 @@
-"""Run every command of the README and of docs/, in order, with short settings: ``python -m tests.readme``.
+"""Run every command of the README and of docs/, in order, with short settings: ``python -m
+tests.readme``.
 
-Each document gets a copy of the checkout, so no document may need what another one's commands leave behind, and nothing
-here is changed. One document runs at a time: two steps on the same cores would wait for each other's threads. Any exit
-status but 0 is a failure, and so is a skip that skips nothing.
+Each document gets a copy of the checkout, so no document may need what another one's commands leave
+behind, and nothing here is changed. One document runs at a time: two steps on the same cores would
+wait for each other's threads. Any exit status but 0 is a failure, and so is a skip that skips
+nothing.
 """
 
 import os
@@ -37,29 +39,44 @@ SHORT = {
     "python -m decoding.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
 }
-READY = [".venv/ready", ".venv/ready-dev", ".venv/ready-serve", "weights/smollm2-135m-instruct/model.safetensors"]
+READY = [
+    ".venv/ready",
+    ".venv/ready-dev",
+    ".venv/ready-serve",
+    "weights/smollm2-135m-instruct/model.safetensors",
+]
 EDITABLE = (  # into an environment that has the packages of this one, but not the checkout
-    'python -m venv --without-pip ~/own && echo "{packages}" > ~/own/lib/python{version}/site-packages/packages.pth'
-    " && ~/own/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ."
+    'python -m venv --without-pip ~/own && echo "{packages}" >'
+    " ~/own/lib/python{version}/site-packages/packages.pth && ~/own/bin/python -m pip install"
+    " --quiet --disable-pip-version-check --no-deps -e ."
 )
-KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(Path.home() / ".cache/self-speculative-decoding")  # compiled once
+# compiled once
+KERNELS = os.environ.get("NUMBA_CACHE_DIR") or str(
+    Path.home() / ".cache/self-speculative-decoding/kernels"
+)
 LIMIT = 300  # seconds that a command may take
 
 
 def steps(document: str) -> Iterator[tuple[str, str]]:
-    """Each command of the ``sh`` blocks, each ``python`` block, and each block that is to be saved as a file."""
+    """Each command of the ``sh`` blocks, each ``python`` block, and each block that is to be saved
+    as a file.
+    """
     for block in re.finditer(r"^```(sh|python)\n(.*?)^```", document, re.MULTILINE | re.DOTALL):
         kind, content = block[1], block[2]
         if kind == "sh":
             yield from (("sh", command) for command in commands(content))
-        elif saved := re.search(r"Save this as `([\w.]+)`[^`]*(`[^`]+`[^`]*)?$", document[: block.start()]):
+        elif saved := re.search(
+            r"Save this as `([\w.]+)`[^`]*(`[^`]+`[^`]*)?$", document[: block.start()]
+        ):
             yield saved[1], content
         else:
             yield kind, content
 
 
 def commands(block: str) -> Iterator[str]:
-    """The commands of a block, without comments: lines that end in a backslash and loops are one command."""
+    """The commands of a block, without comments: lines that end in a backslash and loops are one
+    command.
+    """
     command = ""
     for line in block.splitlines():
         command += re.sub(r"(^|\s+)#.*", "", line) + "\n"
@@ -80,7 +97,9 @@ def shortened(command: str) -> str:
 
 @dataclass
 class Session:
-    """A shell in a copy of the checkout, as a reader has it: before the environment is entered, or ``inside`` it."""
+    """A shell in a copy of the checkout, as a reader has it: before the environment is entered, or
+    ``inside`` it.
+    """
 
     folder: Path
     inside: bool = True
@@ -91,14 +110,16 @@ class Session:
     said: str = ""  # by the last command
 
     def __post_init__(self) -> None:
-        caches = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "smollm2-*")
+        caches = shutil.ignore_patterns(
+            ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "smollm2-*"
+        )
         self.checkout, self.home = self.folder / "checkout", self.folder / "home"
         shutil.copytree(ROOT, self.checkout, ignore=caches)
         (self.checkout / ".venv").symlink_to(sys.prefix)
         model = self.checkout / "weights/smollm2-135m-instruct"
         model.mkdir()
         for file in (ROOT / "weights" / model.name).iterdir():
-            if file.name not in ("costs.json", "calibration.safetensors"):
+            if file.name != "costs.json":
                 (model / file.name).symlink_to(file.resolve())
         self.home.mkdir()
         (self.home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")
@@ -108,9 +129,15 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of the shell: before ``inside``, nothing leads to the environment that has torch."""
+        """The variables of the shell: before ``inside``, nothing leads to the environment that has
+        torch.
+        """
         ours = str(Path(sys.prefix) / "bin")
-        rest = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path).resolve() != Path(ours).resolve()]
+        rest = [
+            path
+            for path in os.environ["PATH"].split(os.pathsep)
+            if Path(path).resolve() != Path(ours).resolve()
+        ]
         path = os.pathsep.join([ours, *rest] if self.inside else rest)
         unset = ("VIRTUAL_ENV", "PYTHONPATH")
         kept = {name: value for name, value in os.environ.items() if name not in unset}
@@ -130,7 +157,10 @@ class Session:
             (self.checkout / kind).write_text(content, encoding="utf-8")
             return 0
         if kind == "python":
-            return self.run([self.python, "-c", content], self.checkout if self.python == sys.executable else self.home)
+            return self.run(
+                [self.python, "-c", content],
+                self.checkout if self.python == sys.executable else self.home,
+            )
         if assignment := re.fullmatch(r"([A-Z]+)=(\S+)", content):
             self.variables[assignment[1]] = assignment[2]
             return 0
@@ -147,7 +177,12 @@ class Session:
         """The exit status of a command in ``folder``; 124 if it does not end in time."""
         try:
             done = subprocess.run(
-                command, cwd=folder, env=self.environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=LIMIT
+                command,
+                cwd=folder,
+                env=self.environment,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=LIMIT,
             )
         except subprocess.TimeoutExpired:
             self.said = f"no end within {LIMIT} s"
@@ -158,7 +193,9 @@ class Session:
     def serve(self, command: str) -> int:
         """Start a server in place of the one that runs; 0 once it answers."""
         self.stop()
-        command = shortened(command) + (f" ADDRESS={self.port}" if command.startswith("make") else "")
+        command = shortened(command) + (
+            f" ADDRESS={self.port}" if command.startswith("make") else ""
+        )
         self.server = subprocess.Popen(
             ["bash", "-c", f"exec {command}"],
             cwd=self.checkout,
@@ -187,8 +224,12 @@ class Session:
 
 
 def editable() -> str:
-    """What ``pip install -e .`` becomes here, so that the environment of the tests stays as it is."""
-    return EDITABLE.format(packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version())
+    """What ``pip install -e .`` becomes here, so that the environment of the tests stays as it
+    is.
+    """
+    return EDITABLE.format(
+        packages=sysconfig.get_path("purelib"), version=sysconfig.get_python_version()
+    )
 
 
 def failures(name: str, document: str, *, inside: bool = True) -> int:
@@ -198,15 +239,24 @@ def failures(name: str, document: str, *, inside: bool = True) -> int:
         session = Session(Path(folder), inside)
         try:
             for kind, content in steps(document):
-                shown = content.replace("\n", " ") if kind == "sh" else f"{kind}: {content.splitlines()[0]} ..."
-                why = next((why for beginning, why in SKIPPED.items() if content.startswith(beginning)), None)
+                shown = (
+                    content.replace("\n", " ")
+                    if kind == "sh"
+                    else f"{kind}: {content.splitlines()[0]} ..."
+                )
+                why = next(
+                    (why for beginning, why in SKIPPED.items() if content.startswith(beginning)),
+                    None,
+                )
                 if why:
                     print(f"{name}: skipped ({why}): {shown}", flush=True)
                     continue
                 began = time.monotonic()
                 status = session.do(kind, content)
                 print(
-                    f"{name}: {'ok' if not status else 'FAILED'} {time.monotonic() - began:.1f} s: {shown}", flush=True
+                    f"{name}: {'ok' if not status else 'FAILED'} {time.monotonic() - began:.1f} s:"
+                    f" {shown}",
+                    flush=True,
                 )
                 if status:
                     failed += 1
@@ -219,7 +269,11 @@ def failures(name: str, document: str, *, inside: bool = True) -> int:
 def stale_skips(texts: list[str]) -> list[str]:
     """What ``SKIPPED`` names and no document has."""
     found = [content for text in texts for kind, content in steps(text) if kind == "sh"]
-    return [beginning for beginning in SKIPPED if not any(command.startswith(beginning) for command in found)]
+    return [
+        beginning
+        for beginning in SKIPPED
+        if not any(command.startswith(beginning) for command in found)
+    ]
 
 
 def main() -> int:

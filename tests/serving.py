@@ -12,16 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import generate
+from decoding.run.arguments import make_parser
 from decoding.serve.app import Server
 from decoding.serve.worker import Worker
 from tests.folders import LLAMA, write_folder
 
-CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+CHAT = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor"
+    " %}assistant:"
+)
 CONTEXT = 1 << 12
 
 
 def chat_folder(folder: Path) -> Path:
-    """A tiny random model that can chat and whose context is long; its texts end at the letter q too."""
+    """A tiny random model that can chat and whose context is long; its texts end at the letter q
+    too.
+    """
     write_folder(folder, {**LLAMA, "max_position_embeddings": CONTEXT}, eos_ids=(80,))
     (folder / "chat_template.jinja").write_text(CHAT)
     return folder
@@ -50,13 +56,22 @@ class Served:
         return int(self.address.rpartition(":")[2])
 
     def ask(
-        self, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Status and body of a request; ``body`` is sent as it is where it is bytes, else as JSON."""
+        """Status and body of a request; ``body`` is sent as it is where it is bytes, else as
+        JSON.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         try:
-            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+            connection.request(
+                method, path, data, {"Content-Type": "application/json", **(headers or {})}
+            )
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -80,7 +95,7 @@ class Served:
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """A server as ``generate.py --serve`` with these arguments starts it, on a free port."""
-    server = Server(generate.Request(generate.parse_arguments(["--serve", "0", *arguments])))
+    server = Server(generate.Request(make_parser().parse_args(["--serve", "0", *arguments])))
     thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     until(lambda: server.started)

@@ -1,1 +1,3 @@
-"""Weights: loading, saving, fetching, tokenizers, memory, and the shipped checkpoints. Begin with ``load``."""
+"""Weights: loading, saving, fetching, tokenizers, memory, and the shipped checkpoints. Begin with
+``load``.
+"""

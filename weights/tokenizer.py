@@ -1,7 +1,8 @@
-"""Tokenizers: text to token ids and back, for ``tokenizer.json`` and ``tokenizer.model`` alike, and chat templates.
+"""Tokenizers: text to token ids and back, for ``tokenizer.json`` and ``tokenizer.model`` alike, and
+chat templates.
 
-``token_bytes`` gives the bytes that a token adds to the text. Streaming, stop strings and banned words work on bytes,
-because a token may end in the middle of a UTF-8 character.
+``token_bytes`` gives the bytes that a token adds to the text. Streaming, stop strings and banned
+words work on bytes, because a token may end in the middle of a UTF-8 character.
 """
 
 import re
@@ -13,11 +14,14 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from model import InputError
+from model.config import LARGEST
 from weights.cli.files import explaining, read_optional_json, read_text
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -25,41 +29,53 @@ PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are themselves, the others
-# are, in order, the characters from U+0100 on.
+# Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
+# themselves, the others are, in order, the characters from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = sorted(set(range(256)).difference(PRINTABLE))
-BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(256 + i): byte for i, byte in enumerate(OTHERS)
+}
 
 
 class Tokenizer:
-    """Tokenizer of a model folder, by the tokenizers library. Names of control tokens in a text are text.
+    """Tokenizer of a model folder, by the tokenizers library. Names of control tokens in a text are
+    text.
 
-    ``special`` holds the ids of control tokens by name; ``pieces`` the bytes that each token adds to the text, none for
-    a control token; ``adds_space`` says whether encoding puts a space before the text; ``eos_ids`` end a text.
+    ``special`` holds the ids of control tokens by name; ``pieces`` the bytes that each token adds
+    to the text, none for a control token; ``adds_space`` says whether encoding puts a space before
+    the text; ``eos_ids`` end a text.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
-        settings = read_optional_json(folder / "tokenizer_config.json")
-        path = folder / ("tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model")
+        config = folder / "tokenizer_config.json"
+        settings = read_optional_json(config)
+        path = folder / (
+            "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
+        )
         if not path.exists():
             raise InputError(f"{folder} holds no tokenizer.json and no tokenizer.model")
-        with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):  # raised by the libraries
-            self._read(path, settings)
-        self.chat_template = settings.get("chat_template")
-        if isinstance(self.chat_template, list):  # several by name: the one for plain chat is "default"
-            self.chat_template = {each["name"]: each["template"] for each in self.chat_template}.get("default")
+        with explaining(f"{config} is damaged", (AttributeError, KeyError, TypeError, ValueError)):
+            self.names, control = named_tokens(settings)
+            self.chat_template = plain_chat(settings.get("chat_template"))
+        # raised by the libraries
+        with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
+            self._read(path, control, settings.get("add_bos_token"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
-        eos = self.special.get(self.names["eos_token"])
+        self.eos_ids = frozenset({self.special.get(self.names["eos_token"])} - {None})
         for name in ("config.json", "generation_config.json"):  # the last that names any is right
             found = read_optional_json(folder / name).get("eos_token_id")
-            eos = eos if found is None else found
-        self.eos_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
+            if found is not None:
+                self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
 
-    def _read(self, path: Path, settings: dict[str, Any]) -> None:
-        """Read the vocabulary at ``path``, by the ``settings`` of tokenizer_config.json. Raises errors of any kind."""
+    def _read(self, path: Path, control: dict[str, int], wants_bos: bool | None) -> None:
+        """Read the vocabulary at ``path``. Raises errors of any kind.
+
+        ``control`` holds ids of control tokens by tokenizer_config.json, and ``wants_bos`` says
+        whether a text begins with the beginning-of-text token; None: as the file says.
+        """
         self.normalise: Callable[[str], str] = str  # the library normalises, but for sentencepiece
         if path.suffix == ".json":
             self.library = tokenizers.Tokenizer.from_file(str(path))
@@ -72,63 +88,91 @@ class Tokenizer:
         added = self.library.get_added_tokens_decoder()
         self.special = {token.content: number for number, token in added.items() if token.special}
         # The settings may list more control tokens, also beyond the vocabulary of the file.
-        given = {key: settings.get(key) or "" for key in NAMED_TOKENS}
-        self.names = {key: name["content"] if isinstance(name, dict) else name for key, name in given.items()}
-        listed = (settings.get("added_tokens_decoder") or {}).items()
-        control = {entry["content"]: int(number) for number, entry in listed if entry["special"]}
-        for name in sorted({*control, *self.names.values()} & vocabulary.keys() - self.special.keys()):
+        for name in sorted(
+            {*control, *self.names.values()} & vocabulary.keys() - self.special.keys()
+        ):
             self.library.add_special_tokens([AddedToken(name, normalized=False)])
             self.special[name] = vocabulary[name]
         self.special = control | self.special
         byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
-        self.pieces = [b""] * (1 + max(*vocabulary.values(), *self.special.values()))
+        largest = max(*vocabulary.values(), *self.special.values())
+        self.pieces = [b""] * (1 + max(token_ids(largest, "its largest token id")))
         for piece in vocabulary.keys() - self.special.keys():
             self.pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
+        self.byte_level = byte_level
         self.adds_space = not byte_level and self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
-        # A random word, which no text contains. Added after the vocabulary was read: its id is not the model's.
-        self.gap = f"\ue000{secrets.token_hex(16)}"
+        # A random word, which no text contains. Added after the vocabulary was read: its id is not
+        # the model's.
+        self.gap = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(12))
         self.library.add_tokens([AddedToken(self.gap, normalized=False)])
         # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
-        wants_bos = settings.get("add_bos_token")
         self.bos = self.special.get(self.names["bos_token"]) if wants_bos else None
         self.by_file = wants_bos is None  # whether the file decides
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, after the beginning-of-text token where the model expects one.
+        """Token ids of a plain prompt, after the beginning-of-text token where the model expects
+        one.
 
         Names of control tokens in ``text`` are text: a user cannot end a turn by typing its token.
         """
         ids = self.library.encode(self.normalise(text), add_special_tokens=self.by_file).ids
         return ids if self.bos is None else [self.bos, *ids]
 
-    def encode_parts(self, *parts: int | str) -> list[int]:
-        """Token ids of texts and, given as ids, control tokens between them, without a beginning of text.
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a text that continues another one: nothing begins, and no space stands
+        before it.
+        """
+        if self.byte_level:
+            return self.library.encode(text, add_special_tokens=False).ids
+        return [piece.id for piece in self.library.model.tokenize(text.replace(" ", SPACE_MARK))]
 
-        All are encoded in one text: a text after a control token may be encoded differently from one at the beginning.
+    def encode_parts(self, *parts: int | str) -> list[int]:
+        """Token ids of texts and, given as ids, control tokens between them, without a beginning of
+        text.
+
+        All are encoded in one text: a text after a control token may be encoded differently from
+        one at the beginning.
         """
         control = (part for part in parts if isinstance(part, int))
-        text = "".join(self.gap if isinstance(part, int) else self.normalise(part) for part in parts)
-        ids, gap = self.library.encode(text, add_special_tokens=False).ids, self.library.token_to_id(self.gap)
+        text = "".join(
+            self.gap if isinstance(part, int) else self.normalise(part) for part in parts
+        )
+        ids, gap = (
+            self.library.encode(text, add_special_tokens=False).ids,
+            self.library.token_to_id(self.gap),
+        )
         return [next(control) if number == gap else number for number in ids]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to the beginning of the assistant's answer.
+    def encode_chat(self, messages: Sequence[dict[str, str]], answer: str = "") -> list[int]:
+        """Token ids of a conversation, up to the beginning of the assistant's answer, or up to the
+        end of an ``answer`` that has begun.
 
-        Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of control tokens are
-        control tokens in the template, and text in a content. Raises InputError without a template, or if it refuses.
+        Each message is ``{"role": "system" | "user" | "assistant", "content": text}``. Names of
+        control tokens are control tokens in the template, and text in a content. Raises InputError
+        without a template, or if it refuses.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
-        name = re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)")
-        # A mark after each character of a typed name hides it while the text is split at the template's names.
-        written = "".join(message["content"] for message in messages)
-        mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in written)
+        name = re.compile(
+            "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)"
+        )
+        # The random word after each character of a typed name hides it while the text is split at
+        # the template's names.
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        mark = self.gap
         hidden = [
-            {**message, "content": name.sub(lambda found: mark.join(found[0]) + mark, message["content"])}
+            {
+                **message,
+                "content": name.sub(lambda found: mark.join(found[0]) + mark, message["content"]),
+            }
             for message in messages
         ]
-        parts = re.split(f"({name.pattern})(?!{mark})", self._render(hidden))
-        return self.encode_parts(*(self.special.get(part, part.replace(mark, "")) for part in parts))
+        *asked, begun = hidden
+        rendered = self._render(asked) + begun["content"]
+        parts = re.split(f"({name.pattern})(?!{mark})", rendered)
+        return self.encode_parts(
+            *(self.special.get(part, part.replace(mark, "")) for part in parts)
+        )
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
         """Text of a conversation by the chat template."""
@@ -136,71 +180,157 @@ class Tokenizer:
         def refuse(message: str) -> None:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+        )
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         more = {"add_generation_prompt": True, "tools": None, "documents": None, **self.names}
-        with explaining("the model's chat template fails", (Exception,)):  # a template can raise any error
-            return environment.from_string(self.chat_template).render(messages=messages, **more)
+        # a template can raise any error
+        with explaining("the model's chat template fails", (Exception,)):
+            template = environment.from_string(self.chat_template)
+            return as_text(template.render(messages=messages, **more))
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that this token adds to the text: none for control tokens and ids outside the vocabulary."""
+        """Bytes that this token adds to the text: none for control tokens and ids outside the
+        vocabulary.
+        """
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of these tokens from its beginning; bytes that are not UTF-8 become U+FFFD.
 
-        It is the concatenation of their ``token_bytes``, without the space that encoding puts before a text.
+        It is the concatenation of their ``token_bytes``, without the space that encoding puts
+        before a text.
         """
         data = b"".join(map(self.token_bytes, tokens))
         return data.removeprefix(b" " if self.adds_space else b"").decode("utf-8", errors="replace")
 
 
-def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """Byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text. Raises InputError for a unigram.
+class GenerationTag(Extension):
+    """Template tag ``{% generation %}`` around an answer, which marks it for training: its body."""
 
-    A piece is merged from any two pieces, the higher its score the earlier. User-defined pieces are found before any
-    merge: they score 0, and stay whole under a dropout of 1, by which sentencepiece leaves all merges out.
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
+    """Names of tokens by their role, and ids of control tokens by name, of tokenizer_config.json.
+
+    Raises errors of several kinds for another form than that of transformers.
+    """
+    given = {key: settings.get(key) or "" for key in NAMED_TOKENS}
+    names = {
+        key: as_text(name["content"] if isinstance(name, dict) else name)
+        for key, name in given.items()
+    }
+    listed = (settings.get("added_tokens_decoder") or {}).items()
+    control = {
+        as_text(entry["content"]): int(number) for number, entry in listed if entry["special"]
+    }
+    token_ids([*control.values()], "added_tokens_decoder")
+    return names, control
+
+
+def plain_chat(template: Any) -> str | None:
+    """Template for plain chat, from the one of tokenizer_config.json or the several by name."""
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    return None if template is None else as_text(template)
+
+
+def as_text(value: Any) -> str:
+    """The value. Raises TypeError or ValueError where it is no string of whole characters."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text is wanted, found {value!r:.80}")
+    value.encode()  # fails for half of a surrogate pair
+    return value
+
+
+def token_ids(value: Any, place: str) -> frozenset[int]:
+    """Ids of tokens, one or a list. Raises InputError with the place where it is anything else."""
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(each) is int and 0 <= each < LARGEST for each in ids):
+        raise InputError(f"{place} must be a token id or a list of them, found {value!r:.80}")
+    return frozenset(ids)
+
+
+def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
+    """Byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text. Raises
+    InputError for a unigram.
+
+    A piece is merged from any two pieces, the higher its score the earlier. User-defined pieces are
+    found before any merge: they score 0, and stay whole under a dropout of 1, by which
+    sentencepiece leaves all merges out.
     """
     library = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     pieces = [library.IdToPiece(number) for number in range(library.GetPieceSize())]
-    control = [piece for n, piece in enumerate(pieces) if library.IsControl(n) or library.IsUnknown(n)]
+    control = [
+        piece for n, piece in enumerate(pieces) if library.IsControl(n) or library.IsUnknown(n)
+    ]
     ranks = {piece: -library.GetScore(n) for n, piece in enumerate(pieces) if not library.IsByte(n)}
     if any(rank % 1 for rank in ranks.values()):
         raise InputError(f"{path} is no byte-pair encoding: no other kind is read")
-    whole = [each for each, rank in ranks.items() if rank == 0 and each in library.SampleEncodeAsPieces(each, -1, 1.0)]
+    whole = [
+        each
+        for each, rank in ranks.items()
+        if rank == 0 and each in library.SampleEncodeAsPieces(each, -1, 1.0)
+    ]
     words = {piece: ranks[piece] for piece in ranks.keys() - {*whole, *control}}
-    splits = ((rank, word[:cut], word[cut:]) for word, rank in words.items() for cut in range(1, len(word)))
-    merges = [(left, right) for _, left, right in sorted(splits) if left in words and right in words]
+    splits = (
+        (rank, word[:cut], word[cut:])
+        for word, rank in words.items()
+        for cut in range(1, len(word))
+    )
+    merges = [
+        (left, right) for _, left, right in sorted(splits) if left in words and right in words
+    ]
     ids, unknown = {piece: number for number, piece in enumerate(pieces)}, pieces[library.unk_id()]
-    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     adds_space = library.DecodePieces([SPACE_MARK + "a"]) == "a"
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always" if adds_space else "never")
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
     if (bos := library.bos_id()) >= 0:
         first = [(pieces[bos], bos)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{pieces[bos]} $A", special_tokens=first)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{pieces[bos]} $A", special_tokens=first
+        )
     return tokenizer, library.Normalize
 
 
 def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
-    """Tokenizer that splits a text into words and single digits, and encodes the bytes of each by ``model``."""
+    """Tokenizer that splits a text into words and single digits, and encodes the bytes of each by
+    ``model``.
+    """
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Bytes of a piece: in that alphabet where the tokenizer is byte-level, else by the rules of sentencepiece.
+    """Bytes of a piece: in that alphabet where the tokenizer is byte-level, else by the rules of
+    sentencepiece.
 
-    Another character, as in an added token, makes a piece plain text. Sentencepiece writes a raw byte as ``<0x0A>``.
+    Another character, as in an added token, makes a piece plain text. Sentencepiece writes a raw
+    byte as ``<0x0A>``.
     """
     if byte_level:
         known = all(character in BYTE_OF_CHARACTER for character in piece)
-        return bytes(BYTE_OF_CHARACTER[character] for character in piece) if known else piece.encode()
+        return (
+            bytes(BYTE_OF_CHARACTER[character] for character in piece) if known else piece.encode()
+        )
     byte = BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()

@@ -1,4 +1,5 @@
-"""Write a corpus of stories with a chat model: ``python -m decoding.corpus --model DIR --tokens N --out FILE``.
+"""Write a corpus of stories with a chat model: ``python -m decoding.corpus --model DIR --tokens N
+--out FILE``.
 
 The file has a JSON object with "prompt" and "response" per line.
 """
@@ -29,11 +30,14 @@ from weights.tokenizer import Tokenizer
 
 NARRATOR = "You are a kind teacher who tells stories to small children in short, simple sentences."
 FRUITLESS_ROWS = 256  # rows without a new text, after which the command ends
-DISTINCT_CHARACTERS = 200  # of two stories that begin with the same 200 characters, the first is kept
+# of two stories that begin with the same 200 characters, the first is kept
+DISTINCT_CHARACTERS = 200
 
 
 def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path: Path) -> None:
-    """Add those of ``more`` whose "response" begins otherwise than all before, and write the file, atomically."""
+    """Add those of ``more`` whose "response" begins otherwise than all before, and write the file,
+    atomically.
+    """
     for story in more:
         stories.setdefault(story["response"][:DISTINCT_CHARACTERS], story)
     with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
@@ -41,11 +45,17 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
 
 
 def write_stories(
-    model: Decoder, tokenizer: Tokenizer, params: SamplingParams, rows: int, max_new_tokens: int, rng: random.Random
+    model: Decoder,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    rows: int,
+    max_new_tokens: int,
+    rng: random.Random,
 ) -> list[dict[str, str]]:
     """ "prompt" and "response" of those of ``rows`` stories that are worth learning.
 
-    A request is a turn of a chat or, without a chat template, plain text. The model continues its opening.
+    A request is a turn of a chat or, without a chat template, plain text. The model continues its
+    opening.
     """
     requests = [story_request(rng) for _ in range(rows)]
     openings = [tokenizer.encode_parts(opening) for _, opening, _ in requests]
@@ -69,12 +79,30 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m decoding.corpus", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    add("--tokens", type=int, required=True, metavar="N", help="tokens of responses wanted in the file")
-    add("--out", type=Path, required=True, metavar="FILE", help=".jsonl; an earlier one is continued")
+    add(
+        "--tokens",
+        type=int,
+        required=True,
+        metavar="N",
+        help="tokens of responses wanted in the file",
+    )
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=".jsonl; an earlier one is continued",
+    )
     add("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     add("--top-k", type=int, default=80, metavar="K", help="0: off")
     add("--max-new-tokens", type=int, default=320, metavar="N", help="of a response")
-    add("--batch", type=int, default=128, metavar="B", help="texts at a time; fewer take less memory")
+    add(
+        "--batch",
+        type=int,
+        default=128,
+        metavar="B",
+        help="texts at a time; fewer take less memory",
+    )
     add("--seed", type=int, default=0, metavar="S", help="same seed: same texts")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
@@ -82,18 +110,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check the options, load the model, and add batches of stories until the file has ``options.tokens`` tokens.
+    """Check the options, load the model, and add batches of stories until the file has
+    ``options.tokens`` tokens.
 
-    A batch depends on the seed and on the contents of the file only, so that a run that was killed continues to the
-    same file. Raises InputError when the model writes nothing new any more.
+    A batch depends on the seed and on the contents of the file only, so that a run that was killed
+    continues to the same file. Raises InputError when the model writes nothing new any more.
     """
     if min(options.tokens, options.batch, options.max_new_tokens) < 1:
         raise InputError("--tokens, --batch and --max-new-tokens must be at least 1")
     params = SamplingParams(options.temperature, options.top_k)
     folder, device = model_folder(options.model), pick_device(options.device)
     tokenizer, stories, fruitless = Tokenizer(folder), {}, 0
-    with explaining(f"{options.out} is not a file of this command: give another", (KeyError, TypeError)):
-        add(stories, [row for _, row in read_json_lines(options.out)] if options.out.is_file() else [], options.out)
+    with explaining(
+        f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
+    ):
+        add(
+            stories,
+            [row for _, row in read_json_lines(options.out)] if options.out.is_file() else [],
+            options.out,
+        )
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
     while True:
@@ -102,15 +137,28 @@ def run(options: argparse.Namespace) -> None:
         if tokens >= options.tokens:
             return
         if fruitless >= FRUITLESS_ROWS:
-            raise InputError(f"the last {fruitless} texts were useless or not new: raise --temperature or --top-k")
-        before, rows = len(stories), min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
+            raise InputError(
+                f"the last {fruitless} texts were useless or not new: raise --temperature or"
+                " --top-k"
+            )
+        before, rows = (
+            len(stories),
+            min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens),
+        )
         rng = random.Random(f"{options.seed} {before} {fruitless}")
-        add(stories, write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng), options.out)
+        add(
+            stories,
+            write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng),
+            options.out,
+        )
         fruitless = 0 if len(stories) > before else fruitless + rows
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(lambda: run(parse_arguments(arguments)), "interrupted: run the same command again to continue")
+    return run_command(
+        lambda: run(parse_arguments(arguments)),
+        "interrupted: run the same command again to continue",
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Children's stories: requests for them, and a filter of written ones.
 
-Forms in ``templates.json`` that state a length get stories with an end. Without one a small model writes until it
-repeats itself. Openings are beginnings for the model to continue: so each story names its subject in its first words.
+Forms in ``templates.json`` that state a length get stories with an end. Without one a small model
+writes until it repeats itself. Openings are beginnings for the model to continue: so each story
+names its subject in its first words.
 """
 
 import json
@@ -10,7 +11,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-TEMPLATES: dict[str, list[str]] = json.loads(Path(__file__).with_name("templates.json").read_text(encoding="utf-8"))
+TEMPLATES: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("templates.json").read_text(encoding="utf-8")
+)
 SEQUENCE = 4  # words per sequence, which is repeated if it occurred before
 MOST_REPEATED = 0.05  # largest share of repeated sequences in a text
 LEAST_WORDS = 30  # of a text
@@ -20,12 +23,15 @@ SENTENCE_END = re.compile(r"[.!?][\"'”’)]*(?=\s|$)")
 
 
 def story_request(rng: random.Random) -> tuple[str, str, list[str]]:
-    """A prompt, the opening of its story, and the subjects that this should name: the last word of each blank.
+    """A prompt, the opening of its story, and the subjects that this should name: the last word of
+    each blank.
 
     Forms of prompt and opening are random, and filled with the same random words.
     """
     form = rng.choice(TEMPLATES["form"])
-    blanks = {name: rng.choice(TEMPLATES[name]) for name in ("who", "where", "thing", "lesson", "feeling")}
+    blanks = {
+        name: rng.choice(TEMPLATES[name]) for name in ("who", "where", "thing", "lesson", "feeling")
+    }
     subjects = [phrase.split()[-1] for name, phrase in blanks.items() if "{" + name + "}" in form]
     return form.format(**blanks), rng.choice(TEMPLATES["opening"]).format(**blanks), subjects
 
@@ -36,23 +42,29 @@ def words_of(text: str) -> list[str]:
 
 
 def repetition(text: str) -> float:
-    """The share of a text's four-word sequences that occurred before in it; 0 for a text of fewer words."""
+    """The share of a text's four-word sequences that occurred before in it; 0 for a text of fewer
+    words.
+    """
     words = words_of(text)
     sequences = list(zip(*(words[start:] for start in range(SEQUENCE)), strict=False))
     return 1 - len(set(sequences)) / len(sequences) if sequences else 0.0
 
 
 def before_repetition(text: str) -> str:
-    """The longest beginning of whole sentences with ``repetition`` up to ``MOST_REPEATED``; "" if there is none."""
+    """The longest beginning of whole sentences with ``repetition`` up to ``MOST_REPEATED``; "" if
+    there is none.
+    """
     ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    return next((text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), "")
+    return next(
+        (text[:end] for end in reversed(ends) if repetition(text[:end]) <= MOST_REPEATED), ""
+    )
 
 
 def worth_learning(response: str, subjects: Sequence[str]) -> str:
     """The story up to its last whole sentence before it begins to repeat itself.
 
-    Empty where that is too short, strays from its subjects or has sentences too long for children. A word with the same
-    beginning, less two letters, names a subject: "foxes" names a fox.
+    Empty where that is too short, strays from its subjects or has sentences too long for children.
+    A word with the same beginning, less two letters, names a subject: "foxes" names a fox.
     """
     story = before_repetition(response)
     words, sentences = words_of(story), len(SENTENCE_END.findall(story))

@@ -1,8 +1,10 @@
-"""Proof by enumeration: the exact law (distribution of the output) of code that draws through ``Randomness``.
+"""Proof by enumeration: the exact law (distribution of the output) of code that draws through
+``Randomness``.
 
-``output_law`` receives a function that runs the production loop with a given randomness. It runs it once for every path
-of outcomes: each draw takes each token of positive probability in turn, each acceptance both results, and the
-probabilities along the path are multiplied. The sum over paths is the law of the output, up to float64 rounding.
+``output_law`` receives a function that runs the production loop with a given randomness. It runs it
+once for every path of outcomes: each draw takes each token of positive probability in turn, each
+acceptance both results, and the probabilities along the path are multiplied. The sum over paths is
+the law of the output, up to float64 rounding.
 """
 
 import math
@@ -31,12 +33,16 @@ class Enumerator(Randomness):
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         weights = probs.double() / probs.double().sum().clamp(min=torch.finfo(torch.float64).tiny)
         outcomes = [(weight, token) for token, weight in enumerate(weights.tolist()) if weight > 0]
-        # A position without an allowed token is a row of zeros: its draw is meaningless, as in production.
+        # A position without an allowed token is a row of zeros: its draw is meaningless, as in
+        # production.
         return torch.tensor(self._choose(outcomes or [(1.0, len(probs) - 1)]), device=probs.device)
 
     def accept(self, probabilities: Tensor) -> Tensor:
         sides = [[(p, True), (1 - p, False)] for p in probabilities.double().clamp(max=1).tolist()]
-        outcomes = [(math.prod(p for p, _ in events), [result for _, result in events]) for events in product(*sides)]
+        outcomes = [
+            (math.prod(p for p, _ in events), [result for _, result in events])
+            for events in product(*sides)
+        ]
         possible = [outcome for outcome in outcomes if outcome[0] > 0]
         return torch.tensor(self._choose(possible), dtype=torch.bool, device=probabilities.device)
 
@@ -63,10 +69,12 @@ class Enumerator(Randomness):
 
 
 class RaceEnumerator(Enumerator):
-    """Enumerator of the exponential race over two tokens, where one number u decides every draw at a place.
+    """Enumerator of the exponential race over two tokens, where one number u decides every draw at
+    a place.
 
-    Token a wins, E_a/p_a < E_b/p_b, exactly when u = E_a / (E_a + E_b) < p_a, and u is uniform on (0, 1). The draws of
-    a path limit the u of each place to an interval. The next draw at that place splits the interval at its p_a.
+    Token a wins, E_a/p_a < E_b/p_b, exactly when u = E_a / (E_a + E_b) < p_a, and u is uniform on
+    (0, 1). The draws of a path limit the u of each place to an interval. The next draw at that
+    place splits the interval at its p_a.
     """
 
     def __init__(self) -> None:
@@ -77,8 +85,13 @@ class RaceEnumerator(Enumerator):
         low, high = self.known.get(place, (0.0, 1.0))
         a, b = probs.double().tolist()
         split = min(max(a / (a + b), low), high) if a + b else high
-        sides = [((split - low) / (high - low), 0, (low, split)), ((high - split) / (high - low), 1, (split, high))]
-        token, self.known[place] = self._choose([(share, (token, part)) for share, token, part in sides if share])
+        sides = [
+            ((split - low) / (high - low), 0, (low, split)),
+            ((high - split) / (high - low), 1, (split, high)),
+        ]
+        token, self.known[place] = self._choose(
+            [(share, (token, part)) for share, token, part in sides if share]
+        )
         return torch.tensor(token, device=probs.device)
 
     def next_path(self) -> bool:
@@ -93,8 +106,8 @@ def output_law(
 ) -> dict[Hashable, float]:
     """Exact probability of every result of ``run``.
 
-    ``run`` must begin from the same state at each call, and draw only through the randomness that it receives.
-    ``progress`` is called with the probability of each path of draws; they sum to 1.
+    ``run`` must begin from the same state at each call, and draw only through the randomness that
+    it receives. ``progress`` is called with the probability of each path of draws; they sum to 1.
     """
     law: defaultdict[Hashable, float] = defaultdict(float)
     walk = enumerator()
@@ -107,5 +120,9 @@ def output_law(
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:
-    """Total variation: half the sum of |difference|, 0 for equal laws, 1 for laws that share no outcome."""
-    return sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2
+    """Total variation: half the sum of |difference|, 0 for equal laws, 1 for laws that share no
+    outcome.
+    """
+    return (
+        sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2
+    )

@@ -1,8 +1,10 @@
-"""Proof of one drafter: the distance between the production loop's law with it and plain sampling's law.
+"""Proof of one drafter: the distance between the production loop's law with it and plain sampling's
+law.
 
     bias(table, request, Setup(PopularTokens)) < 1e-9
 
-``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft FILE.py:PopularTokens``.
+``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft
+FILE.py:PopularTokens``.
 """
 
 import sys
@@ -14,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from decoding import speculate as loop  # as modules, so that the tests can replace a function by a mutant
+# as modules, so that the tests can replace a function by a mutant
+from decoding import speculate as loop
 from decoding import verify as rules
 from decoding.drafters import Drafter, ModelDrafter
 from decoding.policies import FixedLength, Policy
@@ -34,7 +37,9 @@ def self_draft(model: TableModel, cache: KVCache) -> Drafter:
 
 @dataclass(frozen=True)
 class Setup:
-    """Drafter and policy to be proven: functions that make a new one of each, the drafter of a model and its cache."""
+    """Drafter and policy to be proven: functions that make a new one of each, the drafter of a
+    model and its cache.
+    """
 
     drafter: Callable[[Any, KVCache], Drafter] = self_draft
     policy: Callable[[], Policy] = lambda: FixedLength(2)
@@ -48,14 +53,18 @@ def run_loop(
     rounds: list[Round] | None = None,
     coupling: str = "ratio",
 ) -> Outcome:
-    """One text of the production loop: its tokens and the reason of its end. Its records are appended to ``rounds``."""
+    """One text of the production loop: its tokens and the reason of its end. Its records are
+    appended to ``rounds``.
+    """
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
     verify = {"ratio": rules.verify_by_ratio, "race": rules.verify_by_race}[coupling]
     text = Text(request.prompt, request.rules, model, lambda token: TEXTS[token])
     drafter, policy = setup.drafter(model, cache), setup.policy()
     try:
-        for round in loop.speculate(model, cache, text, drafter, policy, request.params, randomness, verify):
+        for round in loop.speculate(
+            model, cache, text, drafter, policy, request.params, randomness, verify
+        ):
             if rounds is not None:
                 rounds.append(round)
             assert len(text.generated) <= request.max_new_tokens, "the loop does not stop"
@@ -65,12 +74,16 @@ def run_loop(
 
 
 def bias(model: TableModel, request: Request, setup: Setup, coupling: str = "ratio") -> float:
-    """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the loop is exact.
+    """Total variation between the laws of the loop and of plain sampling: 0 up to rounding if the
+    loop is exact.
 
-    Under the exponential race the model must have two tokens. It takes seconds for a request of two tokens, and up to
-    two minutes with a banned word: a bar shows the probability of the draws so far.
+    Under the exponential race the model must have two tokens. It takes seconds for a request of two
+    tokens, and up to two minutes with a banned word: a bar shows the probability of the draws so
+    far.
     """
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task("every outcome of every draw", total=1.0)
         law = output_law(
             lambda randomness: run_loop(model, request, setup, randomness, coupling=coupling),

@@ -1,12 +1,16 @@
-"""Law of plain sampling, by recursion over texts: the reference that the loop's law is compared with.
+"""Law of plain sampling, by recursion over texts: the reference that the loop's law is compared
+with.
 
-It shares only the function ``distribution`` with the production loop, and has no rounds, drafts, caches or rollbacks.
+It shares only the function ``distribution`` with the production loop, and has no rounds, drafts,
+caches or rollbacks.
 """
+
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +18,9 @@ from torch import Tensor
 from decoding.proof.table_model import TEXTS
 from decoding.sampling import SamplingParams, distribution
 from decoding.text import Constraint, Rules
+
+if TYPE_CHECKING:
+    from decoding.grammar import Grammar
 
 DEAD_END = "every token forbidden"
 
@@ -39,26 +46,34 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     banned: tuple[str, ...] = ()
     constraint: Constraint | None = None
+    grammar: Grammar | None = None
 
     @property
     def rules(self) -> Rules:
         """The rules in the production loop's type."""
         constraints = (self.constraint,) if self.constraint else ()
-        return Rules(self.max_new_tokens, self.eos_ids, self.stop_strings, self.banned, constraints)
+        words = self.stop_strings, self.banned
+        return Rules(self.max_new_tokens, self.eos_ids, *words, constraints, self.grammar)
 
 
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
     """Probability of every outcome of plain sampling under the request's rules."""
     law: defaultdict[Outcome, float] = defaultdict(float)
 
-    def expand(tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float) -> None:
+    def expand(
+        tokens: tuple[int, ...], forbidden: dict[int, frozenset[int]], weight: float
+    ) -> None:
         history = request.prompt + tokens
         allowed = torch.ones(model.vocab_size, dtype=torch.bool)
         if request.constraint and (mask := request.constraint(history)) is not None:
             allowed &= mask
+        if request.grammar:
+            allowed &= request.grammar(len(request.prompt))(history)
         for token in forbidden.get(len(tokens), frozenset()):
             allowed[token] = False
-        probs = distribution(model.row(history)[None], torch.tensor(history), request.params, allowed[None])[0]
+        probs = distribution(
+            model.row(history)[None], torch.tensor(history), request.params, allowed[None]
+        )[0]
         if not probs.any():
             law[DEAD_END] += weight
             return
@@ -88,7 +103,9 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
 
 
 def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
-    """Offset of the word that the last token completes first (the longest, if several), by trying every end."""
+    """Offset of the word that the last token completes first (the longest, if several), by trying
+    every end.
+    """
     text = b"".join(TEXTS[token] for token in tokens)
     for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):
         for word in sorted((word.encode() for word in words), key=len, reverse=True):

@@ -1,4 +1,6 @@
-"""Table model: a table of probabilities with the interface of a model, small enough to compute its law exactly."""
+"""Table model: a table of probabilities with the interface of a model, small enough to compute its
+law exactly.
+"""
 
 from collections.abc import Sequence
 
@@ -8,22 +10,29 @@ from torch import Tensor
 from model import InputError, KVCache, LayerPlan
 from model.plan import FULL
 
-TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")  # the bytes of its tokens; 2 has those of 0 and 1 together
+# the bytes of its tokens; 2 has those of 0 and 1 together
+TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")
 DRAFT_PLAN = LayerPlan((FULL, 0), (FULL, FULL))
 
 
 class TableModel:
-    """Language model that is a table: after each text a row of probabilities, which depends on its whole history.
+    """Language model that is a table: after each text a row of probabilities, which depends on its
+    whole history.
 
-    It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads its history from
-    there. A wrong position, a hole, a token fed twice or a stale entry of the draft gives a wrong row or an error.
+    It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads
+    its history from there. A wrong position, a hole, a token fed twice or a stale entry of the
+    draft gives a wrong row or an error.
     """
 
     max_positions = 64
     device = torch.device("cpu")
+    why_rows_vary = None
+    trouble = None
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
-        """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; ``draft`` answers under DRAFT_PLAN."""
+        """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; ``draft`` answers
+        under DRAFT_PLAN.
+        """
         if target.shape[1] > len(TEXTS):
             raise InputError(f"a table has at most {len(TEXTS)} tokens, found {target.shape[1]}")
         self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
@@ -33,24 +42,36 @@ class TableModel:
         return KVCache(2, (1, 1, capacity, 1), torch.float64, self.device)
 
     def row(self, history: Sequence[int], plan: LayerPlan | None = None) -> Tensor:
-        """Logits ``[vocab]`` after a history: the row number is a hash of all its tokens and their order."""
+        """Logits ``[vocab]`` after a history: the row number is a hash of all its tokens and their
+        order.
+        """
         state = 0
         for token in history:
             state = (3 * state + token + 1) % self.states
         return self.tables[plan][state]
 
-    def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None) -> Tensor:
-        # Keys are ids. The draft's have a half added, so that the target's entries differ from them.
+    def __call__(
+        self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None
+    ) -> Tensor:
+        # Keys are ids. The draft's have a half added, so that the target's entries differ from
+        # them.
         entries = tokens[:, None, :, None].double() + (0.0 if plan is None else 0.5)
         for layer in range(2):
             if plan is None or plan.attention[layer]:
                 history, _ = cache.write(layer, start, entries, entries)
         ids = history.flatten().tolist()
         if plan is None:
-            assert all(entry == int(entry) for entry in ids), "the target read an entry that a draft wrote"
+            assert all(entry == int(entry) for entry in ids), (
+                "the target read an entry that a draft wrote"
+            )
         else:
-            assert all(entry == int(entry) for entry in ids[: cache.lengths[1]]), "the draft lost the target's entries"
-        rows = [self.row([int(entry) for entry in ids[: start + 1 + t]], plan) for t in range(tokens.shape[1])]
+            assert all(entry == int(entry) for entry in ids[: cache.lengths[1]]), (
+                "the draft lost the target's entries"
+            )
+        rows = [
+            self.row([int(entry) for entry in ids[: start + 1 + t]], plan)
+            for t in range(tokens.shape[1])
+        ]
         return torch.stack(rows)[None]
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:

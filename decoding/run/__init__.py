@@ -1,4 +1,6 @@
-"""Everything around the loop that serves a request: choice of a draft, costs, plan files, writing, comparing.
+"""Everything around the loop that serves a request: choice of a draft, costs, plan files, writing,
+comparing.
 
-Begin with ``chooser``, then ``writer``; ``together`` writes many texts at once, ``ranks`` on several processes.
+Begin with ``chooser``, then ``writer``; ``together`` writes many texts at once, ``ranks`` on
+several processes.
 """

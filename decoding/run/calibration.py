@@ -1,27 +1,45 @@
-"""Calibration: texts that a model writes itself, and the mean squares of its linear layers' inputs on them."""
+"""Calibration: texts that a model writes itself, and the mean squares of its linear layers' inputs
+on them.
+"""
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from decoding.randomness import inverse_cdf
-from decoding.run.acceptance import Continuation
 from decoding.sampling import SamplingParams, distribution
-from model import Decoder, InputError
+from model import Decoder, InputError, LayerPlan, fast, quantise
 from model.errors import NON_FINITE
-from weights.cli.files import atomic_path
+from model.places import version
+from weights.cli.command_line import say
 from weights.cli.prompt import encode_prompt
+from weights.kept import KeptTensors
 from weights.tokenizer import Tokenizer
 
-FILE = "calibration.safetensors"  # in the model's folder
-PROMPTS = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8").splitlines()
+PROMPTS_FILE = Path(__file__).with_name("prompts.txt")
+PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
+# the files that determine importance, rounding and packing
+SOURCES = [Path(__file__), PROMPTS_FILE, Path(quantise.__file__)]
+SOURCES += Path(fast.__file__).with_name("cpu").glob("*.py")
+BY_IMPORTANCE = (4, 6)  # numbers of bits in which weights are rounded by the importance of inputs
 TOKENS = 48  # written after each prompt
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the tokens that the target wrote after it, at least one each.
+
+    ``unused`` tokens of the budget were left when the text ended (0: the budget ended it).
+    """
+
+    prompt: tuple[int, ...]
+    written: tuple[int, ...]
+    unused: int = 0
 
 
 @torch.inference_mode()
@@ -36,14 +54,17 @@ def sample_texts(
 ) -> list[list[int]]:
     """The model's continuation of each prompt, of one token or more; greedy at temperature 0.
 
-    All rows advance together, one position per step. Within its prompt a row takes the prompt's next token, after it a
-    drawn one. There is no padding. A text ends with the first of ``eos_ids``, which it keeps, after ``max_new_tokens``
-    or at the end of the context. Row i draws by uniform random numbers from ``seed`` and i, one per output token: its
-    text does not depend on the other rows, up to rounding. Raises InputError for a prompt that does not fit the
-    context, and for non-finite logits.
+    All rows advance together, one position per step. Within its prompt a row takes the prompt's
+    next token, after it a drawn one. There is no padding. A text ends with the first of
+    ``eos_ids``, which it keeps, after ``max_new_tokens`` or at the end of the context. Row i draws
+    by uniform random numbers from ``seed`` and i, one per output token: its text does not depend on
+    the other rows, up to rounding. Raises InputError for a prompt that does not fit the context,
+    and for non-finite logits.
     """
     if (longest := max(map(len, prompts), default=0)) >= model.max_positions:
-        raise InputError(f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}")
+        raise InputError(
+            f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}"
+        )
     if not prompts:
         return []
     starts = torch.tensor([len(prompt) for prompt in prompts])
@@ -54,18 +75,29 @@ def sample_texts(
     for row, prompt in enumerate(prompts):
         stream = np.random.default_rng(np.random.SeedSequence(seed % 2**64, spawn_key=(row,)))
         tokens[row, : starts[row]] = torch.tensor(prompt)
-        uniform[row, starts[row] : ends[row]] = torch.from_numpy(stream.random(int(ends[row] - starts[row])))
+        uniform[row, starts[row] : ends[row]] = torch.from_numpy(
+            stream.random(int(ends[row] - starts[row]))
+        )
     eos = torch.tensor(sorted(eos_ids), dtype=torch.int64)
-    tokens, uniform, starts, ends, eos = (each.to(model.device) for each in (tokens, uniform, starts, ends, eos))
+    tokens, uniform, starts, ends, eos = (
+        each.to(model.device) for each in (tokens, uniform, starts, ends, eos)
+    )
     cache, first = model.new_cache(capacity, batch=rows), int(starts.min())
     model.prefill(tokens[:, : first - 1], cache)
     for position in range(first, capacity):
         logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
         if not logits.isfinite().all():
             raise InputError(NON_FINITE)
-        # ``distribution`` takes its rows for positions of one text, which only the repetition penalty reads.
-        parts = zip(logits.split(rows if params.repetition_penalty == 1 else 1), tokens[:, :position], strict=False)
-        drawn = inverse_cdf(torch.cat([distribution(*part, params) for part in parts]), uniform[:, position])
+        # ``distribution`` takes its rows for positions of one text, which only the repetition
+        # penalty reads.
+        parts = zip(
+            logits.split(rows if params.repetition_penalty == 1 else 1),
+            tokens[:, :position],
+            strict=False,
+        )
+        drawn = inverse_cdf(
+            torch.cat([distribution(*part, params) for part in parts]), uniform[:, position]
+        )
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
         ends = torch.where(writes & torch.isin(drawn, eos), position + 1, ends)
@@ -83,17 +115,25 @@ def calibration_texts(
     prompts: Sequence[str] = PROMPTS,
     tokens: int = TOKENS,
 ) -> list[Continuation]:
-    """The model's continuations of those prompts that fit its context, up to ``tokens`` tokens each."""
+    """The model's continuations of those prompts that fit its context, up to ``tokens`` tokens
+    each.
+    """
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     fitting = [ids for ids in encoded if len(ids) < model.max_positions]
     limits = {"max_new_tokens": tokens, "eos_ids": tokenizer.eos_ids}
-    pairs = zip(fitting, sample_texts(model, fitting, params=params, seed=seed, **limits), strict=True)
+    pairs = zip(
+        fitting, sample_texts(model, fitting, params=params, seed=seed, **limits), strict=True
+    )
     return [Continuation(tuple(prompt), tuple(text), tokens - len(text)) for prompt, text in pairs]
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
-    """The layers whose weights a draft may round, by name: the blocks' linear layers, and the head or its embedding."""
-    layers = {name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)}
+    """The layers whose weights a draft may round, by name: the blocks' linear layers, and the head
+    or its embedding.
+    """
+    layers = {
+        name: part for name, part in model.layers.named_modules() if isinstance(part, nn.Linear)
+    }
     return layers | {"head": model.lm_head or model.embed_tokens}
 
 
@@ -103,7 +143,8 @@ def input_squares(
     texts: Sequence[Continuation],
     square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
 ) -> dict[str, Tensor]:
-    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the layer's name.
+    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the
+    layer's name.
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
@@ -114,7 +155,9 @@ def input_squares(
 
     with ExitStack() as hooks:
         for name in [name for name in layers if name != "head"]:
-            hook = layers[name].register_forward_pre_hook(lambda _, inputs, name=name: add(name, inputs[0]))
+            hook = layers[name].register_forward_pre_hook(
+                lambda _, inputs, name=name: add(name, inputs[0])
+            )
             hooks.enter_context(hook)
         for text in texts:
             ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)
@@ -123,22 +166,62 @@ def input_squares(
     return {name: squares / count for name, squares in sums.items()}
 
 
-def weigh_inputs(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
-    """Set the ``importance`` of every linear layer's inputs, by which ``model.quantise`` rounds its weights.
+def low_bit_steps(
+    model: Decoder, plan: LayerPlan, folder: Path, tokenizer: Tokenizer
+) -> Iterator[None]:
+    """Get a plan's low-bit copies into memory, in steps of one matrix or one calibration text.
 
-    It is kept in the model's folder. Where that cannot be written, it is measured again at every start.
+    Those that are kept are mapped, all before the first step. The others are made and kept. A text
+    may be written between two steps, but not drafted under the plan.
+    """
+    kept = kept_of(model, folder)
+    if not hasattr(model, "missing_copies"):  # on a GPU ``prepare`` makes them
+        yield from importance_steps(model, kept, tokenizer)
+        return
+    names = {layer: name for name, layer in linear_layers(model).items()}
+    missing = []
+    for layer, bits in model.missing_copies(plan):
+        copy = kept.read(f"{names[layer]}.{bits}")
+        if copy is None:
+            missing.append((layer, bits))
+        else:
+            model.take_copy(layer, bits, copy)
+    if not missing:
+        return
+    say("making this checkpoint's low-bit copies, kept for later runs")
+    if any(bits in BY_IMPORTANCE for _, bits in missing):
+        yield from importance_steps(model, kept, tokenizer)
+    for layer, bits in missing:
+        kept.write(f"{names[layer]}.{bits}", model.make_copy(layer, bits))
+        yield
+    kept.drop_oldest()
+
+
+def kept_of(model: Decoder, folder: Path) -> KeptTensors:
+    """The kept tensors of a model that was loaded from this folder, in use as long as the model."""
+    if not hasattr(model, "kept"):
+        model.kept = KeptTensors(folder, model.dtype, version(SOURCES))
+    return model.kept
+
+
+def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) -> Iterator[None]:
+    """Set the ``importance`` of every linear layer's inputs, by which ``model.quantise`` rounds its
+    weights, in steps of one text: the mean square over the prompts, or what is kept of it.
     """
     layers = linear_layers(model)
     if all(hasattr(layer, "importance") for layer in layers.values()):
         return
-    shapes = {name: layer.weight.shape[1:] for name, layer in layers.items()}
-    try:
-        squares = load_file(folder / FILE)
-    except (OSError, SafetensorError):
-        squares = {}
-    if {name: each.shape for name, each in squares.items()} != shapes:
-        squares = input_squares(model, calibration_texts(model, tokenizer, SamplingParams(temperature=1.0)))
-        with suppress(OSError), atomic_path(folder / FILE) as temporary:
-            save_file({name: each.cpu().contiguous() for name, each in squares.items()}, temporary)
-    for name, layer in layers.items():
-        layer.importance = squares[name]
+    found = kept.read("importance")
+    if found is None:
+        means = []
+        for prompt in PROMPTS:
+            ids = encode_prompt(tokenizer, prompt)[: model.max_positions]
+            squares = input_squares(model, [Continuation(tuple(ids), ())])
+            means.append(torch.cat([squares[name].cpu() for name in layers]))
+            yield
+        found = torch.stack(means).mean(0, keepdim=True)
+        kept.write("importance", found)
+    sizes = [layer.weight.shape[1] for layer in layers.values()]
+    parts = found.view(torch.float32)[0].split(sizes)
+    for layer, part in zip(layers.values(), parts, strict=True):
+        layer.importance = part

@@ -1,4 +1,6 @@
-"""Comparison of speculation with plain decoding of the same request: speed-up, and equality of the texts."""
+"""Comparison of speculation with plain decoding of the same request: speed-up, and equality of the
+texts.
+"""
 
 import operator
 from statistics import median
@@ -8,7 +10,8 @@ from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
 
 TURNS = 3  # a text is written both ways, one after the other, this often
-FEW_TOKENS, SHORT = 48, 0.5  # below this number of tokens, or of seconds, noise is larger than the difference
+# below this number of tokens, or of seconds, noise is larger than the difference
+FEW_TOKENS, SHORT = 48, 0.5
 
 
 def comparison(
@@ -20,17 +23,28 @@ def comparison(
     *,
     exact: bool = True,
 ) -> str:
-    """The median speed-up of the drafting over plain decoding with its range, and whether the texts are equal.
+    """The median speed-up of the drafting over plain decoding with its range, and whether the texts
+    are equal.
 
-    ``sample`` is a text of the drafting. In greedy decoding and under the race the plain text must equal it. Under the
-    ratio rule the two have the same law, if the drafter states its q truly: ``exact`` is False where that is unknown.
+    ``sample`` is a text of the drafting. In greedy decoding and under the race the plain text must
+    equal it. Under the ratio rule the two have the same law, if the drafter states its q truly:
+    ``exact`` is False where that is unknown.
     """
-    rules, turns = sample.text.rules, []
+    if drafting.new_policy().gamma == 0:
+        return "[both ways are plain decoding: there is no speed-up to measure]"
+    rules, turns = sample.source.rules, []
     for _ in range(TURNS):
-        turns.append([writer.write(writer.new_text(rules), way, params, coupling) for way in (drafting, writer.plain)])
-    drafted, plainly = sample.text.generated, turns[0][1].text.generated
+        turns.append(
+            [
+                writer.write(writer.new_text(rules), way, params, coupling)
+                for way in (drafting, writer.plain)
+            ]
+        )
+    drafted, plainly = sample.tokens, turns[0][1].tokens
     if params.temperature and coupling.name == "ratio":
-        texts = "another text of the same law" + ("" if exact else ", if the drafter states its q truly")
+        texts = "another text of the same law" + (
+            "" if exact else ", if the drafter states its q truly"
+        )
     elif drafted == plainly:
         texts = "same text"
     else:
@@ -40,8 +54,14 @@ def comparison(
     tokens = min(each.statistics.tokens for turn in turns for each in turn)
     seconds = min(each.seconds for turn in turns for each in turn)
     if tokens < FEW_TOKENS or seconds < SHORT:
-        return f"[{texts}; too short to compare speeds ({tokens} tokens, {seconds:.2f} s): let it write more]"
-    ratios = [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in turns]
+        return (
+            f"[{texts}; too short to compare speeds ({tokens} tokens, {seconds:.2f} s): let it"
+            " write more]"
+        )
+    ratios = [drafted.speed / plain.speed for drafted, plain in turns]
     spread = f"median of {TURNS} turns, {min(ratios):.2f} to {max(ratios):.2f}"
-    speed = median(plain.tokens_per_second for _, plain in turns)
-    return f"[{median(ratios):.2f} times plain decoding, which writes {speed:.1f} tokens/s ({spread}), {texts}]"
+    speed = median(plain.speed for _, plain in turns)
+    return (
+        f"[{median(ratios):.2f} times plain decoding, which writes {speed:.1f} tokens/s ({spread}),"
+        f" {texts}]"
+    )

@@ -1,24 +1,34 @@
-"""Options of a text, from a command line or a request, and the checked request of a command line."""
+"""Options of a text, from a command line or a request, and the checked request of a command
+line.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from argparse import Namespace
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from decoding.run.chooser import DraftOptions, Setting
-from decoding.run.together import MOST_TOGETHER
+from decoding.run.chooser import DraftOptions
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
-from model import Decoder, InputError
-from weights.cli.command_line import say
+from model import InputError
 from weights.cli.device import pick_device
-from weights.cli.files import check_place, explaining
+from weights.cli.files import check_place, explaining, read_text
 from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
-from weights.memory import estimate, free_bytes
 from weights.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from decoding.grammar import Grammar, Vocabulary
+
+# Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
+CONTEXT = 8192
+
+MOST = 1 << 16  # texts that can be asked for
 
 
 class TextOptions(NamedTuple):
@@ -30,69 +40,140 @@ class TextOptions(NamedTuple):
     coupling: Coupling
 
     @staticmethod
-    def of(options: Namespace, eos_ids: frozenset[int] = frozenset()) -> TextOptions:
-        """Those of options under the command line's names. Raises InputError for a value out of range."""
+    def of(
+        options: Namespace,
+        eos_ids: frozenset[int] = frozenset(),
+        grammar: Grammar | None = None,
+    ) -> TextOptions:
+        """Those of options under the command line's names. Raises InputError for a value out of
+        range.
+        """
         draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
-        shared = options.num_samples > 1 or (options.serve and options.together > 1)  # texts that may share steps
+        # texts that may share steps
         return TextOptions(
             DraftOptions(options.draft, **draft),
             SamplingParams(**params),
-            Rules(options.max_new_tokens, eos_ids, options.stop, options.ban),
-            Coupling.of(options.coupling or ("race" if shared else None), options.seed),
+            Rules(options.max_new_tokens, eos_ids, options.stop, options.ban, grammar=grammar),
+            Coupling.of(options.coupling, options.seed),
         )
+
+
+GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
+
+
+def read_grammar_files(options: Namespace) -> Namespace:
+    """The command line's options with the contents of the files that --json-schema and --grammar
+    name. A schema may also be given itself, from Python as a dictionary too.
+    """
+    found = dict(vars(options))
+    if isinstance(options.json_schema, dict):
+        found["json_schema"] = json.dumps(options.json_schema)
+    elif options.json_schema is not None and not str(options.json_schema).lstrip().startswith("{"):
+        found["json_schema"] = read_text(options.json_schema)
+    if options.grammar is not None:
+        found["grammar"] = read_text(options.grammar)
+    return Namespace(**found)
+
+
+def told_schema(options: Namespace) -> str | None:
+    """The JSON schema that the model is told, of options whose files are read."""
+    return options.json_schema if options.schema_prompt else None
+
+
+def read_grammar(
+    options: Namespace, tokenizer: Tokenizer, vocab_size: int, seconds: float = math.inf
+) -> Grammar | None:
+    """The grammar of options whose files are read; None where they give none. ``seconds``: the
+    longest that all masks of a text may take. Raises InputError for several, and for a wrong one.
+    """
+    given = [name for name in GRAMMARS if getattr(options, name) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InputError("give one of --json-schema, --regex and --grammar")
+    from decoding.grammar import Grammar  # loaded only where it is asked for
+
+    source = getattr(options, given[0])
+    return Grammar(GRAMMARS[given[0]], source, vocabulary(tokenizer, vocab_size), seconds)
+
+
+@lru_cache(maxsize=1)
+def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
+    """Tokens of a model of this vocabulary size, as grammars read them."""
+    from decoding.grammar import Vocabulary
+
+    tokens = [tokenizer.token_bytes(token) for token in range(size)]
+    return Vocabulary(tokens, tokenizer.eos_ids, tokenizer.encode_inside)
 
 
 class Request:
     """The request of ``generate.py``'s command line, checked before any weight is read.
 
-    ``ids`` are the prompt's token ids, ``[0]`` where there is no prompt, as with --serve. Raises InputError.
+    ``ids`` are the prompt's token ids, ``[0]`` where there is no prompt, as with --serve. Raises
+    InputError.
     """
 
-    def __init__(self, options: Namespace) -> None:
-        with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
+    def __init__(self, options: Namespace, needs_prompt: bool | None = None) -> None:
+        """``needs_prompt`` is by default whether the command is one that writes after a prompt."""
+        if needs_prompt is None:
+            needs_prompt = not (options.serve or options.dry_run or options.interactive)
+        with explaining(
+            "the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)
+        ):
             "".join((options.system or "", *options.stop, *options.ban)).encode()
         self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
-        if min(options.num_samples, options.together) < 1:
-            raise InputError("--num-samples and --together must be at least 1")
+        if min(options.num_samples, options.together, options.context or 1) < 1:
+            raise InputError("--num-samples, --together and --context must be at least 1")
+        if max(options.num_samples, options.together) > MOST:
+            raise InputError(f"--num-samples and --together may be at most {MOST}")
         if options.html is not None:
             check_place(options.html)
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
-        self.folder, self.device = model_folder(options.model), pick_device(options.device)
+        self.folder = model_folder(options.model, options.revision)
+        self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
-        self.options, self.prompt, self.ids = options, "", [0]
-        if not (options.dry_run or options.serve) or options.prompt is not None or options.prompt_file is not None:
-            self.tokenizer = Tokenizer(self.folder)
-            self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids)
+        self.options = options
+        self.prompt = ""
+        self.ids = [0]
+        if needs_prompt or options.prompt is not None or options.prompt_file is not None:
             self.prompt = read_prompt(options.prompt, options.prompt_file)
-            self.ids = encode_prompt(self.tokenizer, self.prompt, chat=options.chat, system=options.system)
-            check_prompt(self.ids, self.config, self.folder)
+            read = read_grammar_files(options)
+            grammar = read_grammar(read, self.tokenizer, self.config.vocab_size)
+            self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids, grammar=grammar)
+            schema = told_schema(read)
+            self.ids = encode_prompt(
+                self.tokenizer,
+                self.prompt,
+                chat=options.chat,
+                system=options.system,
+                schema=schema,
+            )
+            check_prompt(self.ids, self.config, self.folder, self.context)
+            budget = min(self.rules.max_new_tokens, self.context - len(self.ids))
+            self.rules = replace(self.rules, max_new_tokens=budget)
+
+    @property
+    def context(self) -> int:
+        """Most positions of a text: --context, or of one that is not known yet ``CONTEXT``; at most
+        the model's.
+        """
+        most = self.config.max_positions
+        return min(self.options.context or (most if self.prompt else CONTEXT), most)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer(self.folder)
 
     @property
     def capacity(self) -> int:
-        """Positions of prompt and output; without a prompt the model's whole context."""
-        wanted = len(self.ids) + self.rules.max_new_tokens if self.prompt else self.config.max_positions
-        return min(wanted, self.config.max_positions)
+        """Positions of prompt and output; without a prompt the context, for conversations."""
+        return len(self.ids) + self.rules.max_new_tokens if self.prompt else self.context
 
     def needs(self) -> dict[str, Any]:
         """Arguments of ``weights.memory.estimate`` besides the config."""
         needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
         return needs | self.draft.needs(self.folder, self.config)
-
-    def setting(self, model: Decoder) -> Setting:
-        """The setting in which the prepared model drafts for this request."""
-        texts = self.params, self.capacity, self.coupling.name, len(self.ids)
-        return Setting(self.folder, model, self.tokenizer, *texts)
-
-    def samples_together(self, model: Decoder) -> int:
-        """The number of samples written at once: as many as fit into memory; 1 where times are to be compared."""
-        if self.options.num_samples == 1 or self.options.compare:
-            return 1
-        if not hasattr(model, "together"):
-            say("samples are written one after another: here a step takes one text")
-            return 1
-        memory = estimate(self.config, **self.needs(), fast_on=self.device)
-        fitting = free_bytes(self.device) // (memory.cache + memory.workspace)
-        return max(1, min(self.options.num_samples, MOST_TOGETHER, fitting))

@@ -1,8 +1,9 @@
 """Plan files: the sublayers that a draft skips, as ``{"attn": [layer, ...], "mlp": [layer, ...]}``.
 
-Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...], "mlp": [...]}``;
-``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``, ``threshold``, ``kept_share``, and
-``model``, the fingerprint of the model for which the plan was made. Other keys are ignored.
+Optional: ``bits`` of the other sublayers, one number for all or one per layer, ``{"attn": [...],
+"mlp": [...]}``; ``head_bits``, those of the head; 16 means the checkpoint's weights. ``gamma``,
+``threshold``, ``kept_share``, and ``model``, the fingerprint of the model for which the plan was
+made. Other keys are ignored.
 """
 
 import math
@@ -19,10 +20,12 @@ from weights.load import model_fingerprint
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A layer plan with the draft length and exit threshold that were chosen with it (None: not given).
+    """A layer plan with the draft length and exit threshold that were chosen with it (None: not
+    given).
 
     A ``gamma`` of 0 means that no draft pays: decode plainly. ``kept_share`` is the share of
-    drafted tokens up to the first rejected one that the target is expected to keep: α in the formulas.
+    drafted tokens up to the first rejected one that the target is expected to keep: α in the
+    formulas.
     """
 
     plan: LayerPlan
@@ -31,25 +34,36 @@ class DraftPlan:
     kept_share: float | None = None
 
     def new_policy(self, default_gamma: int) -> Policy:
-        """The policy of the plan: drafts of its length, ended early by its fixed threshold, if any."""
+        """The policy of the plan: drafts of its length, ended early by its fixed threshold, if
+        any.
+        """
         gamma = default_gamma if self.gamma is None else self.gamma
-        return AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
+        return (
+            AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
+        )
 
 
 def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict[str, Any]) -> None:
-    """Write a plan file for the model with this fingerprint, atomically. Raises InputError if it cannot be written."""
+    """Write a plan file for the model with this fingerprint, atomically. Raises InputError if it
+    cannot be written.
+    """
     plan = chosen.plan
     content = {"attn": plan.skipped_attention, "mlp": plan.skipped_mlp}
     if plan.has_low_bits:
         content |= {"bits": {"attn": plan.attention, "mlp": plan.mlp}, "head_bits": plan.head}
-    content |= {"gamma": chosen.gamma, "threshold": chosen.threshold, "kept_share": chosen.kept_share}
+    content |= {
+        "gamma": chosen.gamma,
+        "threshold": chosen.threshold,
+        "kept_share": chosen.kept_share,
+    }
     content |= {"model": fingerprint}
     with explaining(f"{path} cannot be written"):
         write_json(path, content | provenance)
 
 
 def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
-    """The plan of a file, for a model of ``num_layers`` layers. Raises InputError naming the mistake.
+    """The plan of a file, for a model of ``num_layers`` layers. Raises InputError naming the
+    mistake.
 
     With the model's ``folder`` given, a plan that names another model is refused.
     """
@@ -57,25 +71,33 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     if not isinstance(raw, dict) or not {"attn", "mlp", "bits"} & raw.keys():
         raise InputError(f"{path}: a plan file holds one object like {example}")
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
-        raise InputError(f"{path} was made for another model than {folder}: run python -m search for this one")
+        raise InputError(
+            f"{path} was made for another model than {folder}: run python -m search for this one"
+        )
     try:
         skipped, bits = (raw.get("attn", []), raw.get("mlp", [])), raw.get("bits", FULL)
         if not bits or any(len(set(layers)) < len(layers) for layers in skipped):
             raise ValueError("no bits, or a layer that is named twice")
         runs = LayerPlan.skipping(num_layers, *skipped)
-        bits = bits if isinstance(bits, dict) else dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
+        bits = (
+            bits if isinstance(bits, dict) else dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
+        )
         attention, mlp = (
             tuple(each and wide for each, wide in zip(kept, bits.get(name, kept), strict=True))
             for name, kept in (("attn", runs.attention), ("mlp", runs.mlp))
         )
         plan = LayerPlan(attention, mlp, raw.get("head_bits", FULL))
     except (TypeError, ValueError) as error:
-        raise InputError(f"{path} holds no plan for {num_layers} layers, like {example}: {error}") from None
+        raise InputError(
+            f"{path} holds no plan for {num_layers} layers, like {example}: {error}"
+        ) from None
     for key, kinds, most, wanted in (
         ("gamma", (int,), math.inf, "a whole number of at least 0"),
         ("threshold", (int, float), 1, "a number from 0 to 1"),
         ("kept_share", (int, float), 1, "a number from 0 to 1"),
     ):
-        if (value := raw.get(key)) is not None and not (type(value) in kinds and 0 <= value <= most):
+        if (value := raw.get(key)) is not None and not (
+            type(value) in kinds and 0 <= value <= most
+        ):
             raise InputError(f"{path}: {key} must be {wanted}, found {value!r:.80}")
     return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))

@@ -1,12 +1,12 @@
 """Several processes that share a model, started by torchrun: SPMD, as in gpt-fast.
 
-Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``), and only rank 0
-prints. Options, prompt, measured costs, draft lengths, target distributions, random draws, acceptances and Ctrl-C are
-those of rank 0, broadcast where they enter the loop. All other decisions depend on integers and on whether a logit is
-finite, and each logit is computed by one rank. So no two ranks diverge, however their hardware rounds.
+Every rank runs the same command and the same loop on its shard of the weights (``model.parallel``),
+and only rank 0 prints. Options, prompt, draft lengths, target distributions, random draws,
+acceptances and Ctrl-C are those of rank 0, broadcast where they enter the loop. All other decisions
+depend on integers and on whether a logit is finite, and each logit is computed by one rank. So no
+two ranks diverge, however their hardware rounds.
 """
 
-import math
 import os
 import signal
 import sys
@@ -22,18 +22,19 @@ from torch import Tensor
 
 from decoding.policies import Policy
 from decoding.randomness import Randomness
-from decoding.run import chooser
-from decoding.run.costs import CostTable, measure_costs
 from decoding.run.options import Request
+from decoding.run.session import Session
 from decoding.run.writer import Writer
 from decoding.verify import Verify
-from model import Decoder, InputError
+from model import InputError
 from model.parallel import Shard, exchange, split
 from weights.cli.command_line import run_command
+from weights.cli.files import explaining
 from weights.cli.prompt import read_prompt
 from weights.load import load_model, model_fingerprint
 from weights.memory import check_fits, estimate
 
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 INTERRUPTED = Event()  # by Ctrl-C
 
 
@@ -44,10 +45,13 @@ def from_rank_0(value: Any) -> Any:
     return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
-def decide_as_rank_0(policy: Policy, randomness: Randomness, verify: Verify) -> tuple[Randomness, Verify]:
+def decide_as_rank_0(
+    policy: Policy, randomness: Randomness, verify: Verify
+) -> tuple[Randomness, Verify]:
     """Replace the decisions of policy, randomness and rule on every rank by those of rank 0.
 
-    Returns randomness and rule; the policy is changed in place. Ctrl-C on rank 0 ends the text on all ranks.
+    Returns randomness and rule; the policy is changed in place. Ctrl-C on rank 0 ends the text on
+    all ranks.
     """
 
     def shared(decide: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,31 +69,35 @@ def decide_as_rank_0(policy: Policy, randomness: Randomness, verify: Verify) -> 
     return randomness, verify_probs_of_rank_0
 
 
-def costs_of_rank_0(way: chooser.Drafting, setting: chooser.Setting) -> CostTable:
-    """``chooser.costs_of``, measured on rank 0 at every start, since kept costs differ between machines."""
-    how = {"context": setting.context, "patience": math.inf}
-    return from_rank_0(measure_costs(setting.model, way.model, way.plan, setting.params, setting.coupling, **how))
+def run_on_ranks(
+    parse: Callable[[], Namespace], write: Callable[[Request, Session], int]
+) -> NoReturn:
+    """The command line by the parts of ``generate.py``, on every rank; ends the process with its
+    exit status.
+    """
+    if (rank := os.environ.get("RANK", "0")).isdecimal() and int(rank):
+        # Until the process ends.
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    # At once: the interpreter would wait for the other ranks.
+    os._exit(run_command(lambda: run(parse(), write)))
 
 
-def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Request, Decoder], int]) -> NoReturn:
-    """The command line by the parts of ``generate.py``, on every rank; ends the process with its exit status."""
-    if os.environ["RANK"] != "0":
-        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-    os._exit(run_command(lambda: run(parse(), write)))  # at once: the interpreter would wait for the other ranks
-
-
-def run(options: Namespace, write: Callable[[Request, Decoder], int]) -> int:
+def run(options: Namespace, write: Callable[[Request, Session], int]) -> int:
     """Meet the other ranks, check the request, load this rank's shard, and write."""
-    if options.serve:
-        raise InputError("--serve runs in one process, for now: start it without torchrun")
+    if options.serve or options.interactive:
+        raise InputError("--serve and --interactive run in one process: start without torchrun")
     on_gpus = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    with explaining(
+        f"{', '.join(ENVIRONMENT)} must be as torchrun sets them",
+        (KeyError, ValueError, RuntimeError),
+    ):
+        rank, size, local_rank, sharers = (int(os.environ[name]) for name in ENVIRONMENT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     if rank == 0 and options.prompt_file is not None:
         options.prompt, options.prompt_file = read_prompt(options.prompt, options.prompt_file), None
     options = Namespace(**from_rank_0(vars(options)))
     if on_gpus:
-        options.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        options.device = f"cuda:{local_rank}"
     if rank:
         options.html = None
     try:
@@ -97,22 +105,33 @@ def run(options: Namespace, write: Callable[[Request, Decoder], int]) -> int:
         shard, needs = Shard(request.config, rank, size), request.needs()
         low_bits = request.draft.kind == "lowbit" or (needs["plan"] and needs["plan"].has_low_bits)
         if low_bits and request.draft.kind != "auto":
-            raise InputError("several processes draft without low bits: give --draft lookup or exit, or another --plan")
-        whole, part = (estimate(config, **{**needs, "plan": None}) for config in (shard.config, shard.local))
-        sharers = 1 if on_gpus else int(os.environ["LOCAL_WORLD_SIZE"])
+            raise InputError(
+                "several processes draft without low bits: give --draft lookup or exit, or another"
+                " --plan"
+            )
+        whole, part = (
+            estimate(config, **{**needs, "plan": None}) for config in (shard.config, shard.local)
+        )
         # Every rank has all logits, which are in the workspace of the whole model.
-        fits = check_fits(replace(part, workspace=whole.workspace), request.device, sharers)
+        needed = replace(part, workspace=whole.workspace)
+        fits = check_fits(needed, request.device, 1 if on_gpus else sharers)
         found = fits, (needs, request.ids, options.dry_run or model_fingerprint(request.folder))
     except InputError as error:
         found = str(error), None
     ranks = exchange(dist.all_gather_object, [None] * size, found)
     for number, (line, files) in enumerate(ranks):
         if files is None or files != ranks[0][1]:
-            raise InputError(f"process {number}: {'it has other files than process 0' if files else line}")
+            raise InputError(
+                f"process {number}: {'it has other files than process 0' if files else line}"
+            )
     if options.dry_run:
-        print("\n".join(f"process {number} of {size}: {line}" for number, (line, _) in enumerate(ranks)))
+        print(
+            "\n".join(
+                f"process {number} of {size}: {line}" for number, (line, _) in enumerate(ranks)
+            )
+        )
         return 0
     model = split(load_model(request.folder, request.dtype, request.device, shard), shard)
     signal.signal(signal.SIGINT, lambda *_: INTERRUPTED.set())
-    Writer.decide, chooser.costs_of = staticmethod(decide_as_rank_0), costs_of_rank_0
-    return write(request, model)
+    Writer.decide = staticmethod(decide_as_rank_0)
+    return write(request, Session(request, model))

@@ -1,10 +1,11 @@
 """Many texts written in shared steps, each the text it would be alone.
 
-Several loops run side by side, each in a greenlet, and a scheduler stands between them and the model. It waits until
-each loop has called the model, computes the calls that can share a step, and returns each loop its logits. A model
-without ``together`` computes the calls in turn. There is one thread, since switching threads makes a step half as long
-again: it runs a text's loop until that calls the model, or the scheduler. No text depends on the others: the rows of a
-step do not depend on each other, prompts are read in the same chunks as alone, and under the ratio rule a draft length
+Several loops run side by side, each in a greenlet, and a scheduler stands between them and the
+model. It waits until each loop has called the model, computes the calls that can share a step, and
+returns each loop its logits. A model without ``together`` computes the calls in turn. There is one
+thread, since switching threads makes a step half as long again: it runs a text's loop until that
+calls the model, or the scheduler. No text depends on the others: the rows of a step do not depend
+on each other, prompts are read in the same chunks as alone, and under the ratio rule a draft length
 follows from its own text.
 """
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.policies import Past, Policy
 from decoding.rounds import Round
-from decoding.run.writer import Drafting, Interrupted, Reader, Sample, Writer
+from decoding.run.reading import Spans
+from decoding.run.writer import Drafting, Reader, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer
 from decoding.text import Text
@@ -49,8 +51,10 @@ class Call(NamedTuple):
 class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
-    The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification. Readers of the last round
-    find the ``sample``. Any thread may set ``cancelled``: the sample is then interrupted.
+    The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
+    Readers of the last round find the ``sample``. ``answers`` are the positions of earlier answers
+    in the prompt of a conversation. Any thread may set ``cancelled``: the sample is then
+    interrupted.
     """
 
     text: Text
@@ -60,6 +64,7 @@ class Task:
     policy: Policy | None = None
     readers: Sequence[Reader] = ()
     observer: Observer | None = None
+    answers: Spans = ()
     on_draft: Callable[[list[int]], None] | None = None
     sample: Sample | None = None
     error: BaseException | None = None
@@ -75,7 +80,9 @@ class Task:
 
 
 class ModelProxy:
-    """Stand-in for a model in a text's loop: the scheduler answers its calls, or raises their errors there."""
+    """Stand-in for a model in a text's loop: the scheduler answers its calls, or raises their
+    errors there.
+    """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -83,7 +90,9 @@ class ModelProxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, tokens: Tensor, cache: KVCache, start: int = 0, plan: LayerPlan | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, cache: KVCache, start: int = 0, plan: LayerPlan | None = None
+    ) -> Tensor:
         return getcurrent().parent.switch(Call(self.model, tokens, cache, start, plan))
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
@@ -96,10 +105,20 @@ class Slot(Writer):
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(ModelProxy(scheduler.model), scheduler.capacity)
         self.scheduler = scheduler
+        self.pasts = scheduler.pasts
+        self.shared_steps = 0
 
     def clock(self) -> float:
         """The clock of decoding in seconds, without the time of any text's readers."""
         return super().clock() - self.scheduler.reading
+
+    def shares_steps(self) -> bool:
+        return len(self.scheduler.active) > 1
+
+    def was_alone(self) -> bool:
+        before = self.shared_steps
+        self.shared_steps = self.scheduler.shared_steps
+        return self.shared_steps == before
 
     def drafter(self, drafting: Drafting) -> Drafter:
         """The drafter of a drafting, with proxies in place of the models that draft."""
@@ -115,12 +134,14 @@ class Scheduler:
 
     def __init__(self, model: Decoder, capacity: int, slots: int) -> None:
         """``capacity``: positions of each slot's cache, for the longest prompt with its output."""
-        self.model, self.capacity = model, capacity
-        self.slots = [Slot(self) for _ in range(slots)]
+        self.model = model
+        self.capacity = capacity
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
         self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.reading = 0.0  # seconds that readers took
+        self.shared_steps = 0  # steps and chunks of prompts while several texts were active
+        self.slots = [Slot(self) for _ in range(slots)]
 
     def submit(self, task: Task) -> None:
         """Put a text in the queue, from any thread, also while others are written."""
@@ -141,6 +162,7 @@ class Scheduler:
         """
         try:
             while self.admit():
+                self.shared_steps += len(self.active) > 1
                 self._prefill()
                 self._take_step()
         finally:
@@ -153,29 +175,34 @@ class Scheduler:
     def _write(self, task: Task) -> None:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
         text, notes = task.text, [lambda *round: task.unread.append(round)]
+        sample = Sample(text)
         self.active.append(task)
         try:
-            policy = task.policy or task.drafting.new_policy()
-            if task.coupling.name == "race" or not task.params.temperature:  # there no text depends on draft lengths
-                policy.share(lambda: len(self.active), self.pasts[task.drafting.new_drafter])
-            task.slot.begin(text.tokens[: text.prompt_length])
-            shown = {"policy": policy, "readers": notes, "observer": task.observer}
-            task.sample = task.slot.write(text, task.drafting, task.params, task.coupling, **shown)
-        except KeyboardInterrupt as stopped:
-            task.sample = stopped.sample if isinstance(stopped, Interrupted) else Sample(text, interrupted=True)
+            prompt = text.tokens[: text.prompt_length]
+            task.slot.begin(prompt, task.answers, reuse=bool(task.answers))
+            shown = {"policy": task.policy, "readers": notes, "observer": task.observer}
+            task.slot.write(text, task.drafting, task.params, task.coupling, sample=sample, **shown)
+        except KeyboardInterrupt:
+            sample.interrupted = True
             if not task.cancelled:
                 raise
         except BaseException as error:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
+        finally:
+            task.sample = sample
 
     def _go_on(self, task: Task, answer: object = None) -> None:
-        """Let a text's loop run until its next call, from the answer of the last; pass its new rounds to its readers.
+        """Let a text's loop run until its next call, from the answer of the last; pass its new
+        rounds to its readers.
 
-        An ``answer`` that is an exception is raised in the loop. The first is the argument of ``_write``.
+        An ``answer`` that is an exception is raised in the loop. The first is the argument of
+        ``_write``.
         """
         task.unread = []
-        task.call = (task.loop.throw if isinstance(answer, BaseException) else task.loop.switch)(answer)
+        task.call = (task.loop.throw if isinstance(answer, BaseException) else task.loop.switch)(
+            answer
+        )
         began = now(self.model.device)
         for round, seconds in task.unread:
             for read in task.readers:
@@ -191,8 +218,14 @@ class Scheduler:
         for task in [task for task in self.active if task.cancelled]:
             self._go_on(task, KeyboardInterrupt())
         while self.waiting and len(self.active) < len(self.slots):
-            task, taken = self.waiting.pop(0), [task.slot for task in self.active]
-            task.slot = next(slot for slot in self.slots if slot not in taken)
+            task = self.waiting.pop(0)
+            taken = [other.slot for other in self.active]
+            prompt = task.text.tokens[: task.text.prompt_length]
+            # A conversation goes on where its cache is.
+            task.slot = max(
+                (slot for slot in self.slots if slot not in taken),
+                key=lambda slot: slot.kept(prompt, task.answers) if task.answers else 0,
+            )
             task.loop = greenlet(self._write)
             self._go_on(task, task)
         return bool(self.active)
@@ -216,28 +249,46 @@ class Scheduler:
             return
 
     def _cache_of_same_prompt(self, task: Task) -> KVCache | None:
-        """The cache of another slot that holds the prompt of a text, if there is one and nothing has been read yet."""
-        if task.call.cache is not task.slot.cache or task.call.start or not hasattr(self.model, "together"):
+        """The cache of another slot that holds the prompt of a text, if there is one and nothing
+        has been read yet.
+        """
+        reads_all = task.call.cache is task.slot.cache and not task.call.start and not task.answers
+        if not reads_all or not hasattr(self.model, "together"):
             return None
-        same = (slot.cache for slot in self.slots if slot is not task.slot and slot.prompt == task.slot.prompt)
-        return next((cache for cache in same if cache.length >= task.call.tokens.shape[1]), None)
+        prompt = task.text.tokens[: task.text.prompt_length]
+        count = task.call.tokens.shape[1]
+        for slot in self.slots:
+            # Read in one segment, as this prompt would be.
+            if slot.prompt == prompt and len(slot.segments) < 2 and slot.cache.length >= count:
+                return slot.cache
+        return None
 
     def _verifies(self, task: Task) -> bool:
-        """Whether a text has called the target to verify its draft: its last token and the draft."""
+        """Whether a text has called the target to verify its draft: its last token and the
+        draft.
+        """
         return task.call.model is self.model and task.call.plan is None and not task.call.is_prompt
 
     def _take_step(self) -> None:
-        """Compute the calls of one model and plan: drafts first, so that all verifications can share a step."""
+        """Compute the calls of one model and plan: drafts first, so that all verifications can
+        share a step.
+        """
         waiting = [task for task in self.active if not task.call.is_prompt]
         if waiting:
             first = min(waiting, key=self._verifies).call
-            group = [task for task in waiting if task.call.model is first.model and task.call.plan == first.plan]
+            group = [
+                task
+                for task in waiting
+                if task.call.model is first.model and task.call.plan == first.plan
+            ]
             for task, answer in zip(group, answers([task.call for task in group]), strict=True):
                 self._go_on(task, answer)
 
 
 def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
-    """The logits, or the error, of each call of one model and plan, in one step where that is possible."""
+    """The logits, or the error, of each call of one model and plan, in one step where that is
+    possible.
+    """
     model = calls[0].model
     try:
         if hasattr(model, "together"):

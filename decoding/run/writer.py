@@ -1,18 +1,22 @@
-"""Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after it, by a ``Drafting``.
+"""Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after
+it, by a ``Drafting``.
 
-``generate.py``, the server, the benchmark and the search's confirmation write through it, and so time the same.
+``generate.py``, the server, the benchmark and the search's confirmation write through it, and so
+time the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 
 from decoding.drafters import Drafter, ModelDrafter, NoDraft
-from decoding.policies import FixedLength, Policy
+from decoding.policies import FixedLength, Past, Policy
 from decoding.rounds import Round, Statistics
 from decoding.run.plan_file import DraftPlan
+from decoding.run.reading import Segment, Spans, reusable, segments_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
@@ -26,12 +30,32 @@ WARM_UP_TOKENS = 4  # least number of tokens written before anything is timed
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
 
 
+class Preparation:
+    """Work before a model can draft, in pieces: the making of low-bit copies that are not kept."""
+
+    def __init__(self, pieces: Iterator[None]) -> None:
+        self.pieces = pieces
+        self.is_done = False
+
+    def do_piece(self) -> None:
+        """Do the next piece, if any is left."""
+        if not self.is_done and next(self.pieces, self) is self:
+            self.is_done = True
+
+    def finish(self) -> None:
+        """Do all pieces that are left."""
+        while not self.is_done:
+            self.do_piece()
+
+
 @dataclass(frozen=True)
 class Drafting:
     """A drafter and its policy.
 
-    ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share; ``new_policy`` makes
-    a fresh policy for a text. ``model`` drafts: the target, under the ``chosen`` plan, or a draft model, or None.
+    ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share;
+    ``new_policy`` makes a fresh policy for a text. ``model`` drafts: the target, under the
+    ``chosen`` plan, or a draft model, or None. Texts that no draft length can change may be written
+    before the ``preparation`` is done.
     """
 
     name: str
@@ -39,6 +63,7 @@ class Drafting:
     new_policy: Callable[[], Policy] = lambda: FixedLength(GAMMA)
     model: Decoder | None = None
     chosen: DraftPlan | None = None
+    preparation: Preparation = field(default_factory=lambda: Preparation(iter(())))
 
     @property
     def plan(self) -> LayerPlan | None:
@@ -48,7 +73,9 @@ class Drafting:
 
 def plain(model: Decoder, name: str = "plain") -> Drafting:
     """Plain decoding: an empty draft."""
-    return Drafting(name, lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0))
+    return Drafting(
+        name, lambda cache: NoDraft(model.vocab_size, model.device), lambda: FixedLength(0)
+    )
 
 
 def make_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
@@ -65,22 +92,33 @@ def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None)
 
 @dataclass
 class Sample:
-    """A text with its rounds, and the seconds of decoding, without the prompt's prefill."""
+    """A written text with its rounds. ``seconds`` are those of decoding, without the prompt."""
 
-    text: Text
+    source: Text
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
-    interrupted: bool = False  # by Ctrl-C, possibly after its last token, or since its reader has left
+    interrupted: bool = False  # by Ctrl-C, possibly after its last token, or since its reader left
     trouble: str | None = None  # the reason why the model runs without CUDA graphs
+
+    @property
+    def text(self) -> str:
+        """The output, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
+        return self.source.written
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the output, including the token that ended it."""
+        return self.source.generated
 
     @property
     def finish(self) -> str:
         """Why the text ended: "eos", "stop", "length", or "interrupted"."""
-        return self.text.finish or "interrupted"
+        return self.source.finish or "interrupted"
 
     @property
-    def tokens_per_second(self) -> float:
+    def speed(self) -> float:
+        """Tokens per second of decoding."""
         return self.statistics.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -100,29 +138,62 @@ class Writer:
     # On several processes rank 0 decides: ``decoding.run.ranks`` replaces this.
     decide = staticmethod(lambda policy, randomness, verify: (randomness, verify))
 
-    def __init__(self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b"") -> None:
+    def __init__(
+        self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b""
+    ) -> None:
         """``capacity``: positions of the cache, for the longest prompt with its output."""
         self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
         self.cache: KVCache = model.new_cache(capacity)
         make_steps(model, self.cache)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
+        self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.prompt: list[int] = []
+        self.segments: list[Segment] = []
+        self.text: Text | None = None  # the last one written after the prompt
         self.plain = plain(model)
 
     @torch.inference_mode()
-    def begin(self, prompt: Sequence[int]) -> float:
-        """Read a prompt, all but its last token, into the cleared cache; returns the seconds this took.
+    def begin(self, prompt: Sequence[int], answers: Spans = (), *, reuse: bool = False) -> float:
+        """Read a prompt, all but its last token, into the cache; returns the seconds this took.
 
-        A draft model reads it into its cache when it first drafts.
+        ``answers`` are the positions of earlier answers in it: see ``decoding.run.reading``. With
+        ``reuse`` the entries of the text before stay where they are those of this prompt. A draft
+        model reads the prompt into its cache when it first drafts.
         """
         began = self.clock()
-        self.prompt = list(prompt)
-        self.cache.truncate(0)
+        segments = segments_of(len(prompt), answers)
+        kept = self.kept(prompt, answers) if reuse else 0
+        self.prompt = []
+        self.text = None
         for drafter in self.drafters.values():
-            drafter.rollback(0)
-        ids = torch.tensor([self.prompt[:-1]], dtype=torch.int64, device=self.model.device)
-        self.model.prefill(ids, self.cache)
+            drafter.rollback(kept + 1 if kept else 0)
+        self.cache.truncate(kept)
+        ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
+        for segment in segments:
+            first = max(segment.begin, kept)
+            tokens = ids[:, first : segment.end]
+            if segment.by_steps and first < segment.end:
+                self.model(tokens, self.cache, first)
+            elif first < segment.end:
+                self.model.prefill(tokens, self.cache, first)
+        self.prompt = list(prompt)
+        self.segments = segments
         return self.clock() - began
+
+    def kept(self, prompt: Sequence[int], answers: Spans) -> int:
+        """Number of entries of the cache that this prompt can use: see ``begin``."""
+        return reusable(*self._held(), prompt, segments_of(len(prompt), answers))
+
+    def _held(self) -> tuple[list[int], list[Segment]]:
+        """Tokens whose entries the cache holds, and how they were read: the prompt's, and behind
+        them those of its last text, which were written in steps.
+        """
+        if self.text is None or not self.prompt:
+            return self.prompt, self.segments
+        # An interrupted round may have left entries of its draft behind those of the text.
+        end = min(self.cache.length, len(self.text) - 1)
+        written = Segment(self.text.prompt_length - 1, end, True)
+        return self.text.tokens[:end], [*self.segments, written]
 
     def new_text(self, rules: Rules) -> Text:
         """A text that holds only the prompt."""
@@ -148,37 +219,96 @@ class Writer:
         policy: Policy | None = None,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
+        sample: Sample | None = None,
     ) -> Sample:
         """Write a text, which holds the prompt, to its end. Raises Interrupted on Ctrl-C.
 
-        ``policy`` is a new one of the drafting by default. The time of the ``readers`` is not counted.
+        The time of the ``readers`` is not counted; for the other arguments see ``rounds``. A
+        ``sample`` that is given holds the text so far also after an error.
         """
-        sample, policy, drafter = Sample(text), policy or drafting.new_policy(), self.drafter(drafting)
+        sample = sample or Sample(text)
+        rounds = self.rounds(sample, drafting, params, coupling, policy=policy, observer=observer)
+        try:
+            with closing(rounds):
+                for round in rounds:
+                    for read in readers:
+                        read(round, sample.seconds)
+        except KeyboardInterrupt:
+            sample.interrupted = True
+            raise Interrupted(sample) from None
+        return sample
+
+    def rounds(
+        self,
+        sample: Sample,
+        drafting: Drafting,
+        params: SamplingParams,
+        coupling: Coupling,
+        *,
+        policy: Policy | None = None,
+        observer: Observer | None = None,
+    ) -> Iterator[Round]:
+        """The rounds of a sample that holds only its prompt, each added to it.
+
+        ``policy`` is a new one of the drafting by default. A sample whose rounds are not read to
+        the end is interrupted.
+        """
+        self.text = sample.source
+        policy = policy or drafting.new_policy()
+        drafter = self.drafter(drafting)
+        has_clock = observer is None and self.lengths_are_free(params, coupling)
+        if not has_clock:
+            drafting.preparation.finish()
+        else:
+            policy.grant_clock(self.pasts[drafting.new_drafter], self.shares_steps)
         drawn = self.decide(policy, coupling.randomness(self.model.device), coupling.verify)
-        rounds = speculate(self.model, self.cache, text, drafter, policy, params, *drawn, observer=observer)
+        rounds = speculate(
+            self.model, self.cache, self.text, drafter, policy, params, *drawn, observer=observer
+        )
         try:
             with closing(rounds):
                 began = self.clock()
                 for round in rounds:
-                    sample.seconds += self.clock() - began
+                    seconds = self.clock() - began
+                    sample.seconds += seconds
+                    # Asked again, since a step may have fallen back to the readable blocks.
+                    if has_clock and not self.model.trouble and self.was_alone():
+                        policy.observe_time(seconds)
                     sample.rounds.append(round)
                     sample.statistics.add(round)
-                    for read in readers:
-                        read(round, sample.seconds)
+                    yield round
+                    # No text changes where its drafts begin later, so none waits for the copies.
+                    drafting.preparation.do_piece()
                     began = self.clock()
-        except KeyboardInterrupt:
-            sample.interrupted = True
-            raise Interrupted(sample) from None
         finally:
-            sample.trouble = getattr(self.model, "trouble", None)
-        return sample
+            sample.interrupted = sample.source.finish is None
+            sample.trouble = self.model.trouble
 
-    def warm_up(self, drafting: Drafting, params: SamplingParams) -> None:
+    def lengths_are_free(self, params: SamplingParams, coupling: Coupling) -> bool:
+        """Whether no text can change by a draft's length, so that a policy may use a clock.
+
+        Under the ratio rule a length decides which random numbers a token is drawn with, and where
+        rows depend on each other it decides how logits are rounded.
+        """
+        draws_alike = params.temperature == 0 or coupling.name == "race"
+        return draws_alike and self.model.why_rows_vary is None
+
+    def shares_steps(self) -> bool:
+        """Whether other texts share the model's steps now."""
+        return False
+
+    def was_alone(self) -> bool:
+        """Whether no other text took part in the steps since the last call."""
+        return True
+
+    def warm_up(self, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> None:
         """Write a few tokens, with the draft and without, before anything is timed.
 
-        There are enough for a draft of full length and the token after it, as far as the cache reaches.
+        There are enough for a draft of full length and the token after it, as far as the cache
+        reaches. Low-bit copies are made first.
         """
+        drafting.preparation.finish()
         wanted = max(WARM_UP_TOKENS, drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
         for way in (drafting, self.plain):
-            self.write(self.new_text(rules), way, params, Coupling("ratio", 0))
+            self.write(self.new_text(rules), way, params, coupling)

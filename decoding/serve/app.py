@@ -4,6 +4,7 @@ import asyncio
 import re
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decoding.run.chooser import Setting
 from decoding.run.options import Request, TextOptions
-from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, RequestReader, error_json, refusal
+from decoding.serve.requests import (
+    MAX_GAMMA,
+    Chat,
+    Completion,
+    LiveText,
+    RequestReader,
+    error_json,
+    refusal,
+)
 from decoding.serve.worker import Job, Worker, live_page, write_completion, write_live
 from model import InputError, LayerPlan
 from model.fast import accelerate
@@ -32,26 +41,37 @@ from weights.memory import Memory, check_fits, estimate, free_bytes
 from weights.tokenizer import Tokenizer
 
 MAX_BODY, BODY_SECONDS = 1 << 20, 30  # bytes, and the time in which they must arrive
-MAX_REQUESTS = 128  # open at once, those that wait in the queue included; further ones are answered with status 503
+MAX_ARRIVING = 32  # bodies of one address that arrive at once; of more, the oldest is given up
+# open at once, those that wait in the queue included; further ones are answered with status 503
+MAX_REQUESTS = 128
+TOO_LONG = f"a body may have up to {MAX_BODY} bytes"
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
-HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cache-control": "no-store",
+}
 
 
 def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
     """The app, for requests to the names of this server, from its page or from no page.
 
-    A page of another site may send requests here through the user's browser. The browser then names that site as their
-    origin; and if that page's name resolves to this machine (DNS rebinding), the Host is that name. An address in
-    numbers cannot be resolved to another.
+    A page of another site may send requests here through the user's browser. The browser then names
+    that site as their origin; and if that page's name resolves to this machine (DNS rebinding), the
+    Host is that name. An address in numbers cannot be resolved to another.
     """
-    names = re.compile(rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+)(:\d+)?", re.IGNORECASE)
+    names = re.compile(
+        rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+)(:\d+)?", re.IGNORECASE
+    )
     open_requests = asyncio.Semaphore(MAX_REQUESTS)
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not (names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}")):
-            foreign = HTTPException(403, "pages of other sites may not use this server: use its address")
+            foreign = HTTPException(
+                403, "pages of other sites may not use this server: use its address"
+            )
             await error_response(None, foreign)(scope, receive, send)
         elif open_requests.locked():
             full = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
@@ -69,20 +89,58 @@ def error_response(request: HTTPRequest | None, error: Exception) -> JSONRespons
     return JSONResponse(error_json(refused), refused.status_code)
 
 
+class BodyReader:
+    """Reader of requests' bodies, within limits on their bytes, time, and number per client."""
+
+    def __init__(self) -> None:
+        self.arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)  # by client's address
+
+    async def read(self, request: HTTPRequest) -> bytes:
+        """The body; empty where the client disconnects. Raises HTTPException for one that is too
+        long or too slow, and for two statements of its length, by which proxies are deceived.
+        """
+        if {"content-length", "transfer-encoding"}.issubset(request.headers):
+            raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
+        if int(request.headers.get("content-length", 0)) > MAX_BODY:
+            raise HTTPException(413, TOO_LONG)
+        bodies = self.arriving[request.client.host]
+        if len(bodies) == MAX_ARRIVING:
+            bodies.pop(0).cancel()
+        bodies.append(body := asyncio.create_task(collect(request)))
+        await asyncio.wait([body], timeout=BODY_SECONDS)
+        if body in bodies:
+            bodies.remove(body)
+        if body.cancel() or body.cancelled():  # too late, or given up
+            raise HTTPException(408, "the body did not arrive in time: send it again")
+        return body.result()
+
+
+async def collect(request: HTTPRequest) -> bytes:
+    """The bytes of a body, counted as they come. Raises HTTPException for too many."""
+    body = bytearray()
+    with suppress(ClientDisconnect):
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise HTTPException(413, TOO_LONG)
+    return bytes(body)
+
+
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
-    page, model = live_page(reader), {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
+    bodies = BodyReader()
+    page, model = (
+        live_page(reader),
+        {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"},
+    )
 
     def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
         """The route of one kind of request for texts."""
 
         async def respond(request: HTTPRequest) -> Response:
-            if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
-                raise HTTPException(413, f"the body must have a Content-Length of up to {MAX_BODY} bytes")
-            body = b""  # of a client that disconnects, or takes too long
-            with suppress(ClientDisconnect, asyncio.TimeoutError):
-                body = await asyncio.wait_for(request.body(), BODY_SECONDS)
-            job = Job(*reader.read(kind, body), begin)
+            body = await bodies.read(request)
+            # In another thread, since a grammar may take long to read.
+            job = Job(*await asyncio.to_thread(reader.read, kind, body), begin)
             worker.enqueue(job)
             return await job.respond(request)
 
@@ -102,19 +160,23 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
             texts("/v1/completions", Completion, write_completion),
             texts("/live", LiveText, write_live),
         ],
-        exception_handlers=dict.fromkeys((InputError, ValidationError, HTTPException, Exception), error_response),
+        exception_handlers=dict.fromkeys(
+            (InputError, ValidationError, HTTPException, Exception), error_response
+        ),
     )
 
 
 def context_length(command_line: Request, slots: int) -> int:
-    """Positions of each text's cache: the model's context, halved until ``slots`` caches fit into the free memory.
+    """Positions of each text's cache: the context, halved until ``slots`` caches fit into the free
+    memory.
 
-    The estimate includes low-bit copies of all weights in the widest width: requests get one width only.
+    The estimate includes low-bit copies of all weights in the widest width: requests get one width
+    only.
     """
     config, device = command_line.config, command_line.device
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     needs = command_line.needs() | {"longest_draft": MAX_GAMMA, "plan": low_bits, "fast_on": device}
-    positions = min(config.max_positions, (needs["draft"] or config).max_positions)
+    positions = min(command_line.context, (needs["draft"] or config).max_positions)
 
     def memory_for(positions: int) -> Memory:
         one = estimate(config, **needs | {"positions": positions, "prompt": positions // 2})
@@ -124,38 +186,65 @@ def context_length(command_line: Request, slots: int) -> int:
         positions //= 2
     check_fits(memory_for(positions), device)
     if positions < config.max_positions:
-        say(f"context: {positions} of the model's {config.max_positions} tokens, for each of {slots} texts at once")
+        say(
+            f"context: {positions} of the model's {config.max_positions} tokens, for each of"
+            f" {slots} texts at once"
+        )
     return positions
 
 
 class Server(uvicorn.Server):
-    """Server of one model at ``--serve [HOST:]PORT``, by default of host 127.0.0.1; port 0 is any free port."""
+    """Server of one model at ``--serve [HOST:]PORT``, by default of host 127.0.0.1; port 0 is any
+    free port.
+    """
 
     def __init__(self, command_line: Request) -> None:
-        """Listen, then load the model. Raises InputError where either is not possible, or the model does not fit."""
-        asked, folder, options = command_line.options, command_line.folder, TextOptions.of(command_line.options)
+        """Listen, then load the model. Raises InputError where either is not possible, or the model
+        does not fit.
+        """
+        asked, folder, options = (
+            command_line.options,
+            command_line.folder,
+            TextOptions.of(command_line.options),
+        )
         host, _, port = asked.serve.rpartition(":")
         try:
             self.listener = socket.create_server((host or "127.0.0.1", int(port)))
-        except (OSError, ValueError, OverflowError) as error:
-            raise InputError(f"--serve {asked.serve:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000") from None
+        except (OSError, ValueError, OverflowError, TypeError) as error:
+            raise InputError(
+                f"--serve {asked.serve:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000"
+            ) from None
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         slots = asked.together if command_line.device.type == "cpu" else 1
         capacity, tokenizer = context_length(command_line, slots), Tokenizer(folder)
-        model = accelerate(load_model(folder, command_line.dtype, command_line.device), not asked.no_compile)
+        model = accelerate(
+            load_model(folder, command_line.dtype, command_line.device), not asked.no_compile
+        )
         setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
         self.worker = Worker(setting, options, slots)
         reader = RequestReader(command_line, tokenizer, capacity, self.worker.bits)
         app = guarded(make_app(self.worker, reader), host)
-        quiet = {"log_level": "critical", "access_log": False, "server_header": False, "headers": [*HEADERS.items()]}
-        off = {"lifespan": "off", "ws": "none", "proxy_headers": False, "timeout_graceful_shutdown": 3}
+        quiet = {
+            "log_level": "critical",
+            "access_log": False,
+            "server_header": False,
+            "headers": [*HEADERS.items()],
+        }
+        off = {
+            "lifespan": "off",
+            "ws": "none",
+            "proxy_headers": False,
+            "timeout_graceful_shutdown": 3,
+        }
         super().__init__(uvicorn.Config(app, **quiet, **off))
 
     def serve_until_stopped(self) -> None:
-        """Print the address and serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when everything is closed.
+        """Print the address and serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when
+        everything is closed.
 
-        Texts are written in the calling thread, connections are served in another. On a machine of two cores OpenMP
-        keeps its threads awake between products for the main thread only: in another a step takes 1.6 times as long.
+        Texts are written in the calling thread, connections are served in another. On a machine of
+        two cores OpenMP keeps its threads awake between products for the main thread only: in
+        another a step takes 1.6 times as long.
         """
         print(self.address, flush=True)
         say("Ctrl-C ends it")

@@ -5,9 +5,10 @@ Fields have OpenAI's names, others those of the command line.
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,17 +16,34 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.exceptions import HTTPException
 
 from decoding.run.chooser import DRAFTERS, DraftOptions
-from decoding.run.options import Request, TextOptions
+from decoding.run.options import (
+    GRAMMARS,
+    Request,
+    TextOptions,
+    read_grammar,
+    read_grammar_files,
+    told_schema,
+)
+from decoding.run.reading import Spans, conversation
 from decoding.verify import COUPLINGS
 from model import InputError
 from weights.cli.command_line import say
 from weights.cli.files import one_line
-from weights.cli.prompt import check_prompt, encode_prompt
+from weights.cli.prompt import check_prompt, encode_prompt, tell_schema, too_long
 from weights.tokenizer import Tokenizer
 
 MAX_GAMMA = 32
+# Longest sources in characters. Thousands of Lark rules that each name the next overflow the stack
+# of llguidance, which ends the process.
+MAX_SOURCE = {"json_schema": 1 << 16, "regex": 1 << 16, "grammar": 1 << 13}
+MASK_SECONDS = 1.0  # longest that the masks of a text may take in all
 UNUSED = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"}
-NEUTRAL = {"n": 1, "best_of": 1, "modalities": ["text"], "response_format": {"type": "text"}, "tool_choice": "none"}
+NEUTRAL = {
+    "n": 1,
+    "best_of": 1,
+    "modalities": ["text"],
+    "tool_choice": "none",
+}
 
 
 def refusal(error: BaseException) -> HTTPException:
@@ -38,20 +56,35 @@ def refusal(error: BaseException) -> HTTPException:
             return error
         case ValidationError():
             first = error.errors(include_url=False)[0]
-            name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:81]
+            name = "".join(
+                f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+            )[1:81]
             return HTTPException(400, f"{name or 'the body'}: {first['msg']}")
-        case InputError():
-            return HTTPException(400, re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error)))
+        case InputError() if not error.__cause__:  # of code of the server's user, it is no client's
+            return HTTPException(
+                400, re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
+            )
     say(f"a request could not be answered: {type(error).__name__}: {one_line(error)}")
     return HTTPException(500, "the request could not be answered")
 
 
 def error_json(error: HTTPException) -> dict[str, Any]:
-    """An error in OpenAI's JSON. Its ``param`` is the field that the sentence begins with, if any."""
+    """An error in OpenAI's JSON. Its ``param`` is the field that the sentence begins with, if
+    any.
+    """
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
-    names_field = f"{field} is not" in error.detail or field in LiveText.model_fields | Chat.model_fields
-    return {"error": {"message": error.detail, "type": kind, "param": field if names_field else None, "code": None}}
+    names_field = (
+        f"{field} is not" in error.detail or field in LiveText.model_fields | Chat.model_fields
+    )
+    return {
+        "error": {
+            "message": error.detail,
+            "type": kind,
+            "param": field if names_field else None,
+            "code": None,
+        }
+    }
 
 
 class TextPart(BaseModel):
@@ -63,12 +96,61 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         list[TextPart],
-        BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
+        BeforeValidator(
+            lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value
+        ),
         Field(min_length=1),
     ]
 
 
-Strings = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Strings = Annotated[
+    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
+
+
+class NamedSchema(BaseModel):
+    """OpenAI's JSON schema, of which only the schema has an effect."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def grammar(self) -> dict[str, str]:
+        """The command line's option for it; none for text. Raises HTTPException without a
+        schema.
+        """
+        if self.type == "text":
+            return {}
+        if self.type == "json_object":
+            return {"json_schema": '{"type": "object"}'}
+        if self.json_schema is None:
+            raise HTTPException(400, "response_format.json_schema: give a schema")
+        return {"json_schema": json.dumps(self.json_schema.schema_)}
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's ``structured_outputs``. ``choice``: strings of which the text is one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    lark: str | None = Field(None, alias="grammar")
+
+    def grammar(self) -> dict[str, str]:
+        """The command line's options for it."""
+        schema, choice = self.json_schema, self.choice
+        found = {
+            "json_schema": json.dumps(schema) if isinstance(schema, dict) else schema,
+            "regex": "|".join(map(re.escape, choice)) if choice else self.regex,
+            "grammar": self.lark,
+        }
+        return {name: source for name, source in found.items() if source is not None}
 
 
 class Options(BaseModel):
@@ -92,6 +174,9 @@ class Options(BaseModel):
     gamma: int | None = Field(None, le=MAX_GAMMA)
     adaptive: bool | None = None
     min_target_confidence: float | None = None
+    schema_prompt: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
 
@@ -101,9 +186,14 @@ class Completion(Options):
 
     prompt: str = Field(min_length=1)
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
-        """Token ids of the prompt as plain text."""
-        return tokenizer.encode(self.prompt)
+    @property
+    def texts(self) -> list[str]:
+        """The texts that the prompt is made of."""
+        return [self.prompt]
+
+    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+        """Token ids of the prompt as plain text, and the earlier answers in it: none."""
+        return tokenizer.encode(self.prompt), ()
 
 
 class LiveText(Completion):
@@ -112,9 +202,13 @@ class LiveText(Completion):
     stream: Literal[True] = True
     beside: bool = False
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        return encode_prompt(tokenizer, self.prompt, chat=options.chat, system=options.system)
+        schema = told_schema(options)
+        ids = encode_prompt(
+            tokenizer, self.prompt, chat=options.chat, system=options.system, schema=schema
+        )
+        return ids, ()
 
 
 class Chat(Options):
@@ -122,16 +216,27 @@ class Chat(Options):
 
     messages: list[Message] = Field(min_length=1)
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> list[int]:
-        """Token ids of the messages. Where they begin with no system message, the command line's stands before them."""
+    @property
+    def texts(self) -> list[str]:
+        """The text of each message."""
+        return ["".join(part.text for part in message.content) for message in self.messages]
+
+    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+        """Token ids of the messages, and the positions of the answers in them.
+
+        Where they begin with no system message, the command line's stands before them.
+        """
         if tokenizer.chat_template is None:
             raise HTTPException(400, "this model has no chat template: use /v1/completions")
-        roles = ["system" if message.role == "developer" else message.role for message in self.messages]
-        texts = ["".join(part.text for part in message.content) for message in self.messages]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        roles = [
+            "system" if message.role == "developer" else message.role for message in self.messages
+        ]
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, self.texts, strict=True)
+        ]
         if options.system is not None and roles[0] != "system":
             messages.insert(0, {"role": "system", "content": options.system})
-        return tokenizer.encode_chat(messages)
+        return conversation(tokenizer, tell_schema(tokenizer, messages, told_schema(options)))
 
 
 class RequestReader:
@@ -140,16 +245,35 @@ class RequestReader:
     Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
 
-    def __init__(self, command_line: Request, tokenizer: Tokenizer, capacity: int, bits: int) -> None:
-        self.config, self.options = replace(command_line.config, max_positions=capacity), command_line.options
-        self.tokenizer, self.bits = tokenizer, bits
+    def __init__(
+        self, command_line: Request, tokenizer: Tokenizer, capacity: int, bits: int
+    ) -> None:
+        self.config = command_line.config
+        self.options = read_grammar_files(command_line.options)
+        self.tokenizer = tokenizer
+        self.capacity = capacity
+        self.bits = bits
+        # Of prompts that could fit, since no token has more than the longest: to split more into
+        # tokens would take seconds, in which nobody is answered.
+        self.most_bytes = capacity * max(map(len, tokenizer.pieces))
+        # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
+        # copies would be made while all texts wait.
+        absent = {"auto", "model"} - {self.options.draft}
+        if self.options.draft != "skip" and not (command_line.folder / "plan.json").exists():
+            absent.add("skip")
+        self.drafts = [kind for kind in DRAFTERS if kind not in absent]
         self.name = command_line.folder.resolve().name  # of the model, in requests
 
-    def read(self, kind: type[Completion | Chat], body: bytes) -> tuple[Completion | Chat, list[int], TextOptions]:
-        """The JSON of a body, the prompt's token ids, and the options. Raises the errors that ``refusal`` takes.
+    def read(
+        self, kind: type[Completion | Chat], body: bytes
+    ) -> tuple[Completion | Chat, list[int], Spans, TextOptions]:
+        """The JSON of a body, the prompt's token ids with the positions of earlier answers in them,
+        and the options. Raises the errors that
+        ``refusal`` takes.
 
-        Further fields are allowed where they have no effect: null, false, 0, empty or a default. The command line's
-        options hold where the request gives none; those of drafting, for the command line's kind of draft only.
+        Further fields are allowed where they have no effect: null, false, 0, empty or a default.
+        The command line's options hold where the request gives none; those of drafting, for the
+        command line's kind of draft only.
         """
         asked = kind.model_validate_json(body)
         self.check_model(asked.model or self.name)
@@ -158,18 +282,34 @@ class RequestReader:
                 raise HTTPException(400, f"{name} is not served here: leave it out")
         given = dict(vars(self.options))
         if asked.draft not in (None, given["draft"]):
-            if asked.draft == "auto":  # which would measure costs while all texts wait
-                raise HTTPException(400, "draft: auto is served only by a server that was started with it")
+            if asked.draft == "auto":  # which would make low-bit copies while all texts wait
+                raise HTTPException(
+                    400, "draft: auto is served only by a server that was started with it"
+                )
             given |= dict.fromkeys(field.name for field in fields(DraftOptions))
             given["bits"] = self.bits if asked.draft == "lowbit" else None
-        options = Namespace(**given | asked.model_dump(include={*Options.model_fields}, exclude_none=True))
-        ids = asked.encode(self.tokenizer, options)
-        check_prompt(ids, self.config, Path(self.name))
+        for structure in filter(None, (asked.response_format, asked.structured_outputs)):
+            if grammar := structure.grammar():
+                given |= dict.fromkeys(GRAMMARS) | grammar
+        options = Namespace(
+            **given | asked.model_dump(include={*Options.model_fields}, exclude_none=True)
+        )
+        if (size := len("".join(asked.texts).encode())) > self.most_bytes:
+            raise too_long(f"{size} bytes", self.config, self.capacity)
+        for name, most in MAX_SOURCE.items():
+            if len(getattr(options, name) or "") > most:
+                raise HTTPException(400, f"{name} must have at most {most} characters")
+        vocab_size = self.config.vocab_size
+        grammar = read_grammar(options, self.tokenizer, vocab_size, MASK_SECONDS)
+        ids, answers = asked.encode(self.tokenizer, options)
+        check_prompt(ids, self.config, Path(self.name), self.capacity)
         wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, self.config.max_positions - len(ids))
-        return asked, ids, TextOptions.of(options, self.tokenizer.eos_ids)
+        options.max_new_tokens = min(wanted, self.capacity - len(ids))
+        return asked, ids, answers, TextOptions.of(options, self.tokenizer.eos_ids, grammar)
 
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""
         if name != self.name:
-            raise HTTPException(404, f"model {name!r:.80} does not exist here: there is {self.name}")
+            raise HTTPException(
+                404, f"model {name!r:.80} does not exist here: there is {self.name}"
+            )

@@ -1,4 +1,6 @@
-"""Queue of requests, the worker that writes their texts, several at once, and the messages that go to clients."""
+"""Queue of requests, the worker that writes their texts, several at once, and the messages that go
+to clients.
+"""
 
 import asyncio
 import json
@@ -7,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from decoding.rounds import Round
-from decoding.run.chooser import DRAFTERS, DraftOptions, Setting, make_drafting, with_policy
+from decoding.run.chooser import Draftings, Setting
 from decoding.run.options import TextOptions
+from decoding.run.reading import Spans
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
 from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
@@ -30,20 +32,34 @@ from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model.plan import LOW_BITS
 
-FORM = Path(__file__).with_name("live.html")  # the elements that the live page has besides those of --html
+# the elements that the live page has besides those of --html
+FORM = Path(__file__).with_name("live.html")
 MAX_WAITING = 16  # requests in the queue, besides as many as texts are written at once
-LOOK = 0.2  # seconds between two looks at whether the client is still there, and whether the server stops
+# seconds between two looks at whether the client is still there, and whether the server stops
+LOOK = 0.2
 
 
 class Job:
-    """A request, its texts, and its messages for the client: JSON values or an HTTPException, at the end None.
+    """A request, its texts, and its messages for the client: JSON values or an HTTPException, at
+    the end None.
 
-    ``begin(job, worker, drafting)`` submits the texts, whose readers send the messages, all in the worker's thread.
-    Unread messages wait in memory: a text is bounded, so are they.
+    ``begin(job, worker, drafting)`` submits the texts, whose readers send the messages, all in the
+    worker's thread. Unread messages wait in memory: a text is bounded, so are they.
     """
 
-    def __init__(self, asked: Options, ids: list[int], options: TextOptions, begin: Callable[..., object]) -> None:
-        self.asked, self.ids, self.options, self.begin = asked, ids, options, begin
+    def __init__(
+        self,
+        asked: Options,
+        ids: list[int],
+        answers: Spans,
+        options: TextOptions,
+        begin: Callable[..., object],
+    ) -> None:
+        self.asked = asked
+        self.ids = ids
+        self.answers = answers
+        self.options = options
+        self.begin = begin
         self.tasks: list[Task] = []
         self.gone = False  # whether the client has disconnected
         self.loop, self.messages = asyncio.get_running_loop(), asyncio.Queue[Any]()
@@ -67,7 +83,9 @@ class Job:
         if not self.asked.stream:
             return JSONResponse(message)
         # In the grace period a stopping server ends its streams with an error.
-        return EventSourceResponse(self._events(message), sep="\n", send_timeout=30, shutdown_grace_period=30)
+        return EventSourceResponse(
+            self._events(message), sep="\n", send_timeout=30, shutdown_grace_period=30
+        )
 
     async def _events(self, message: Any) -> AsyncIterator[str]:
         try:
@@ -88,18 +106,28 @@ class Worker(Scheduler):
         self.setting, self.plain, tokenizer = setting, plain(setting.model), setting.tokenizer
         self.labels = Labels(tokenizer.token_bytes, tokenizer.special)
         self.name = setting.folder.resolve().name  # of the model, to clients
-        self.made: dict[DraftOptions, Drafting] = {}
+        self.draftings = Draftings(setting)
         self.jobs: list[Job] = []  # in order of arrival; those with tasks have begun
         self.arrived, self.stopped = threading.Event(), lambda: False
         drafting = self.drafting(options)
-        widths = {*drafting.plan.attention, *drafting.plan.mlp}.intersection(LOW_BITS) if drafting.plan else ()
-        self.bits = max(widths, default=LOW_BITS[0])  # of the low-bit copies that requests may ask for
+        drafting.preparation.finish()  # no client waits for it
+        widths = (
+            {*drafting.plan.attention, *drafting.plan.mlp}.intersection(LOW_BITS)
+            if drafting.plan
+            else ()
+        )
+        # of the low-bit copies that requests may ask for
+        self.bits = max(widths, default=LOW_BITS[0])
         text, coupling = partial(Text, [0], Rules(16), self.model), Coupling("ratio", 0)
         # A few tokens, so that no client waits for a compiler.
-        self.write_all([Task(text(), way, setting.params, coupling) for way in (drafting, self.plain)])
+        self.write_all(
+            [Task(text(), way, setting.params, coupling) for way in (drafting, self.plain)]
+        )
 
     def enqueue(self, job: Job) -> None:
-        """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is full."""
+        """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is
+        full.
+        """
         if sum(not other.gone for other in self.jobs) >= len(self.slots) + MAX_WAITING:
             raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
         self.jobs.append(job)
@@ -116,18 +144,25 @@ class Worker(Scheduler):
     def write(self, job: Job, drafting: Drafting, **more: Any) -> Task:
         """Submit a text of a job; ``more`` are further fields of its task."""
         _, params, rules, coupling = job.options
+        more |= {"answers": job.answers}
         text = Text(job.ids, rules, self.model, self.setting.tokenizer.token_bytes)
         job.tasks.append(Task(text, drafting, params, coupling, **more))
         self.submit(job.tasks[-1])
         return job.tasks[-1]
 
     def admit(self) -> bool:
-        """Begin waiting jobs, and end those that are written, have failed or lost their client; see ``Scheduler``."""
+        """Begin waiting jobs, and end those that are written, have failed or lost their client; see
+        ``Scheduler``.
+        """
         for job in [*self.jobs]:
             errors = [task.error for task in job.tasks if task.error]
             if self.stopped():
                 errors = [HTTPException(503, "the server is stopping")]
-            elif not job.tasks and not job.gone and len(self.active) + len(self.waiting) < len(self.slots):
+            elif (
+                not job.tasks
+                and not job.gone
+                and len(self.active) + len(self.waiting) < len(self.slots)
+            ):
                 try:
                     job.begin(job, self, self.drafting(job.options))
                 except Exception as error:
@@ -142,32 +177,34 @@ class Worker(Scheduler):
         return super().admit()
 
     def drafting(self, options: TextOptions) -> Drafting:
-        """The drafting of a request, made once for all policies. Raises InputError where it is not possible.
-
-        Its costs are those of the command line's sampling parameters, so that no request waits for a measurement.
-        """
-        draft = options.draft
-        gamma = draft.gamma if draft.kind == "skip" else None  # without one, a plan may say that no draft pays
-        made_of = replace(draft, gamma=gamma, adaptive=None, min_target_confidence=None)
-        if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self.setting)
-        return with_policy(self.made[made_of], draft, options.params)
+        """The drafting of a request. Raises InputError where it is not possible."""
+        return self.draftings.of(options.draft, options.params)
 
 
 def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
-    """Answer of OpenAI's endpoints: submits the text, and sends it whole or, of a stream, after each round.
+    """Answer of OpenAI's endpoints: submits the text, and sends it whole or, of a stream, after
+    each round.
 
     With it come statistics of the rounds. A stream sends what a terminal would show.
     """
     streams, is_chat = bool(job.asked.stream), isinstance(job.asked, Chat)
     kind = "chat.completion" if is_chat else "text_completion"
     kind += ".chunk" if is_chat and streams else ""
-    head = {"id": secrets.token_hex(12), "object": kind, "created": int(time.time()), "model": worker.name}
+    head = {
+        "id": secrets.token_hex(12),
+        "object": kind,
+        "created": int(time.time()),
+        "model": worker.name,
+    }
     task = worker.write(job, drafting)
     stream = TextStream(task.text)
 
     def choice(finish: str | None = None, **said: str) -> dict[str, Any]:
-        shown = {"delta" if streams else "message": said} if is_chat else {"text": said.get("content", "")}
+        shown = (
+            {"delta" if streams else "message": said}
+            if is_chat
+            else {"text": said.get("content", "")}
+        )
         return {"index": 0, **shown, "logprobs": None, "finish_reason": finish}
 
     def send(*choices: dict[str, Any], **more: Any) -> None:
@@ -180,9 +217,15 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
             return
         said = {} if streams else {"role": "assistant", "content": task.text.written}
         last = choice("length" if round.finish == "length" else "stop", **said)
-        last["speculation"] = as_json(task.sample, str(task.coupling) if task.params.temperature else "")
+        last["speculation"] = as_json(
+            task.sample, str(task.coupling) if task.params.temperature else ""
+        )
         prompt, output = len(job.ids), len(task.text.generated)
-        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+        }
         send(last, **({} if streams else {"usage": usage}))
         if not streams:
             return
@@ -198,9 +241,15 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
 def live_page(reader: RequestReader) -> str:
     """The page before anything is written."""
     options = reader.options
-    form = {"drafts": [*DRAFTERS], "draft": options.draft, "temperature": options.temperature}
+    form = {"drafts": reader.drafts, "draft": options.draft, "temperature": options.temperature}
     form |= {"seed": options.seed, "max_tokens": options.max_new_tokens}
-    facts = {"prompt": "", "facts": [("Model", reader.name)], "plan": None, "greedy": True, "race": False}
+    facts = {
+        "prompt": "",
+        "facts": [("Model", reader.name)],
+        "plan": None,
+        "greedy": True,
+        "race": False,
+    }
     empty = {"rounds": [], "finish": None, "seconds": 0}
     return render_page({**facts, "form": form}, [empty], FORM.read_text(encoding="utf-8"))
 
@@ -219,13 +268,27 @@ def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
         recording = Recording(params, worker.labels)
 
         def draft(tokens: list[int]) -> None:
-            job.send({"kind": "draft", "column": column, "tokens": [worker.labels(token) for token in tokens]})
+            job.send(
+                {
+                    "kind": "draft",
+                    "column": column,
+                    "tokens": [worker.labels(token) for token in tokens],
+                }
+            )
 
         def read(round: Round, seconds: float) -> None:
             recording.add(round, seconds)
             *_, added = recording.sample["rounds"]
             seconds = recording.sample["seconds"]  # without observing
-            job.send({"kind": "round", "column": column, "round": added, "finish": round.finish, "seconds": seconds})
+            job.send(
+                {
+                    "kind": "round",
+                    "column": column,
+                    "round": added,
+                    "finish": round.finish,
+                    "seconds": seconds,
+                }
+            )
             if round.finish and column + 1 < len(ways):
                 write(column + 1)
 

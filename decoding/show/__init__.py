@@ -1,4 +1,6 @@
-"""Views of a text while it is written: streamed text, coloured trace, page of the rounds, statistics.
+"""Views of a text while it is written: streamed text, coloured trace, page of the rounds,
+statistics.
 
-Each reads the loop's ``Round`` records; ``output`` directs them. Begin with ``streaming``, ``trace`` and ``page``.
+Each reads the loop's ``Round`` records; ``output`` directs them. Begin with ``streaming``,
+``trace`` and ``page``.
 """

@@ -1,4 +1,6 @@
-"""Output of ``generate.py``: the samples as text or trace, their statistics, the page and the JSON."""
+"""Output of ``generate.py``: the samples as text or trace, their statistics, the page and the
+JSON.
+"""
 
 import json
 import sys
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from decoding.run.options import Request
 from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Drafting, Interrupted, Reader, Sample, Writer
+from decoding.run.writer import Drafting, Reader, Sample, Writer
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.streaming import Labels, TextStream
 from decoding.show.trace import PAUSE, LiveTrace
@@ -23,7 +25,9 @@ from weights.cli.files import atomic_path, explaining
 
 
 class Output:
-    """Output of a request's samples. Text goes to standard output; with --json that is for JSON alone."""
+    """Output of a request's samples. Text goes to standard output; with --json that is for JSON
+    alone.
+    """
 
     def __init__(self, request: Request, drafting: Drafting) -> None:
         self.request, self.drafting = request, drafting
@@ -34,31 +38,43 @@ class Output:
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written, and its line of statistics."""
-        text, recorded = writer.new_text(self.request.rules), self.record()
-        with self.shown(text) as read:
-            recorded["readers"].append(read)
-            try:
-                sample = writer.write(text, self.drafting, self.request.params, coupling, **recorded)
-            except Interrupted as stopped:
-                sample = stopped.sample
+        sample, recorded = Sample(writer.new_text(self.request.rules)), self.record()
+        asked = self.drafting, self.request.params, coupling
+        try:
+            with self.shown(sample.source) as read:
+                recorded["readers"].append(read)
+                writer.write(sample.source, *asked, sample=sample, **recorded)
+        except KeyboardInterrupt:
+            sample.interrupted = True
+        except Exception:  # after the text so far
+            if sample.rounds:
+                self.end(sample)
+            raise
         self.end(sample)
         return sample
 
     def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> bool:
         """Write a sample of each coupling at once; returns whether Ctrl-C ended them.
 
-        The first is shown while it is written, the others after it. Raises the first error, when all have ended.
+        The first is shown while it is written, the others after it. Raises the first error, when
+        all have ended.
         """
         request, began = self.request, now(self.request.device)
-        text = partial(Text, request.ids, request.rules, scheduler.model, request.tokenizer.token_bytes)
-        tasks = [Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings]
+        text = partial(
+            Text, request.ids, request.rules, scheduler.model, request.tokenizer.token_bytes
+        )
+        tasks = [
+            Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings
+        ]
         with self.shown(tasks[0].text) as read, suppress(KeyboardInterrupt):
             tasks[0].readers.append(read)
             for task in tasks:
                 scheduler.submit(task)
             scheduler.run()
         seconds = now(request.device) - began - scheduler.reading
-        for task in [task for task in tasks if task.sample]:
+        for task in [
+            task for task in tasks if task.sample and (task.sample.rounds or not task.error)
+        ]:
             if task is not tasks[0]:
                 with self.shown(task.text, pause=0) as read:
                     for round in task.sample.rounds:
@@ -73,15 +89,21 @@ class Output:
     def record(self) -> dict[str, Any]:
         """The recording of a text for the page: arguments of ``Writer.write``."""
         self.recordings.append(recording := Recording(self.request.params, self.labels))
-        return {"readers": [recording.add], "observer": recording.observe if self.request.options.html else None}
+        return {
+            "readers": [recording.add],
+            "observer": recording.observe if self.request.options.html else None,
+        }
 
     @contextmanager
     def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:
-        """A reader of rounds that shows the text, or its trace; a line separates it from the sample before."""
+        """A reader of rounds that shows the text, or its trace; a line separates it from the sample
+        before.
+        """
         if self.samples:
             print("-" * 20, file=self.file)
         if self.request.options.trace:
-            with LiveTrace(Console(file=self.file), self.labels, pause=pause) as live:
+            console, grammar = Console(file=self.file), text.grammar is not None
+            with LiveTrace(console, self.labels, pause=pause, grammar=grammar) as live:
                 yield live.add
             return
         stream, show = TextStream(text), partial(print, end="", file=self.file, flush=True)
@@ -92,37 +114,57 @@ class Output:
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
-        s, line = sample.statistics, f"{sample.tokens_per_second:.1f} tokens/s; {self.drafting.name}"
-        if s.acceptance_rate is not None:
-            line += f": {s.acceptance_rate:.0%} of {s.drafted} drafted tokens accepted"
-        line = f"{s.tokens} tokens in {sample.seconds:.2f} s: {line}, {s.tokens_per_round:.2f} tokens a round"
-        if sample.trouble:
-            line += f"; without CUDA graphs ({sample.trouble})"
+        line = in_words(sample, self.drafting.name)
         say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
+        wanted = self.request.options.max_new_tokens
+        if sample.finish == "length" and len(sample.tokens) < wanted:
+            context = f"the context of {self.request.context} tokens is full"
+            say(f"{context}, so the text has {len(sample.tokens)} of the {wanted} asked for")
         self.samples.append(sample)
 
     def close(self) -> None:
-        """Print the JSON and write the page of the samples so far. Raises InputError when it cannot be written."""
+        """Print the JSON and write the page of the samples so far. Raises InputError when it cannot
+        be written.
+        """
         request, page = self.request, self.request.options.html
         if request.options.json:
             for sample in self.samples:
-                written = {"text": sample.text.written, "tokens": sample.text.generated}
-                print(json.dumps(written | as_json(sample, request.repeat_with), ensure_ascii=False))
+                written = {"text": sample.text, "tokens": sample.tokens}
+                print(
+                    json.dumps(written | as_json(sample, request.repeat_with), ensure_ascii=False)
+                )
         if page and (samples := [each.sample for each in self.recordings if each.sample["rounds"]]):
-            facts = heading(request.prompt, request.folder.name, self.drafting, request.params, request.coupling)
+            facts = heading(
+                request.prompt, request.folder.name, self.drafting, request.params, request.coupling
+            )
             with explaining(f"{page} cannot be written"), atomic_path(page) as temporary:
                 temporary.write_text(render_page(facts, samples), encoding="utf-8")
             say(f"the run round by round: {page}")
 
 
+def in_words(sample: Sample, draft: str) -> str:
+    """The statistics of a sample in one line; ``draft`` names its draft."""
+    statistics = sample.statistics
+    line = f"{sample.speed:.1f} tokens/s; {draft}"
+    if statistics.acceptance_rate is not None:
+        rate = f"{statistics.acceptance_rate:.0%} of {statistics.drafted}"
+        line += f": {rate} drafted tokens accepted"
+    if sample.trouble:
+        line += f"; without CUDA graphs ({sample.trouble})"
+    count = f"{statistics.tokens} tokens in {sample.seconds:.2f} s"
+    return f"{count}: {line}, {statistics.tokens_per_round:.2f} tokens a round"
+
+
 def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
-    """Statistics for --json and for clients; ``repeat_with`` has the options that repeat a sampled text."""
+    """Statistics for --json and for clients; ``repeat_with`` has the options that repeat a sampled
+    text.
+    """
     names = ("rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round")
     return {
-        "prompt_tokens": sample.text.prompt_length,
+        "prompt_tokens": sample.source.prompt_length,
         "finish_reason": sample.finish,
         "seconds": sample.seconds,
-        "tokens_per_second": sample.tokens_per_second,
+        "tokens_per_second": sample.speed,
         **{name: getattr(sample.statistics, name) for name in names},
         "accepted_histogram": sample.statistics.histogram,
         "repeat_with": repeat_with,

@@ -1,8 +1,9 @@
 """Page of a run: one self-contained HTML file that replays it round by round.
 
-Text of the model is data, never markup: it is embedded as JSON in which no character can end the script element, and
-the page shows it through ``textContent`` only. The page's content security policy allows its scripts and styles, by a
-random number of the page, and requests to its server, if any.
+Text of the model is data, never markup: it is embedded as JSON in which no character can end the
+script element, and the page shows it through ``textContent`` only. The page's content security
+policy allows its scripts and styles, by a random number of the page, and requests to its server, if
+any.
 """
 
 import json
@@ -30,8 +31,8 @@ DIGITS = 6  # of a probability on the page: more than a reader compares, in half
 class Recording:
     """Rounds of one text as the page shows them, with their probabilities.
 
-    ``observe`` is the loop's observer (``decoding.speculate.Observer``); ``add`` takes each round after it. ``seconds``
-    are those of decoding, without the time that ``observe`` took.
+    ``observe`` is the loop's observer (``decoding.speculate.Observer``); ``add`` takes each round
+    after it. ``seconds`` are those of decoding, without the time that ``observe`` took.
     """
 
     def __init__(self, params: SamplingParams, label: Callable[[int], str]) -> None:
@@ -40,30 +41,47 @@ class Recording:
         self.details: list[dict[str, Any]] = []  # of the round that ``add`` takes next
         self.examining = 0.0  # seconds
 
-    def observe(self, draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor) -> None:
-        """Keep ``details``: JSON of each drafted token, then of the target's ``token`` (``[]`` int64).
+    def observe(
+        self, draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor
+    ) -> None:
+        """Keep ``details``: JSON of each drafted token, then of the target's ``token`` (``[]``
+        int64).
 
         ``id``, ``text``  the token and its label
         ``q``  the draft's probability of it; None where nothing was drafted
         ``p``  the target's
-        ``draft_top``, ``target_top``  ``(label, probability)`` of the likeliest tokens, best first, and of this token.
-        They are those of q and p. In greedy decoding, where q and p are one-hot, they are raw softmax probabilities,
-        but q's where the drafter keeps no logits. ``draft_top`` is empty where nothing was drafted.
+        ``draft_top``, ``target_top``  ``(label, probability)`` of the likeliest tokens, best first,
+        and of this token. They are those of q and p. In greedy decoding, where q and p are one-hot,
+        they are raw softmax probabilities, but q's where the drafter keeps no logits. ``draft_top``
+        is empty where nothing was drafted.
 
-        ``logits`` and ``target_probs`` p are ``[k + 1, vocab]``. The target's token belongs to row ``accepted``; where
-        a drafted token was rejected, the draft has probabilities of that row too. Reads the host.
+        ``logits`` and ``target_probs`` p are ``[k + 1, vocab]``. The target's token belongs to row
+        ``accepted``; where a drafted token was rejected, the draft has probabilities of that row
+        too. Reads the host.
         """
         began = now(logits.device)
         drafted, shown = draft.probs, target_probs
         if self.params.temperature == 0:
-            drafted = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1) if draft.logits else drafted
+            drafted = (
+                torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
+                if draft.logits
+                else drafted
+            )
             shown = torch.softmax(logits.float(), dim=-1)
         self.details = []
         for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]:
-            detail = {"id": each, "text": self.label(each), "p": probability(target_probs[row], each), "q": None}
+            detail = {
+                "id": each,
+                "text": self.label(each),
+                "p": probability(target_probs[row], each),
+                "q": None,
+            }
             detail |= {"target_top": self._top(shown[row], each), "draft_top": []}
             if row < len(draft.tokens):
-                detail |= {"q": probability(draft.probs[row], each), "draft_top": self._top(drafted[row], each)}
+                detail |= {
+                    "q": probability(draft.probs[row], each),
+                    "draft_top": self._top(drafted[row], each),
+                }
             self.details.append(detail)
         self.examining += now(logits.device) - began
 
@@ -79,10 +97,15 @@ class Recording:
             "retracted": len(round.retracted),
         }
         self.sample["rounds"].append(data)
-        self.sample |= {"finish": round.finish or "interrupted", "seconds": seconds - self.examining}
+        self.sample |= {
+            "finish": round.finish or "interrupted",
+            "seconds": seconds - self.examining,
+        }
 
     def _top(self, probs: Tensor, token: int) -> list[tuple[str, float]]:
-        """Labels and ``[vocab]`` probabilities of the ``TOP`` likeliest tokens above 0, best first, and of token."""
+        """Labels and ``[vocab]`` probabilities of the ``TOP`` likeliest tokens above 0, best first,
+        and of token.
+        """
         ids = [*probs.nan_to_num(0.0).topk(min(TOP, len(probs))).indices.tolist(), token]
         top = {each: probability(probs, each) for each in ids}
         return [(self.label(each), value) for each, value in top.items() if value or each == token]
@@ -93,15 +116,28 @@ def probability(probs: Tensor, token: int) -> float:
     return float(f"{probs[token].nan_to_num(0.0).item():.{DIGITS}g}")
 
 
-def heading(prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> dict[str, Any]:
-    """JSON of the facts about a whole run, with the plan under which the target drafts for itself, if any."""
-    values = {field.name.replace("_", "-"): (getattr(params, field.name), field.default) for field in fields(params)}
+def heading(
+    prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling
+) -> dict[str, Any]:
+    """JSON of the facts about a whole run, with the plan under which the target drafts for itself,
+    if any.
+    """
+    values = {
+        field.name.replace("_", "-"): (getattr(params, field.name), field.default)
+        for field in fields(params)
+    }
     given = [f"{name} {value:g}" for name, (value, default) in values.items() if value != default]
     greedy = params.temperature == 0
     sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
     facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
     plan = drafting.plan and asdict(drafting.plan)
-    return {"prompt": prompt, "facts": facts, "plan": plan, "greedy": greedy, "race": coupling.name == "race"}
+    return {
+        "prompt": prompt,
+        "facts": facts,
+        "plan": plan,
+        "greedy": greedy,
+        "race": coupling.name == "race",
+    }
 
 
 def render_page(heading: dict[str, Any], samples: Iterable[dict[str, Any]], live: str = "") -> str:
@@ -113,4 +149,6 @@ def render_page(heading: dict[str, Any], samples: Iterable[dict[str, Any]], live
 
 def embed(data: Any) -> str:
     """JSON for a script element: ASCII without <, so that nothing in it can end the element."""
-    return json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )

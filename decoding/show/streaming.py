@@ -1,4 +1,6 @@
-"""Text that can be shown: the characters of a growing text that are certain to stay, and the names of tokens."""
+"""Text that can be shown: the characters of a growing text that are certain to stay, and the names
+of tokens.
+"""
 
 import codecs
 from collections.abc import Mapping
@@ -11,7 +13,8 @@ JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 class TextStream:
     """Stream of a growing text's new characters.
 
-    It holds back unfinished characters, beginnings of a stop string, and tokens that a banned word may take back.
+    It holds back unfinished characters, beginnings of a stop string, and tokens that a banned word
+    may take back.
     """
 
     def __init__(self, text: Text) -> None:
@@ -33,7 +36,9 @@ class TextStream:
 def visible(text: str) -> str:
     """``text`` in one line, with U+FFFD in place of control, format and surrogate characters."""
     text = text.replace("\n", "↵").replace("\t", "⇥")
-    return "".join(c if c.isprintable() or c in JOINERS else " " if c.isspace() else "\ufffd" for c in text)
+    return "".join(
+        c if c.isprintable() or c in JOINERS else " " if c.isspace() else "\ufffd" for c in text
+    )
 
 
 class Labels:
@@ -44,7 +49,9 @@ class Labels:
         self.names = {token: visible(name) for name, token in special.items()}
 
     def __call__(self, token: int) -> str:
-        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name or number of others."""
+        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name or
+        number of others.
+        """
         data = self.token_bytes(token)
         if not data.strip(b" "):
             return "␣" * len(data) or self.names.get(token, f"#{token}")

@@ -1,6 +1,8 @@
-"""Coloured trace of the rounds: drafted tokens with their verdicts, and the target's residual or bonus token.
+"""Coloured trace of the rounds: drafted tokens with their verdicts, and the target's residual or
+bonus token.
 
-On a terminal the last line is redrawn in each round. In a file or a pipe, signs around the tokens replace colours.
+On a terminal the last line is redrawn in each round. In a file or a pipe, signs around the tokens
+replace colours.
 """
 
 from __future__ import annotations
@@ -18,31 +20,44 @@ from decoding.rounds import Round
 from decoding.show.streaming import Labels, visible
 
 PAUSE = 0.06  # seconds for which a draft is shown before its verdict
-VERDICTS = {  # verdict -> its name in the legend, its style, and the signs around it where there are no colours
+# verdict -> its name in the legend, its style, and the signs around it where there are no colours
+VERDICTS = {
     "accepted": ("accepted", "green", "[", "]"),
     "rejected": ("rejected", "red strike", "{-", "-}"),
     "discarded": ("discarded", "dim strike", "{~", "~}"),
     "own": ("residual or bonus", "bold blue", "", ""),
+    "forced": ("forced by the grammar", "magenta", "<", ">"),
 }
 
 
 class LiveTrace:
-    """Trace of one text on a console; a context manager, so that the terminal is restored in any case.
+    """Trace of one text on a console; a context manager, so that the terminal is restored in any
+    case.
 
     Full lines are printed once; only the last line is redrawn.
     """
 
-    def __init__(self, console: Console, labels: Labels, *, pause: float = PAUSE) -> None:
+    def __init__(
+        self, console: Console, labels: Labels, *, pause: float = PAUSE, grammar: bool = False
+    ) -> None:
+        """``grammar``: whether the legend names forced tokens."""
         self.console, self.labels, self.pause = console, labels, pause
+        self.shown = [verdict for verdict in VERDICTS if grammar or verdict != "forced"]
         self.signs = console.no_color or console.color_system is None
-        # With FORCE_COLOR rich takes a pipe for a terminal. Colours may go there, cursor movements may not.
+        # With FORCE_COLOR rich takes a pipe for a terminal. Colours may go there, cursor movements
+        # may not.
         self.redraws = not self.signs and console.file.isatty() and not console.is_dumb_terminal
-        self.live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # of the tokens that are kept
+        self.live = Live(
+            console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        # of the tokens that are kept
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.line = Text()  # the last line of the text
 
     def __enter__(self) -> LiveTrace:
-        legend = Text(" ").join(self._styled(name, verdict) for verdict, (name, *_) in VERDICTS.items())
+        legend = Text(" ").join(
+            self._styled(VERDICTS[verdict][0], verdict) for verdict in self.shown
+        )
         self.console.print(legend, soft_wrap=not self.redraws)
         if self.redraws:
             self.live.start()
@@ -58,19 +73,26 @@ class LiveTrace:
     def add(self, round: Round, seconds: float) -> None:
         """Show a round."""
         if self.redraws and round.drafted:
-            self.live.update(self.line + Text(self._aside(round.drafted), style="dim"), refresh=True)
+            self.live.update(
+                self.line + Text(self._aside(round.drafted), style="dim"), refresh=True
+            )
             time.sleep(self.pause)
         self._settle(self.text_of(round))
 
     def text_of(self, round: Round) -> Text:
-        """The round's tokens in order, styled by their verdicts, then the tokens that a banned word took back.
+        """The round's tokens in order, styled by their verdicts, then the tokens that a banned word
+        took back.
 
         A character whose bytes are spread over tokens appears with the last of them.
         """
         text = Text()
-        for verdict, run in groupby(round.verdicts(), key=itemgetter(1)):
+        verdicts = [
+            (token, "forced" if forced else verdict)
+            for (token, verdict), forced in zip(round.verdicts(), round.forced_kept(), strict=True)
+        ]
+        for verdict, run in groupby(verdicts, key=itemgetter(1)):
             tokens = [token for token, _ in run]
-            if verdict in ("accepted", "own"):
+            if verdict in ("accepted", "own", "forced"):
                 lines = self.decoder.decode(self._bytes(tokens)).expandtabs(4).split("\n")
                 shown = "\n".join(map(visible, lines))
             else:
@@ -78,7 +100,10 @@ class LiveTrace:
             text.append_text(self._styled(shown, verdict))
         if round.retracted:
             self.decoder.reset()
-            text.append(f'<taken back: "{self._aside(round.retracted)}">', style=None if self.signs else "yellow")
+            text.append(
+                f'<taken back: "{self._aside(round.retracted)}">',
+                style=None if self.signs else "yellow",
+            )
         return text
 
     def _aside(self, tokens: list[int]) -> str:
@@ -87,11 +112,15 @@ class LiveTrace:
 
     def _bytes(self, tokens: list[int]) -> bytes:
         """Bytes of tokens, with the names of those that have none."""
-        return b"".join(self.labels.token_bytes(token) or self.labels(token).encode() for token in tokens)
+        return b"".join(
+            self.labels.token_bytes(token) or self.labels(token).encode() for token in tokens
+        )
 
     def _styled(self, text: str, verdict: str) -> Text:
         _, style, before, after = VERDICTS[verdict]
-        return Text(before + text + after if text else "") if self.signs else Text(text, style=style)
+        return (
+            Text(before + text + after if text else "") if self.signs else Text(text, style=style)
+        )
 
     def _settle(self, text: Text) -> None:
         """Add text that is final, and print lines that are full."""

@@ -1,10 +1,10 @@
-"""Fast decoding of the same models: compiled steps on a CPU (``cpu``), compiled and captured ones on a GPU (``gpu``).
+"""Fast decoding of the same models: compiled steps on a CPU (``cpu``), compiled and captured ones
+on a GPU (``gpu``).
 
 Begin with ``accelerate``. The readable files of ``model`` do not depend on this folder.
 """
 
 import sys
-from importlib.util import find_spec
 
 import torch
 
@@ -12,20 +12,38 @@ from model.decoder import Decoder
 
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
-    """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its device.
+    """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its
+    device.
 
-    Without ``compiled`` its steps are the readable blocks'. Its ``why_rows_vary`` is None if a position has the same
-    bits in steps of any number of tokens. A model that cannot be prepared is returned as it is, with a line on stderr.
+    Without ``compiled`` its steps are the readable blocks'. Its ``why_rows_vary`` is None if a
+    position has the same bits in steps of any number of tokens. A model that cannot be prepared is
+    returned as it is, with a line on stderr.
     """
+    if model.device.type == "mps":
+        return model
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder
 
         return StaticDecoder(model, model.device.type == "cuda" and compiled)
     if model.dtype == torch.float64 or not compiled:
         return model
-    if find_spec("numba") is None:
-        print("numba is not installed: steps are the readable blocks', several times slower", file=sys.stderr)
+    if reason := why_not_compiled():
+        print(
+            f"steps are the readable blocks', several times slower, without numba: {reason}",
+            file=sys.stderr,
+        )
         return model
     from model.fast.cpu.decoder import FastDecoder
 
     return FastDecoder(model)
+
+
+def why_not_compiled() -> str | None:
+    """Reason why Numba cannot compile and run steps here; None where it can."""
+    try:
+        import numba
+
+        numba.get_num_threads()  # starts its threads
+    except (ImportError, ValueError) as error:  # not installed, or its settings are wrong
+        return " ".join(str(error).split())
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None

@@ -1,8 +1,8 @@
 """Attention on a CPU by torch's fused kernel, for long prompts.
 
-Called by name, the kernel also returns the logarithm of each softmax's divisor. With it, the attentions of the same
-queries to two sets of keys can be joined. So the keys before a prompt's chunk need no mask, and within the chunk the
-kernel skips the masked half of the scores.
+Called by name, the kernel also returns the logarithm of each softmax's divisor. With it, the
+attentions of the same queries to two sets of keys can be joined. So the keys before a prompt's
+chunk need no mask, and within the chunk the kernel skips the masked half of the scores.
 """
 
 import torch
@@ -16,7 +16,8 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def attend_by_flash(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """``model.layers.attend_causally``, without a mask where the last T of S positions attend to all before them.
+    """``model.layers.attend_causally``, without a mask where the last T of S positions attend to
+    all before them.
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
     """

@@ -1,13 +1,16 @@
-"""Static steps on a GPU, as in gpt-fast: a static cache, one compiled block, and one CUDA graph per step.
+"""Static steps on a GPU, as in gpt-fast: a static cache, one compiled block, and one CUDA graph per
+step.
 
-Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the same shape:
-``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all positions of the cache. The
-readable block is compiled once (``torch.compile``). All layers share its code: their weights are arguments. The whole
-step is then captured and replayed as one launch. A step takes as long as reading its weights: padded rows cost little.
+Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the
+same shape: ``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all
+positions of the cache. The readable block is compiled once (``torch.compile``). All layers share
+its code: their weights are arguments. The whole step is then captured and replayed as one launch. A
+step takes as long as reading its weights: padded rows cost little.
 
-Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on other rows, which
-is checked. Drafts in four bits use torch's tinygemm kernel, which reads a quarter of the bytes of a bf16 product. In
-six and eight bits they use the checkpoint's weights: torch's eight-bit kernel is many times slower than that product.
+Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
+other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a quarter
+of the bytes of a bf16 product. In six and eight bits they use the checkpoint's weights: torch's
+eight-bit kernel is many times slower than that product.
 """
 
 import copy
@@ -24,20 +27,26 @@ from torch.func import functional_call
 
 from model.cache import KVCache
 from model.decoder import Decoder
+from model.fast.graphs import Launcher, compile_function, launcher_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.quantise import GROUP, Quantised, rounded
 from model.twins import Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
-SMALLEST = 512  # positions of the smallest cache; sizes double, so that few shapes are compiled
-# Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong address gives.
+# Positions of a cache: a power of two, at least this, and half of this for padded rows. So the
+# longest context of 131,072 tokens has eight sizes, for each of which steps are compiled again.
+SMALLEST = 1024
+# Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
+# address gives.
 TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
 class StaticEntries:
-    """One layer of a cache for a static step: written at the positions of a tensor, read over all positions."""
+    """One layer of a cache for a static step: written at the positions of a tensor, read over all
+    positions.
+    """
 
     keys: Tensor
     values: Tensor
@@ -51,13 +60,23 @@ class StaticEntries:
 
 
 def attend_statically(
-    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+    mask: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    *,
+    scale: float,
+    soft_cap: float | None,
 ) -> Tensor:
-    """``model.layers.attend`` with the mask ``[G · rows, S]`` of a static step, written out: a compiler fuses it.
+    """``model.layers.attend`` with the mask ``[G · rows, S]`` of a static step, written out: a
+    compiler fuses it.
 
-    The two products over all positions occupy a GPU even where heads are few. Softmax is in the wide dtype.
+    The two products over all positions occupy a GPU even where heads are few. Softmax is in the
+    wide dtype.
     """
-    rows = q.reshape(1, k.shape[1], -1, q.shape[3])  # the query heads of a key head are laid end to end
+    # the query heads of a key head are laid end to end
+    rows = q.reshape(1, k.shape[1], -1, q.shape[3])
     scores = (rows @ k.transpose(2, 3)).to(wide_dtype(q.dtype)) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -66,23 +85,35 @@ def attend_statically(
 
 
 def run_block(
-    block: nn.Module, weights: dict[str, Tensor], x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor,
-    entries: StaticEntries, attention: bool, mlp: bool,
-) -> Tensor:  # fmt: skip
+    block: nn.Module,
+    weights: dict[str, Tensor],
+    x: Tensor,
+    angles: tuple[Tensor, Tensor],
+    mask: Tensor,
+    entries: StaticEntries,
+    attention: bool,
+    mlp: bool,
+) -> Tensor:
     """Readable block with the ``weights`` of another layer: the function that is compiled."""
     positions = Positions(0, *angles, partial(attend_statically, mask))
-    return functional_call(block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp})
+    return functional_call(
+        block, weights, (x, positions, entries), {"attention": attention, "mlp": mlp}
+    )
 
 
 class Int4Linear(nn.Module):
-    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16. It is fast for one row, as in drafts."""
+    """x Wᵀ + b with W in four bits: ``[..., in]`` bf16 -> ``[..., out]`` bf16. It is fast for one
+    row, as in drafts.
+    """
 
     def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
         super().__init__()
         codes = weight.codes
         tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
         pairs = codes[:, ::2] << 4 | codes[:, 1::2]
-        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles))
+        self.register_buffer(
+            "weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+        )
         middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
         self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
         self.register_buffer("bias", bias)
@@ -95,7 +126,9 @@ class Int4Linear(nn.Module):
 
 @torch.no_grad()
 def low_bits(product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
-    """Low-bit twin of a product, or the product by the checkpoint's weights where the kernel does not take it."""
+    """Low-bit twin of a product, or the product by the checkpoint's weights where the kernel does
+    not take it.
+    """
     weight = product.weight
     fits = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and bits == 4
     if fits and weight.shape[0] % 8 == weight.shape[1] % GROUP == 0:
@@ -104,116 +137,158 @@ def low_bits(product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor],
 
 
 class StaticStep:
-    """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, by the same kernels on the same buffers."""
+    """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, by the same kernels on the
+    same buffers.
+    """
 
-    @torch.inference_mode(False)  # the buffers outlive the call, and are written in inference mode and outside
-    def __init__(self, model: Decoder, cache: KVCache, plan: LayerPlan, run: Callable[..., Tensor]) -> None:
+    # the buffers outlive the call, and are written in inference mode and outside
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        plan: LayerPlan,
+        run: Callable[..., Tensor],
+        launcher: Launcher,
+    ) -> None:
         self.model, self.cache, self.plan, self.run = model, cache, plan, run
+        self.launcher = launcher
         self.rows = 1 if plan.has_low_bits else ROWS
         self.tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=model.device)
-        self.start, self.count = (torch.zeros((), dtype=torch.int64, device=model.device) for _ in range(2))
+        self.start = torch.zeros((), dtype=torch.int64, device=model.device)
+        self.started: int | None = None  # value of ``start``
         self.offsets = torch.arange(self.rows, device=model.device)
-        self.logits = torch.empty(1, self.rows, model.vocab_size, dtype=model.dtype, device=model.device)
-        self.angles = rotary_table(model.config.rope, model.config.head_dim, cache.capacity, model.dtype, model.device)
+        # graphs of sampling read it too, so all steps share it
+        self.logits = launcher.buffer("logits", (self.rows, model.vocab_size), model.dtype)
+        self.angles = {
+            rope: rotary_table(
+                rope, model.config.head_dim, cache.capacity, model.dtype, model.device
+            )
+            for rope in set(model.config.ropes)
+        }
         self.head = model.twins.head(plan.head)
         # Blocks with the same kinds of products share one template, and so its compiled code.
         templates: dict[tuple[bool, ...], nn.Module] = {}
         self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []
         for layer, pair in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            block, kinds = model.twins.block(layer, *pair), tuple(bits not in (0, FULL) for bits in pair)
+            block, kinds = (
+                model.twins.block(layer, *pair),
+                tuple(bits not in (0, FULL) for bits in pair),
+            )
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
         self.replay: Callable[[], None] | None = None  # of the captured step
 
     def compute(self) -> None:
-        """Logits of the tokens in the buffers; padded rows are written behind the last position of a text."""
-        model, config, padding = self.model, self.model.config, self.cache.capacity - self.rows
-        places = self.start + self.offsets
-        index = torch.where(self.offsets < self.count, places, padding + self.offsets)
-        angles = tuple(table.index_select(0, index) for table in self.angles)
+        """Logits of the tokens in the buffers. Entries of padded rows are behind the text, where
+        later steps write theirs.
+        """
+        model, config = self.model, self.model.config
+        index = self.start + self.offsets
+        angles = {
+            rope: tuple(table.index_select(0, index) for table in tables)
+            for rope, tables in self.angles.items()
+        }
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups, dtype = config.num_heads // config.num_kv_heads, wide_dtype(model.dtype)
-        masks = {window: causal_mask(places, keys, window, dtype).repeat(groups, 1) for window in set(config.windows)}
+        masks = {
+            window: causal_mask(index, keys, window, dtype).repeat(groups, 1)
+            for window in set(config.windows)
+        }
         x = model.embed(self.tokens)
         for layer, (template, weights) in enumerate(self.blocks):
             runs = self.plan.attention[layer] > 0, self.plan.mlp[layer] > 0
             entries = StaticEntries(self.cache.keys[layer], self.cache.values[layer], index)
             if any(runs):
-                x = self.run(template, weights, x, angles, masks[config.windows[layer]], entries, *runs)
-        self.logits.copy_(model.logits(x, self.head))
+                # a template is a copy of another layer: angles and mask are those of this one
+                own = angles[config.ropes[layer]], masks[config.windows[layer]]
+                x = self.run(template, weights, x, *own, entries, *runs)
+        self.logits.copy_(model.logits(x, self.head)[0])
+        self.start.add_(1)  # where the next step of the plan mostly begins
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
         count = tokens.shape[1]
         self.tokens[:, :count].copy_(tokens)
-        self.start.fill_(start)
-        self.count.fill_(count)
+        if start != self.started:
+            self.start.fill_(start)
         (self.replay or self.compute)()
-        return self.logits[:, :count].clone()
+        self.started = start + 1
+        return self.launcher.hand_out(self.logits, count)[None]
 
-    def capture(self, pool: Any) -> None:
-        """Record the step as a CUDA graph, in a memory pool that all steps share.
-
-        It runs once before on another stream, so that libraries allocate their workspaces outside of the graph.
-        """
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.model.device)
-        stream.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(stream):
-            self.compute()
-        torch.cuda.current_stream(self.model.device).wait_stream(stream)
-        with torch.cuda.graph(graph, pool=pool):
-            self.compute()
-        self.replay = graph.replay
+    def capture(self) -> None:
+        """Record the step as a CUDA graph."""
+        self.replay = self.launcher.record(self.compute)
+        self.started = None
 
 
 @dataclass(eq=False)
 class StaticCache:
-    """Tensors of a cache, used by one text at a time, and the steps that were made for them, by plan."""
+    """Tensors of a cache, used by one text at a time, and the steps that were made for them, by
+    plan.
+    """
 
     cache: KVCache
     steps: dict[LayerPlan, StaticStep]
 
 
 class StaticDecoder:
-    """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are the decoder's.
+    """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are
+    the decoder's.
 
-    If a step fails (no compiler, an old GPU, no memory), later steps are the readable blocks'; ``trouble`` says why.
+    If a step fails (no compiler, an old GPU, no memory), later steps are the readable blocks';
+    ``trouble`` says why.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         self.model, self.trouble, self.why_rows_vary = model, None, None
         model.twins = Twins(model, low_bits)
-        self.fast_bits = (4,) if model.dtype == torch.bfloat16 and model.device.type == "cuda" else ()
-        self.run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
-        self.pool = torch.cuda.graph_pool_handle() if compiled and model.device.type == "cuda" else None
+        self.fast_bits = (
+            (4,) if model.dtype == torch.bfloat16 and model.device.type == "cuda" else ()
+        )
+        self.run = compile_function(run_block) if compiled else run_block
+        self.captures = compiled and model.device.type == "cuda"
+        self.launcher = Launcher(model.device)
         self.static_caches: list[StaticCache] = []
-        self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by the cache of a text
+        # by the cache of a text
+        self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static cache not in use."""
+        """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static
+        cache not in use.
+        """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
         used = list(self.in_use.values())
-        free = [each for each in self.static_caches if each not in used and each.cache.capacity >= capacity + ROWS]
+        free = [
+            each
+            for each in self.static_caches
+            if each not in used and each.cache.capacity >= capacity + ROWS
+        ]
         if not free:
-            size = max(SMALLEST, 1 << (capacity + ROWS - 1).bit_length())
+            size = max(SMALLEST, 1 << (capacity - 1).bit_length()) + SMALLEST // 2
             self.static_caches = used  # those that are too small are freed
             with torch.inference_mode(False):
                 free = [StaticCache(self.model.new_cache(size), {})]
             self.static_caches += free
         static = free[0]
         for entries in (*static.cache.keys, *static.cache.values):
-            entries.zero_()  # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
+            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
+            entries.zero_()
         cache = copy.copy(static.cache)
         cache.capacity, cache.lengths = capacity, [0] * self.model.num_layers
         self.in_use[cache] = static
         return cache
 
     def __call__(
-        self, tokens: Tensor, cache: KVCache | None = None, start: int = 0, plan: LayerPlan | None = None
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        start: int = 0,
+        plan: LayerPlan | None = None,
     ) -> Tensor:
         """``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static steps."""
         plan = plan or LayerPlan.full(self.model.num_layers)
@@ -231,38 +306,48 @@ class StaticDecoder:
 
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan) -> StaticStep | None:
-        """Static step of a plan on this cache, made now if there is none; None where the readable blocks run."""
+        """Static step of a plan on this cache, made now if there is none; None where the readable
+        blocks run.
+        """
         static = self.in_use.get(cache)
         if static is None or self.trouble:
             return None
         if plan not in static.steps:
             try:
-                step = StaticStep(self.model, static.cache, plan, self.run)
+                if self.captures:
+                    self.launcher = launcher_of(self.model.device)
+                step = StaticStep(self.model, static.cache, plan, self.run, self.launcher)
                 self._check(step)
-                if self.pool is not None:
-                    step.capture(self.pool)
+                if self.launcher.record:
+                    step.capture()
                     self._check(step)
                 static.steps[plan] = step
-            except (RuntimeError, AssertionError, ImportError, OSError) as error:  # of compilers, drivers, allocators
+            except Exception as error:  # of compilers, drivers, allocators
                 line = " ".join(f"{type(error).__name__}: {error}".split())
                 self.trouble = f"steps are the readable blocks': {line:.300}"
         return static.steps.get(plan)
 
     def _check(self, step: StaticStep) -> None:
-        """Compare a step's logits with the readable blocks', on the first positions of its cache, which are restored.
+        """Compare a step's logits with the readable blocks', on the first positions of its cache,
+        which are restored.
 
         Raises RuntimeError where they differ by more than rounding.
         """
-        cache, kept = (self.model.new_cache(2 * ROWS) for _ in range(2))
+        # a step of the last of 2 · ROWS tokens also writes padded rows behind them
+        cache, kept = (self.model.new_cache(3 * ROWS) for _ in range(2))
         tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
         expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
-        kept.copy(step.cache, 2 * ROWS)
+        kept.copy(step.cache, 3 * ROWS)
         step.cache.copy(cache, 2 * ROWS)
         found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
         alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        step.cache.copy(kept, 2 * ROWS)
+        step.cache.copy(kept, 3 * ROWS)
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
-            raise RuntimeError(f"a static step's logits are {difference.item():.3g} away from the readable blocks'")
+            raise RuntimeError(
+                f"a static step's logits are {difference.item():.3g} away from the readable blocks'"
+            )
         if not torch.equal(alone, found[:, -1:]):
-            self.why_rows_vary = "the kernels of this GPU give a row different bits alone and among others"
+            self.why_rows_vary = (
+                "the kernels of this GPU give a row different bits alone and among others"
+            )

@@ -1,4 +1,6 @@
-"""Text under speculation is plain text, token for token, on real checkpoints in bf16: greedy and with a seed."""
+"""Text under speculation is plain text, token for token, on real checkpoints in bf16: greedy and
+with a seed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Loaded:
         return Loaded(folder, setting, [choose(options, setting) for options in wanted], tokenizer)
 
     def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:
-        """Every drafter's text is plain decoding's; a machine that cannot guarantee it gives the reason in one line."""
+        """Every drafter's text is plain decoding's; a machine that cannot guarantee it gives the
+        reason in one line.
+        """
         model, seed = self.setting.model, len(prompt)
         if model.why_rows_vary:
             assert "\n" not in model.why_rows_vary
@@ -75,7 +79,9 @@ def test_speculated_text_is_plain_text(loaded: Loaded, prompt: int, params: str)
 
 @pytest.mark.prove
 @pytest.mark.parametrize("number", range(len(EVERY)))
-def test_speculated_text_is_plain_text_on_every_built_in_prompt(loaded: Loaded, number: int) -> None:
+def test_speculated_text_is_plain_text_on_every_built_in_prompt(
+    loaded: Loaded, number: int
+) -> None:
     """80 greedy tokens of each, and 80 sampled ones of one of each kind."""
     prompt = encode_prompt(loaded.tokenizer, EVERY[number])
     loaded.check(prompt, PARAMS["greedy"], 80)

@@ -1,28 +1,43 @@
-"""Bits of low-bit drafts, chosen by measurement; importance of inputs; calibration text."""
+"""Low-bit drafts: their plans; importance of inputs; calibration text."""
 
-from dataclasses import replace
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from decoding.run import bits as bits_module
-from decoding.run import calibration, chooser
-from decoding.run.acceptance import Continuation
-from decoding.run.bits import BitsTable, measure_bits
-from decoding.run.calibration import PROMPTS, TOKENS, calibration_texts, input_squares, linear_layers, weigh_inputs
-from decoding.run.chooser import DraftOptions, Setting, choose
-from decoding.run.costs import CostTable
+from decoding.policies import FixedLength, Offer
+from decoding.run import chooser
+from decoding.run.calibration import (
+    PROMPTS,
+    TOKENS,
+    Continuation,
+    calibration_texts,
+    input_squares,
+    linear_layers,
+    low_bit_steps,
+)
+from decoding.run.chooser import (
+    VERIFY_SLOPE,
+    Draftings,
+    DraftOptions,
+    Setting,
+    choose,
+    first_slope,
+)
+from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
-from model import Decoder
+from decoding.text import Rules
+from decoding.verify import Coupling
+from model import Decoder, LayerPlan
 from model.fast import accelerate
-from model.quantise import quantise
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 pytest.importorskip("numba", reason="low bits are fast with numba only: pip install numba")
 FOLDER = model_folder("tiny-llama")
-VERIFY = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8)
 GREEDY = SamplingParams()
 
 
@@ -41,124 +56,215 @@ def few(tokenizer: Tokenizer) -> list[Continuation]:
     return calibration_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
 
 
-@pytest.fixture
-def setting(
-    tmp_path: Path, model: Decoder, tokenizer: Tokenizer, few: list[Continuation], monkeypatch: pytest.MonkeyPatch
-) -> Setting:
-    monkeypatch.setattr(chooser, "calibration_texts", lambda *_: few)
-    return Setting(tmp_path, model, tokenizer, GREEDY, 64)
-
-
-def with_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[int, float]) -> None:
-    """Let a draft step cost this much, by its bits."""
-
-    def measured(target, drafting, plan, params, coupling, known=None, **_):
-        return CostTable(costs[plan.mlp[0]], VERIFY)
-
-    monkeypatch.setattr(bits_module, "measure_costs", measured)
-
-
-@torch.no_grad()
-def put_on_grid(model: Decoder) -> None:
-    """Give every matrix the values of its four-bit grid: a grid fitted to them is the same."""
-    for layer in linear_layers(model).values():
-        layer.weight.copy_(quantise(layer.weight, 4).dequantised(layer.weight.dtype))
-
-
-def test_importance_is_the_mean_square_of_a_layers_inputs(model: Decoder, few: list[Continuation]) -> None:
+def test_importance_is_the_mean_square_of_a_layers_inputs(
+    model: Decoder, few: list[Continuation]
+) -> None:
     assert all(len(text.written) + text.unused == TOKENS for text in few)
     found = input_squares(model, few)
     assert set(found) == set(linear_layers(model))
     inputs = []
-    hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, x: inputs.append(x[0][0].float()))
+    hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(
+        lambda _, x: inputs.append(x[0][0].float())
+    )
     for text in few:
         model.hidden(torch.tensor([[*text.prompt, *text.written]]))
     hook.remove()
     torch.testing.assert_close(found["1.mlp.down_proj"], torch.cat(inputs).square().mean(0))
 
 
-def test_importance_is_measured_once_and_then_read(
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def plan_of(model: Decoder, bits: int = 4) -> LayerPlan:
+    return LayerPlan.full(model.num_layers).in_bits(bits)
+
+
+def copies_of(model: Decoder) -> dict[tuple[str, int], Tensor]:
+    names = {layer: name for name, layer in linear_layers(model).items()}
+    return {(names[layer], bits): copy for (layer, bits), copy in model.low_bits.items()}
+
+
+def prepared(tokenizer: Tokenizer, bits: int = 4) -> tuple[Decoder, int]:
+    """A newly loaded model with its copies, and the number of steps that took."""
+    model = accelerate(load_model(FOLDER))
+    steps = sum(1 for _ in low_bit_steps(model, plan_of(model, bits), FOLDER, tokenizer))
+    assert not model.missing_copies(plan_of(model, bits))
+    return model, steps
+
+
+def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, steps = prepared(tokenizer)
+    assert steps == len(PROMPTS) + len(copies_of(made))
+    assert "kept for later runs" in capsys.readouterr().err
+    read, steps = prepared(tokenizer)
+    assert steps == 0 and not capsys.readouterr().err
+    assert not any(hasattr(layer, "importance") for layer in linear_layers(read).values())
+    for key, copy in copies_of(made).items():
+        assert torch.equal(copies_of(read)[key], copy)
+    ids = torch.arange(5)[None]
+    logits = [each(ids, each.new_cache(5), 0, plan_of(each)) for each in (made, read)]
+    assert torch.equal(*logits)
+
+
+def test_only_missing_copies_are_made(tokenizer: Tokenizer) -> None:
+    made, _ = prepared(tokenizer)
+    wanted = copies_of(made)
+    kept = made.kept.folder / "1.mlp.up_proj.4"
+    kept.write_bytes(kept.read_bytes()[:-10])
+    again, steps = prepared(tokenizer)
+    assert steps == 1, "the importance is kept too"
+    assert torch.equal(copies_of(again)["1.mlp.up_proj", 4], wanted["1.mlp.up_proj", 4])
+    assert prepared(tokenizer)[1] == 0
+
+
+def test_eight_bits_need_no_calibration(tokenizer: Tokenizer) -> None:
+    made, steps = prepared(tokenizer, 8)
+    assert steps == len(copies_of(made)) and not (made.kept.folder / "importance").exists()
+
+
+def test_a_text_may_be_written_between_two_steps(tokenizer: Tokenizer, model: Decoder) -> None:
+    ids = torch.arange(6)[None]
+    plan = plan_of(model)
+    expected = model(ids, model.new_cache(6), 0)
+    for _ in low_bit_steps(model, plan, FOLDER, tokenizer):
+        assert torch.equal(model(ids, model.new_cache(6), 0), expected)
+        model.prefill(ids, model.new_cache(6))
+    whole = prepared(tokenizer)[0]
+    assert copies_of(whole).keys() == copies_of(model).keys()
+    for key, copy in copies_of(whole).items():
+        assert torch.equal(copy, copies_of(model)[key])
+
+
+def test_where_nothing_can_be_kept_every_start_makes_the_same_copies(
+    tokenizer: Tokenizer, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.write_text("a file in place of the folder")
+    first, steps = prepared(tokenizer)
+    again, more = prepared(tokenizer)
+    assert steps == more > 0
+    for key, copy in copies_of(first).items():
+        assert torch.equal(copy, copies_of(again)[key])
+    said = capsys.readouterr().err
+    assert said.count("not kept") == 2, "one line per start"
+
+
+def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
+    model: Decoder, tokenizer: Tokenizer
+) -> None:
+    setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
+    for bits, wanted in ((None, 4), (8, 8)):
+        drafting = choose(DraftOptions("lowbit", bits=bits), setting)
+        assert {*drafting.plan.attention, *drafting.plan.mlp} == {wanted}
+        assert drafting.new_policy().gamma == 5
+
+
+def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weigh_inputs(model, tmp_path, tokenizer)
-    monkeypatch.setattr(calibration, "calibration_texts", None)  # would fail
-    again = accelerate(load_model(FOLDER))
-    weigh_inputs(again, tmp_path, tokenizer)
-    for name, layer in linear_layers(model).items():
-        assert torch.equal(layer.importance, linear_layers(again)[name].importance)
+    monkeypatch.setattr(chooser, "has_memory_for", lambda model, plan: False)
+    drafting = choose(DraftOptions("auto"), Setting(tmp_path, model, tokenizer, GREEDY, 64))
+    assert drafting.plan is None and not model.low_bits
 
 
-@pytest.mark.parametrize("content", [b"junk", None])
-def test_a_damaged_or_foreign_importance_file_is_measured_again(
-    tmp_path: Path, model: Decoder, tokenizer: Tokenizer, content: bytes | None
+@pytest.mark.parametrize("kind", ["lookup", "lowbit", "auto"])
+def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
+    tmp_path: Path, kind: str, model: Decoder, tokenizer: Tokenizer
 ) -> None:
-    if content is None:
-        weigh_inputs(accelerate(load_model(model_folder("tiny-gemma2"))), tmp_path, Tokenizer(FOLDER))
-    else:
-        (tmp_path / calibration.FILE).write_bytes(content)
-    weigh_inputs(model, tmp_path, tokenizer)
-    assert all(len(layer.importance) == layer.weight.shape[1] for layer in linear_layers(model).values())
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    folder.chmod(0o555)
+    choose(DraftOptions(kind), Setting(folder, model, tokenizer, GREEDY, 64))
+    folder.chmod(0o755)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
 
-def test_a_model_on_whose_weights_four_bits_are_free_gets_four(
-    model: Decoder, few: list[Continuation], monkeypatch: pytest.MonkeyPatch
+def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder) -> None:
+    full = LayerPlan.full(model.num_layers)
+    plans = [full.in_bits(4), full.in_bits(8), full]
+    slopes = [first_slope(model, plan) for plan in plans]
+    assert slopes == sorted(slopes) and slopes[-1] == pytest.approx(1 + VERIFY_SLOPE)
+
+
+def drafting_and_writer(model: Decoder, tokenizer: Tokenizer) -> tuple[Drafting, Writer]:
+    """Of ``auto`` without a shipped plan, on a folder whose copies are not kept yet."""
+    setting = Setting(FOLDER, model, tokenizer, GREEDY, 200)
+    drafting = Draftings(setting).of(DraftOptions("auto"), GREEDY)
+    writer = Writer(model, 200, tokenizer.token_bytes)
+    writer.begin(tokenizer.encode("Once upon a time"))
+    return drafting, writer
+
+
+def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
+    model: Decoder, tokenizer: Tokenizer
 ) -> None:
-    with_costs(monkeypatch, {4: 0.3, 6: 0.4, 8: 0.5})
-    put_on_grid(model)
-    table = measure_bits(model, few, GREEDY)
-    assert table.bits == (4, 6, 8) and set(table.best_plan(4).plan.mlp) == {4}
-    assert min(table.acceptance) > 0.8, "what is lost is lost by rounding inputs"
+    """One piece of the work is done between two rounds."""
+    drafting, writer = drafting_and_writer(model, tokenizer)
+    assert not drafting.preparation.is_done
+    offers = []
+    policy = drafting.new_policy()
+    choose_among = policy.choose
+
+    def watched(found: Sequence[Offer]) -> tuple[Offer, int]:
+        offers.append({each.name for each in found})
+        return choose_among(found)
+
+    policy.choose = watched
+    rules = Rules(150)
+
+    def write(way: Drafting) -> list[int]:
+        text = writer.new_text(rules)
+        return writer.write(text, way, GREEDY, Coupling("race", 0), policy=policy).tokens
+
+    first = write(drafting)
+    assert "low bits" not in offers[0]
+    drafting.preparation.finish()
+    assert first == write(drafting)
+    assert "low bits" in offers[-1]
+    plain = writer.write(writer.new_text(rules), writer.plain, GREEDY, Coupling("race", 0))
+    assert first == plain.tokens
 
 
-def test_the_bits_of_the_largest_predicted_speed_up_draft(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_text_under_the_ratio_rule_waits_for_the_copies(
+    model: Decoder, tokenizer: Tokenizer
 ) -> None:
-    with_costs(monkeypatch, {4: 0.9, 6: 0.2, 8: 0.9})
-    drafting = choose(DraftOptions("lowbit"), setting)
-    table = chooser.bits_table(setting)
-    assert set(drafting.plan.mlp) == {6} and drafting.new_policy().gamma == table.gamma[1]
-    assert "6 bits" in capsys.readouterr().err
-    with_costs(monkeypatch, {})  # would fail: it is kept
-    assert chooser.bits_table(setting) == table
-    # Another rule of verification accepts otherwise, and is measured by itself.
-    with pytest.raises(KeyError):
-        chooser.bits_table(replace(setting, coupling="race"))
+    drafting, writer = drafting_and_writer(model, tokenizer)
+    params = SamplingParams(1.0)
+    writer.write(writer.new_text(Rules(2)), drafting, params, Coupling("ratio", 0))
+    assert drafting.preparation.is_done
 
 
-def test_where_no_bits_gain_lowbit_decodes_plainly_and_says_so(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("temperature", "rule", "granted"),
+    [(0.0, "ratio", True), (1.0, "race", True), (1.0, "ratio", False)],
+)
+def test_the_clock_is_granted_where_no_draft_length_can_change_a_text(
+    model: Decoder, tokenizer: Tokenizer, temperature: float, rule: str, granted: bool
 ) -> None:
-    with_costs(monkeypatch, {4: 1.0, 6: 1.0, 8: 1.0})
-    drafting = choose(DraftOptions("lowbit"), setting)
-    assert drafting.new_policy().gamma == 0 and drafting.plan is None
-    assert "decoding plainly" in capsys.readouterr().err
-    assert set(choose(DraftOptions("lowbit", bits=6), setting).plan.mlp) == {6}
-    monkeypatch.setattr(chooser, "measure_costs", lambda *_, **__: CostTable(0.0, VERIFY))
-    assert choose(DraftOptions("auto"), setting).plan is None
+    for target, rows_vary in ((model, False), (load_model(FOLDER), True)):
+        writer = Writer(target, 64, tokenizer.token_bytes)
+        writer.begin(tokenizer.encode("Once upon a time"))
+        policy = Watched(4)
+        params = SamplingParams(temperature)
+        coupling = Coupling(rule, 0)
+        writer.write(writer.new_text(Rules(4)), writer.plain, params, coupling, policy=policy)
+        assert bool(policy.times) == policy.granted == (granted and not rows_vary)
 
 
-def test_bits_whose_copies_do_not_fit_are_left_out_and_the_rest_is_not_kept(
-    tmp_path: Path, model: Decoder, few: list[Continuation], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_costs(monkeypatch, {4: 0.3, 6: 0.4, 8: 0.5})
-    monkeypatch.setattr(bits_module, "has_memory_for", lambda model, plan: plan.mlp[0] == 4)
-    table = measure_bits(model, few, GREEDY)
-    assert table.bits == (4,) and not table.steady
-    monkeypatch.setattr(bits_module, "has_memory_for", lambda model, plan: False)
-    table = measure_bits(model, [], GREEDY)
-    assert table == BitsTable() and not table.steady and table.best_plan(4) is None
+class Watched(FixedLength):
+    """Policy that notes whether it was given a clock, and the times of rounds."""
 
+    def __init__(self, gamma: int) -> None:
+        super().__init__(gamma)
+        self.granted = False
+        self.times: list[float] = []
 
-def test_copies_are_freed_one_number_of_bits_at_a_time(
-    model: Decoder, few: list[Continuation], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = []
+    def grant_clock(self, past: object, shares_steps: object) -> None:
+        self.granted = True
 
-    def measured(target, drafting, plan, params, coupling, known=None):
-        target.prepare(plan)
-        held.append({bits for _, bits in target.low_bits})
-        return CostTable(0.5, VERIFY)
-
-    monkeypatch.setattr(bits_module, "measure_costs", measured)
-    measure_bits(model, few, GREEDY)
-    assert held == [{4, 8}, {6, 8}, {8}] and not model.low_bits  # the head is in eight bits
+    def observe_time(self, seconds: float) -> None:
+        self.times.append(seconds)

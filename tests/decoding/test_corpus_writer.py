@@ -1,4 +1,6 @@
-"""Corpus writer: each row of a batch is what the production loop would write alone; the file; the command."""
+"""Corpus writer: each row of a batch is what the production loop would write alone; the file; the
+command.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,14 @@ EOS = 1
 SHORT = [[0, 2, 5], [3], [4, 4, 1, 0, 2, 3, 5], [2], [5, 1], [0, 0, 3, 2, 1], [5], [4, 2]]
 PROMPTS = [[4] * 57, *SHORT, [0] * 55, [5, 5, 3] * 18]  # the long ones nearly fill the context
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + '\\n' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + '\\n' + message['content'] + '<|end|>' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 )
 
 
-def alone(model: Decoder, prompt: list[int], params: SamplingParams, max_new_tokens: int) -> list[int]:
+def alone(
+    model: Decoder, prompt: list[int], params: SamplingParams, max_new_tokens: int
+) -> list[int]:
     """The production loop's continuation of one prompt, greedily."""
     request = Request(tuple(prompt), params, max_new_tokens, frozenset([EOS]))
     tokens, _ = run_loop(model, request, Setup(no_draft, lambda: FixedLength(0)), First())
@@ -57,23 +61,38 @@ class First:
 
 @pytest.mark.parametrize(("family", "penalty"), [("llama", 1.0), ("gemma2", 1.6)])
 def test_each_row_is_what_the_loop_writes_for_its_prompt_alone(family: str, penalty: float) -> None:
-    """Greedy, in float64: prompts of any lengths, rows that end early, rows that fill the context, in order."""
+    """Greedy, in float64: prompts of any lengths, rows that end early, rows that fill the context,
+    in order.
+    """
     params = SamplingParams(repetition_penalty=penalty)
     endings: Counter[str] = Counter()
     for seed in (2, 3):
         model = tiny_model(family, vocab=6, seed=seed)
         expected = [alone(model, prompt, params, 20) for prompt in PROMPTS]
-        assert sample_texts(model, PROMPTS, max_new_tokens=20, params=params, eos_ids=[EOS], seed=0) == expected
-        endings.update("eos" if EOS in text else "full" if len(text) < 20 else "budget" for text in expected)
+        assert (
+            sample_texts(model, PROMPTS, max_new_tokens=20, params=params, eos_ids=[EOS], seed=0)
+            == expected
+        )
+        endings.update(
+            "eos" if EOS in text else "full" if len(text) < 20 else "budget" for text in expected
+        )
     assert min(endings[why] for why in ("eos", "full", "budget")) > 1
 
 
-def replayed(model: Decoder, prompt: list[int], params: SamplingParams, numbers: list[float]) -> list[int]:
-    """One text by the definition: no cache, no batch, each token the inverse of the cumulative distribution."""
+def replayed(
+    model: Decoder, prompt: list[int], params: SamplingParams, numbers: list[float]
+) -> list[int]:
+    """One text by the definition: no cache, no batch, each token the inverse of the cumulative
+    distribution.
+    """
     tokens = list(prompt)
     for number in numbers:
-        probs = distribution(model(torch.tensor([tokens]))[0, -1:], torch.tensor(tokens), params)[0].tolist()
-        tokens.append(next(token for token, reached in enumerate(accumulate(probs)) if reached > number))
+        probs = distribution(model(torch.tensor([tokens]))[0, -1:], torch.tensor(tokens), params)[
+            0
+        ].tolist()
+        tokens.append(
+            next(token for token, reached in enumerate(accumulate(probs)) if reached > number)
+        )
         if tokens[-1] == EOS or len(tokens) == model.max_positions:
             break
     return tokens[len(prompt) :]
@@ -81,16 +100,29 @@ def replayed(model: Decoder, prompt: list[int], params: SamplingParams, numbers:
 
 @pytest.mark.parametrize(
     ("family", "params"),
-    [("llama", SamplingParams(0.7, top_k=3, top_p=0.9)), ("gemma2", SamplingParams(1.3, repetition_penalty=1.4))],
+    [
+        ("llama", SamplingParams(0.7, top_k=3, top_p=0.9)),
+        ("gemma2", SamplingParams(1.3, repetition_penalty=1.4)),
+    ],
     ids=["filtered", "penalised"],
 )
-def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(family: str, params: SamplingParams) -> None:
+def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(
+    family: str, params: SamplingParams
+) -> None:
     model = tiny_model(family, vocab=6, seed=3)
     streams = [np.random.SeedSequence(7, spawn_key=(row,)) for row in range(len(PROMPTS))]
     numbers = [np.random.default_rng(stream).random(12).tolist() for stream in streams]
-    expected = [replayed(model, prompt, params, row) for prompt, row in zip(PROMPTS, numbers, strict=True)]
-    assert sample_texts(model, PROMPTS, max_new_tokens=12, params=params, eos_ids=[EOS], seed=7) == expected
-    assert sample_texts(model, PROMPTS[:1], max_new_tokens=12, params=params, eos_ids=[EOS], seed=7) == expected[:1]
+    expected = [
+        replayed(model, prompt, params, row) for prompt, row in zip(PROMPTS, numbers, strict=True)
+    ]
+    assert (
+        sample_texts(model, PROMPTS, max_new_tokens=12, params=params, eos_ids=[EOS], seed=7)
+        == expected
+    )
+    assert (
+        sample_texts(model, PROMPTS[:1], max_new_tokens=12, params=params, eos_ids=[EOS], seed=7)
+        == expected[:1]
+    )
     assert len({len(text) for text in expected}) > 2
 
 
@@ -98,12 +130,23 @@ def test_a_model_with_non_finite_logits_is_refused() -> None:
     model = tiny_model("llama", vocab=6)
     model.layers[1].mlp.up_proj.weight[0] = float("nan")
     with pytest.raises(InputError, match="stop being finite"):
-        sample_texts(model, PROMPTS, max_new_tokens=3, params=SamplingParams(1.0), eos_ids=[], seed=0)
+        sample_texts(
+            model, PROMPTS, max_new_tokens=3, params=SamplingParams(1.0), eos_ids=[], seed=0
+        )
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    with pytest.raises(InputError, match="a prompt has 64 tokens: the model's context ends after 64"):
-        sample_texts(tiny_model("llama"), [[0] * 64], max_new_tokens=3, params=SamplingParams(), eos_ids=[], seed=0)
+    with pytest.raises(
+        InputError, match="a prompt has 64 tokens: the model's context ends after 64"
+    ):
+        sample_texts(
+            tiny_model("llama"),
+            [[0] * 64],
+            max_new_tokens=3,
+            params=SamplingParams(),
+            eos_ids=[],
+            seed=0,
+        )
 
 
 # The file.
@@ -126,7 +169,8 @@ def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
     assert read(path) == TEXTS[:2]
     beginning = "x" * corpus.DISTINCT_CHARACTERS
     first, alike, other = (
-        {"prompt": "", "response": text} for text in (beginning + "a", beginning + "b", beginning[1:])
+        {"prompt": "", "response": text}
+        for text in (beginning + "a", beginning + "b", beginning[1:])
     )
     corpus.add(stories, [*TEXTS, first, alike, other], path)
     assert read(path) == [*TEXTS, first, other]
@@ -168,7 +212,9 @@ Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def write(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def write(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Command:
     """Run the command on the tiny model: its status and its standard error.
 
     Its babble is worth learning here: see ``tests/decoding/test_quality.py``.
@@ -176,14 +222,27 @@ def write(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr(corpus, "worth_learning", lambda text, subjects: text)
 
     def command(*arguments: object) -> tuple[int, str]:
-        options = ["--model", folder, "--temperature", 2, "--top-k", 0, "--max-new-tokens", 9, "--batch", 12]
+        options = [
+            "--model",
+            folder,
+            "--temperature",
+            2,
+            "--top-k",
+            0,
+            "--max-new-tokens",
+            9,
+            "--batch",
+            12,
+        ]
         status = corpus.main([str(argument) for argument in [*options, *arguments]])
         return status, capsys.readouterr().err
 
     return command
 
 
-def test_the_command_writes_stories_until_there_are_tokens_enough(write: Command, tmp_path: Path) -> None:
+def test_the_command_writes_stories_until_there_are_tokens_enough(
+    write: Command, tmp_path: Path
+) -> None:
     """Each begins with whom its prompt is about."""
     out = tmp_path / "out.jsonl"
     status, said = write("--tokens", 500, "--out", out)
@@ -191,7 +250,11 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(write: Command
     rows = read(out)
     for row in rows:
         subjects = [who for who in templates.TEMPLATES["who"] if who in row["prompt"]]
-        beginnings = [opening.format(who=who) for opening in templates.TEMPLATES["opening"] for who in subjects]
+        beginnings = [
+            opening.format(who=who)
+            for opening in templates.TEMPLATES["opening"]
+            for who in subjects
+        ]
         assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
     assert len({row["response"][: corpus.DISTINCT_CHARACTERS] for row in rows}) == len(rows)
     before = out.read_bytes()
@@ -218,7 +281,9 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
     assert status == 0 and len(calls) > 4 and parts.read_bytes() == whole.read_bytes()
 
 
-def test_a_model_in_a_loop_is_given_up(write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_a_loop_is_given_up(
+    write: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus, "write_stories", lambda *_: TEXTS)
     status, said = write("--tokens", 10_000, "--out", tmp_path / "out")
     assert status == 2 and "the last 264 texts" in said
@@ -255,13 +320,21 @@ def test_there_are_thousands_of_stories_and_no_blank_is_left() -> None:
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, REFUSES + TEMPLATE, None], ids=["takes", "refuses", "none"])
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, REFUSES + TEMPLATE, None], ids=["takes", "refuses", "none"]
+)
 def test_a_narrator_speaks_where_the_template_lets_one(
     template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, tokenizer = [], Tokenizer(folder)
     tokenizer.chat_template = template
-    monkeypatch.setattr(corpus, "sample_texts", lambda _, prompts, **__: read.extend(prompts) or [[65]] * len(prompts))
+    monkeypatch.setattr(
+        corpus,
+        "sample_texts",
+        lambda _, prompts, **__: read.extend(prompts) or [[65]] * len(prompts),
+    )
     corpus.write_stories(tiny_model("llama"), tokenizer, SamplingParams(), 3, 9, random.Random(0))
     assert len(read) == 3
-    assert all((corpus.NARRATOR in tokenizer.decode(prompt)) == (template == TEMPLATE) for prompt in read)
+    assert all(
+        (corpus.NARRATOR in tokenizer.decode(prompt)) == (template == TEMPLATE) for prompt in read
+    )

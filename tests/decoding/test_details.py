@@ -18,14 +18,22 @@ from tests.laws import tiny_model
 
 VOCAB, PROMPT, GAMMA = 11, [3, 1, 4, 1, 5], 3
 EXIT = LayerPlan.early_exit(3, 2)
-PARAMS = [SamplingParams(), SamplingParams(0.9, top_k=8), SamplingParams(1.0, repetition_penalty=1.3)]
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(0.9, top_k=8),
+    SamplingParams(1.0, repetition_penalty=1.3),
+]
 
 
 def write(model: Decoder, params: SamplingParams) -> list[tuple[Round, list[dict[str, Any]]]]:
     cache = model.new_cache(model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([PROMPT[:-1]]), cache)
-    text, drafter, recording = Text(PROMPT, Rules(24), model), ModelDrafter(model, cache, EXIT), Recording(params, str)
+    text, drafter, recording = (
+        Text(PROMPT, Rules(24), model),
+        ModelDrafter(model, cache, EXIT),
+        Recording(params, str),
+    )
     rest = (drafter, FixedLength(GAMMA), params, SeededRandomness(1))
     rounds = speculate(model, cache, text, *rest, observer=recording.observe)
     return [(round, recording.details) for round in rounds]
@@ -33,7 +41,9 @@ def write(model: Decoder, params: SamplingParams) -> list[tuple[Round, list[dict
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingParams) -> None:
-    """p and q of each token, and the lists: of p and q, but of raw probabilities in greedy decoding."""
+    """p and q of each token, and the lists: of p and q, but of raw probabilities in greedy
+    decoding.
+    """
     model = tiny_model("llama", vocab=VOCAB)
     greedy = params.temperature == 0
     text, checked = list(PROMPT), set()
@@ -47,7 +57,10 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
                 with torch.inference_mode():
                     logits = model(prefix[None], plan=plan)[0, -1:]
                 probs = distribution(logits, prefix, params)[0]
-                shown[side] = probs[detail["id"]].item(), (logits.softmax(-1)[0] if greedy else probs)
+                shown[side] = (
+                    probs[detail["id"]].item(),
+                    (logits.softmax(-1)[0] if greedy else probs),
+                )
             assert (
                 int(detail["text"])
                 == detail["id"]
@@ -58,7 +71,9 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
             if row < len(round.drafted):
                 assert detail["q"] == pytest.approx(shown["draft"][0], abs=1e-6)
                 assert_lists(detail["draft_top"], shown["draft"][1], detail["id"])
-                checked.add("own beside a rejected token" if at == len(round.drafted) else "drafted")
+                checked.add(
+                    "own beside a rejected token" if at == len(round.drafted) else "drafted"
+                )
             else:
                 assert detail["q"] is None and detail["draft_top"] == []
                 checked.add("bonus")
@@ -67,9 +82,13 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
 
 
 def assert_lists(labelled: list[tuple[str, float]], probs: torch.Tensor, token: int) -> None:
-    """The list holds the likeliest tokens in order, with their probabilities, and the token asked about."""
+    """The list holds the likeliest tokens in order, with their probabilities, and the token asked
+    about.
+    """
     top = [(int(label), prob) for label, prob in labelled]
-    assert [prob for _, prob in top] == pytest.approx([probs[other].item() for other, _ in top], abs=1e-6)
+    assert [prob for _, prob in top] == pytest.approx(
+        [probs[other].item() for other, _ in top], abs=1e-6
+    )
     best = [prob for prob in probs.sort(descending=True).values[:TOP].tolist() if prob > 0]
     assert [prob for _, prob in top[: len(best)]] == pytest.approx(best, abs=1e-6)
     assert token in [other for other, _ in top]
@@ -99,7 +118,13 @@ def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broke
         (Round(5, [7, 8, 9], 3, [7], finish="eos"), ["accepted", "discarded", "discarded"]),
         (Round(5, [7, 8, 9], 1, [7], retracted=[7]), ["accepted", "rejected", "discarded"]),
     ],
-    ids=["all accepted", "one rejected", "no draft", "ended inside the draft", "taken back inside the draft"],
+    ids=[
+        "all accepted",
+        "one rejected",
+        "no draft",
+        "ended inside the draft",
+        "taken back inside the draft",
+    ],
 )
 def test_every_token_of_a_round_has_its_verdict(round: Round, fates: list[str]) -> None:
     verdicts = round.verdicts()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from decoding.drafters import Draft
+from decoding.policies import FixedLength
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
@@ -16,6 +18,8 @@ from decoding.text import Rules, Text
 from decoding.verify import verify_by_race, verify_by_ratio
 from model import Decoder
 from model.fast.gpu import StaticDecoder
+from model.fast.graphs import Launcher
+from model.launch import LAUNCHERS
 from tests import fake_device
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 
@@ -37,13 +41,27 @@ def write(
 ) -> tuple[list[int], list[Round], Counter[str]]:
     """A text with its rounds, and the counts of the device."""
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
-    make = {"race": KeyedRandomness, "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness}
+    make = {
+        "race": KeyedRandomness,
+        "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness,
+    }
     verify = {"race": verify_by_race, "ratio": verify_by_ratio}
     cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
     fake_device.counts.clear()
-    rounds = list(speculate(model, cache, text, drafts, REAL_POLICIES[policy](), params, randomness, verify[coupling]))
+    rounds = list(
+        speculate(
+            model,
+            cache,
+            text,
+            drafts,
+            REAL_POLICIES[policy](),
+            params,
+            randomness,
+            verify[coupling],
+        )
+    )
     if isinstance(model, StaticDecoder):
         assert model.trouble is None and model.why_rows_vary is None
     return text.tokens, rounds, fake_device.counts.copy()
@@ -59,19 +77,25 @@ def check(family: str, drafter: str, **how: Any) -> tuple[list[Round], Counter[s
 
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)
 @pytest.mark.parametrize(("family", "coupling"), [("llama", "ratio"), ("gemma2", "race")])
-def test_a_text_is_the_cpus_and_the_host_reads_once_per_round(family: str, drafter: str, coupling: str) -> None:
+def test_a_text_is_the_cpus_and_the_host_reads_once_per_round(
+    family: str, drafter: str, coupling: str
+) -> None:
     """Uploads are the new tokens of the text, drafts by lookup, and the keys of a race."""
     policy = "break-even" if drafter == "best of" else "fixed"
     rounds, counts = check(family, drafter, policy=policy, coupling=coupling)
     assert counts["read"] == len(rounds)
-    looked_up = sum(bool(round.drafted) for round in rounds) if drafter in ("lookup", "best of") else 0
+    looked_up = (
+        sum(bool(round.drafted) for round in rounds) if drafter in ("lookup", "best of") else 0
+    )
     raced = len(rounds) + sum(len(round.drafted) for round in rounds) if coupling == "race" else 0
     assert counts["upload"] <= len(rounds) + looked_up + raced
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "gated"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(family: str, policy: str) -> None:
+def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(
+    family: str, policy: str
+) -> None:
     """The target's confidence is read together with the verdict."""
     rounds, counts = check(family, "lowbit", policy=policy)
     looked_at = sum(len(round.drafted) for round in rounds) if policy == "adaptive" else 0
@@ -90,7 +114,11 @@ def test_a_ban_costs_a_read_only_where_a_word_was_retracted(drafter: str) -> Non
 
 @pytest.mark.parametrize(
     "params",
-    [SamplingParams(), SamplingParams(0.8, repetition_penalty=1.3), SamplingParams(1.0, min_p=0.05)],
+    [
+        SamplingParams(),
+        SamplingParams(0.8, repetition_penalty=1.3),
+        SamplingParams(1.0, min_p=0.05),
+    ],
     ids=["greedy", "penalty", "min-p"],
 )
 def test_no_kind_of_sampling_reads_more(params: SamplingParams) -> None:
@@ -102,6 +130,93 @@ def test_no_kind_of_sampling_reads_more(params: SamplingParams) -> None:
 def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
     rounds, counts = check(family, "exit", prepare=lambda model: model)
     assert counts["read"] == len(rounds) == counts["upload"]
+
+
+@pytest.mark.parametrize("coupling", ["race", "ratio"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(0.9),
+        SamplingParams(0.9, top_p=0.95),
+        SamplingParams(0.9, min_p=0.05),
+    ],
+    ids=["greedy", "temperature", "top-p", "min-p"],
+)
+def test_recorded_sampling_leaves_few_operators_outside_of_graphs(
+    coupling: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain round launches at most 16, a further drafted token 4; one read per round; the text is
+    the CPU's.
+    """
+    device = torch.device(fake_device.NAME, 0)
+    launcher = Launcher(device, fake_device.record, compile=lambda function: function)
+    monkeypatch.setitem(LAUNCHERS, device, launcher)
+    model = static(tiny_model("llama", vocab=VOCAB).to(device))
+    model.launcher = launcher
+    texts = {}
+    for drafter in ("none", "exit"):
+        cache, drafts = begun(model, drafter, PROMPT)
+        per_draft: list[tuple[int, int]] = []
+        monkeypatch.setattr(drafts, "propose", counted(drafts.propose, per_draft))
+        for _ in range(2):  # the first records graphs
+            text = Text(PROMPT, RULES, model)
+            drawn = (
+                KeyedRandomness(3, device)
+                if coupling == "race"
+                else fake_device.FakeDeviceRandomness(3)
+            )
+            verify = verify_by_race if coupling == "race" else verify_by_ratio
+            per_draft.clear()
+            fake_device.counts.clear()
+            rounds = list(
+                speculate(model, cache, text, drafts, FixedLength(3), params, drawn, verify)
+            )
+        counts = fake_device.counts.copy()
+        assert counts["read"] == len(rounds)
+        texts[drafter] = text.tokens
+        if drafter == "none":
+            assert counts["kernel"] <= 16 * len(rounds)
+        else:
+            # besides the steps: a position, and the draft's tokens and probabilities as one each
+            assert all(kernels <= 4 * drafted + 4 for kernels, drafted in per_draft)
+            assert max(drafted for _, drafted in per_draft) == 3
+            verified = counts["kernel"] - sum(kernels for kernels, _ in per_draft)
+            assert verified <= (16 if coupling == "race" else 36) * len(rounds)
+    assert model.trouble is None and all(launcher.launches.values())
+    expected, *_ = write("cpu", "llama", "exit", coupling=coupling, params=params)
+    assert texts["exit"] == expected
+    if coupling == "race":
+        assert texts["exit"] == texts["none"]
+
+
+def counted(propose: Callable[..., Draft], into: list[tuple[int, int]]) -> Callable[..., Draft]:
+    """``propose`` that notes the operators of each draft, and its tokens."""
+
+    def noted(*arguments: Any) -> Draft:
+        before = fake_device.counts["kernel"]
+        draft = propose(*arguments)
+        into.append((fake_device.counts["kernel"] - before, len(draft.tokens)))
+        return draft
+
+    return noted
+
+
+def test_a_graph_repeats_its_operators_on_the_numbers_of_now() -> None:
+    """As a CUDA graph does: with the numbers of the host at its recording, and never a copy from
+    it.
+    """
+    given, factor = torch.ones(3, device=fake_device.NAME), [2]
+    results = torch.zeros(3, device=fake_device.NAME)
+    replay = fake_device.record(lambda: results.copy_((given + 1)[:3] * factor[0]))
+    given.fill_(4)
+    factor[0] = 100
+    fake_device.counts.clear()
+    replay()
+    assert fake_device.counts["kernel"] == 0 and results.tolist() == [10, 10, 10]
+    for forbidden in (lambda: given.copy_(torch.ones(3)), lambda: given.sum().item()):
+        with pytest.raises(RuntimeError, match="graph cannot copy"):
+            fake_device.record(forbidden)
 
 
 def test_the_device_refuses_to_mix_tensors_and_counts_uploads_and_reads() -> None:

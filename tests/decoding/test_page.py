@@ -1,4 +1,6 @@
-"""The page: text from the model stays text, and in a real browser the replay can be used by anyone."""
+"""The page: text from the model stays text, and in a real browser the replay can be used by
+anyone.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,18 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
     cache = model.new_cache(model.max_positions)
     with torch.inference_mode():
         model.prefill(torch.tensor([prompt[:-1]]), cache)
-    text = Text(prompt, Rules(24, banned=[banned] if banned else []), model, lambda token: PIECES[token].encode())
+    text = Text(
+        prompt,
+        Rules(24, banned=[banned] if banned else []),
+        model,
+        lambda token: PIECES[token].encode(),
+    )
     policy, params = AdaptiveExit(0.2, 4), SamplingParams(temperature)
     recording = Recording(params, LABELS)
     drafter, randomness = ModelDrafter(model, cache, PLAN), SeededRandomness(seed)
-    rounds = speculate(model, cache, text, drafter, policy, params, randomness, observer=recording.observe)
+    rounds = speculate(
+        model, cache, text, drafter, policy, params, randomness, observer=recording.observe
+    )
     for number, round in enumerate(rounds, 1):
         recording.add(round, number / 4)
     return recording
@@ -67,17 +76,28 @@ def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Record
 
 def detail(token: int, q: float | None, p: float) -> dict[str, Any]:
     draft_top = [] if q is None else [(" fox", q)]
-    return {"id": token, "text": LABELS(token), "q": q, "p": p, "draft_top": draft_top, "target_top": [(" fox", p)]}
+    return {
+        "id": token,
+        "text": LABELS(token),
+        "q": q,
+        "p": p,
+        "draft_top": draft_top,
+        "target_top": [(" fox", p)],
+    }
 
 
-def page_of(*recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN, race: bool = False) -> str:
+def page_of(
+    *recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN, race: bool = False
+) -> str:
     facts = {"prompt": PROMPT, "facts": [("Model", "<b>tiny</b>")], "plan": plan and asdict(plan)}
     samples = [recording.sample for recording in recordings]
     return render_page({**facts, "greedy": greedy, "race": race}, samples)
 
 
 def data_of(page: str) -> Any:
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
     return json.loads(data)
 
 
@@ -98,11 +118,18 @@ def test_the_page_is_one_file_with_the_elements_of_its_template_only() -> None:
     assert data["plan"] == {"attention": [16, 16, 0], "mlp": [16, 16, 0], "head": 16}
     assert len(re.findall(r"<script", page, re.IGNORECASE)) == 2
     without_data = page.replace(embed(data), "")
-    assert not re.search(r"<img|<link|<iframe|\bsrc=|https?:|@import|url\(", without_data, re.IGNORECASE)
+    assert not re.search(
+        r"<img|<link|<iframe|\bsrc=|https?:|@import|url\(", without_data, re.IGNORECASE
+    )
     (nonce,) = set(re.findall("nonce[-=][\"']?(.+?)[\"']", page))
-    assert len(nonce) == 32 and page.count("default-src 'none'; connect-src 'self'; script-src 'nonce-") == 1
+    assert (
+        len(nonce) == 32
+        and page.count("default-src 'none'; connect-src 'self'; script-src 'nonce-") == 1
+    )
     (sample,) = data["samples"]
-    assert sample["finish"] == "length" and 0 < sample["seconds"] < len(sample["rounds"]) / 4, "without examining"
+    assert sample["finish"] == "length" and 0 < sample["seconds"] < len(sample["rounds"]) / 4, (
+        "without examining"
+    )
     assert "{{data}} {{nonce}}" in {token["text"] for token in tokens_of(sample)}
     assert all(token["text"] in dict(token["target_top"]) for token in tokens_of(sample))
 
@@ -111,15 +138,37 @@ def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Also a prompt that can be read only once."""
     model, page = write_folder(tmp_path / "tiny"), tmp_path / "page.html"
     monkeypatch.setattr("sys.stdin", io.StringIO("the <hen>"))
-    sampling = ["--temperature", "0.5", "--top-p", "0.9", "--repetition-penalty", "1.1", "--seed", "7"]
-    options = ["--prompt-file", "-", "--model", str(model), "--draft", "exit", "--max-new-tokens", "4", *sampling]
+    sampling = [
+        "--temperature",
+        "0.5",
+        "--top-p",
+        "0.9",
+        "--repetition-penalty",
+        "1.1",
+        "--seed",
+        "7",
+    ]
+    options = [
+        "--prompt-file",
+        "-",
+        "--model",
+        str(model),
+        "--draft",
+        "exit",
+        "--max-new-tokens",
+        "4",
+        *sampling,
+    ]
     assert generate.main([*options, "--html", str(page)]) == 0
     data = data_of(page.read_text(encoding="utf-8"))
     assert data["prompt"] == "the <hen>" and not data["greedy"]
     assert data["facts"] == [
         ["Model", "tiny"],
         ["Draft", "exit at layer 2 of 4"],
-        ["Sampling", "temperature 0.5, top-p 0.9, repetition-penalty 1.1, --seed 7 --coupling race"],
+        [
+            "Sampling",
+            "temperature 0.5, top-p 0.9, repetition-penalty 1.1, --seed 7 --coupling race",
+        ],
     ]
 
 
@@ -131,20 +180,41 @@ def recordings() -> list[Recording]:
     return [recorded(0), recorded(3, banned="fox")]
 
 
+GLOSSARY = (Path(__file__).parents[2] / "docs/glossary.md").read_text(encoding="utf-8")
+
+
+def test_words_of_the_page_have_tooltips_and_a_glossary(opened: WebDriver) -> None:
+    for selector, words in [(".legend .own", ["residual", "bonus"]), ("#details dt", ["q"])]:
+        title = find(opened, selector).get_attribute("title")
+        assert all(f"{word}: " in title for word in words)
+    assert not find(opened, "#words").is_displayed()
+    find(opened, ".legend a").click()
+    terms = [each.text for each in opened.find_elements("css selector", "#words dt")]
+    assert {"p", "q", "residual", "bonus"} <= {*terms}
+    assert all(f"| {term}" in GLOSSARY for term in terms)
+
+
 @pytest.fixture
 def opened(browser: WebDriver, recordings: list[Recording], tmp_path: Path) -> Iterator[WebDriver]:
-    """The page of two sampled texts, on a desk-sized screen in light colours; no error may have been logged."""
+    """The page of two sampled texts, on a desk-sized screen in light colours; no error may have
+    been logged.
+    """
     page = tmp_path / "page.html"
     page.write_text(page_of(*recordings), encoding="utf-8")
     look(browser, 1200, "light")
     browser.get(page.as_uri())
     yield browser
     assert browser.get_log("browser") == []
-    assert browser.execute_script("return window.ran") is None, "something that the model wrote was run"
+    assert browser.execute_script("return window.ran") is None, (
+        "something that the model wrote was run"
+    )
 
 
 def visible_chips(browser: WebDriver) -> list[str]:
-    script = "return [...document.querySelectorAll('.round:not([hidden]) .chip')].map(chip => chip.textContent)"
+    script = (
+        "return [...document.querySelectorAll('.round:not([hidden]) .chip')].map(chip =>"
+        " chip.textContent)"
+    )
     return browser.execute_script(script)
 
 
@@ -164,7 +234,8 @@ def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Record
     find(opened, "#back").click()
     assert visible_chips(opened) == chips_of(recordings[0], last - 1)
     opened.execute_script(
-        "const slider = document.getElementById('slider'); slider.value = 2; slider.dispatchEvent(new Event('input'))"
+        "const slider = document.getElementById('slider'); slider.value = 2;"
+        " slider.dispatchEvent(new Event('input'))"
     )
     assert find(opened, "#where").text == f"Round 2 of {last}"
     words = find(opened, "#cache-words").text
@@ -175,7 +246,9 @@ def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Record
     assert f" {after} after rollback" in words
 
 
-def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: list[Recording]) -> None:
+def test_hover_focus_and_tap_show_the_numbers(
+    opened: WebDriver, recordings: list[Recording]
+) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -206,7 +279,9 @@ def test_hover_focus_and_tap_show_the_numbers(opened: WebDriver, recordings: lis
 def shown_number(probability: float) -> str:
     if probability in (0, 1):
         return f"{probability:.0f}"
-    return f"{probability:.3f}" if probability >= 0.0005 else f"{probability:.1e}".replace("e-0", "e-")
+    return (
+        f"{probability:.3f}" if probability >= 0.0005 else f"{probability:.1e}".replace("e-0", "e-")
+    )
 
 
 def test_another_sample_can_be_chosen(opened: WebDriver, recordings: list[Recording]) -> None:
@@ -218,17 +293,29 @@ def test_another_sample_can_be_chosen(opened: WebDriver, recordings: list[Record
     assert visible_chips(opened) == chips_of(recordings[1], len(recordings[1].sample["rounds"]))
     assert len(opened.find_elements("css selector", "button.chip.back")) == retracted
     tokens = find(opened, "#stats dd").text
-    assert tokens == str(sum(round["emitted"] - round["retracted"] for round in recordings[1].sample["rounds"]))
+    assert tokens == str(
+        sum(round["emitted"] - round["retracted"] for round in recordings[1].sample["rounds"])
+    )
 
 
-def test_it_opens_on_the_first_rejected_token_and_explains_it(opened: WebDriver, recordings: list[Recording]) -> None:
+def test_it_opens_on_the_first_rejected_token_and_explains_it(
+    opened: WebDriver, recordings: list[Recording]
+) -> None:
     verdicts = [token["verdict"] for token in tokens_of(recordings[0].sample)]
     (chip,) = opened.find_elements("css selector", ".chip.shown")
-    assert opened.execute_script("return chips.indexOf(arguments[0])", chip) == verdicts.index("rejected")
+    assert opened.execute_script("return chips.indexOf(arguments[0])", chip) == verdicts.index(
+        "rejected"
+    )
     told = find(opened, "#details").text
-    assert re.search(r"q = [\d.e-]+, the target only p = [\d.e-]+\..*p/q = [\d.e-]+, and it was rejected\.", told)
-    assert "takes its place: the residual token, drawn from max(0, p − q) scaled to sum to 1." in told
-    assert not opened.execute_script("return at('inspector').classList.contains('chosen')"), "it covers nothing unasked"
+    assert re.search(
+        r"q = [\d.e-]+, the target only p = [\d.e-]+\..*p/q = [\d.e-]+, and it was rejected\.", told
+    )
+    assert (
+        "takes its place: the residual token, drawn from max(0, p − q) scaled to sum to 1." in told
+    )
+    assert not opened.execute_script("return at('inspector').classList.contains('chosen')"), (
+        "it covers nothing unasked"
+    )
 
 
 def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver) -> None:
@@ -246,8 +333,14 @@ def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> N
     page = tmp_path / "race.html"
     page.write_text(page_of(recorded(0), race=True), encoding="utf-8")
     opened.get(page.as_uri())
-    expected = {"accepted": "the target drew it too", "rejected": "drew another token", "own": "argmin E/p"}
+    expected = {
+        "accepted": "the target drew it too",
+        "rejected": "drew another token",
+        "own": "argmin E/p",
+    }
     for verdict, said in expected.items():
-        opened.execute_script("inspect(chips.find(chip => chip.token.verdict === arguments[0]))", verdict)
+        opened.execute_script(
+            "inspect(chips.find(chip => chip.token.verdict === arguments[0]))", verdict
+        )
         told = find(opened, "#inspector").text
         assert said in told and "min(1" not in told

@@ -1,34 +1,44 @@
-"""Draft-length policies follow their formulas, and break-even follows its cost table."""
+"""Draft-length policies follow their formulas, and break-even the times of its rounds."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Past
+from decoding.policies import (
+    AdaptiveExit,
+    BreakEven,
+    ConfidenceGate,
+    FixedLength,
+    Offer,
+    Past,
+    Slope,
+)
 from decoding.rounds import Round
-from decoding.run.break_even import BreakEven
-from decoding.run.costs import CostTable, expected_tokens, predicted_speedup
-
-CHEAP = CostTable(0.0, (1.0, 1.0, 1.0, 1.1, 1.2))
-DEAR = CostTable(0.9, (1.0, 1.3, 1.6, 1.9, 2.2))
 
 
 def a_round(drafted: int, accepted: int, target_confidence: float | None = None) -> Round:
-    return Round(5, [0] * drafted, accepted, [0] * (accepted + 1), target_confidence=target_confidence)
+    return Round(
+        5, [0] * drafted, accepted, [0] * (accepted + 1), target_confidence=target_confidence
+    )
 
 
 def test_adaptive_exit_goes_on_exactly_while_confidence_reaches_the_threshold() -> None:
     policy = AdaptiveExit(0.6)
-    assert [policy.keep_drafting(confidence) for confidence in (0.59, 0.6, 0.61)] == [False, True, True]
+    assert [policy.keep_drafting(confidence) for confidence in (0.59, 0.6, 0.61)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
-    """t' = t + ε while the smoothed rate m is below α; then t, or t - ε when the draft ended early."""
+    """t' = t + ε while the smoothed rate m is below α; then t, or t - ε when the draft ended
+    early.
+    """
     policy = AdaptiveExit(0.8, 4)
     policy.ALPHA = 0.5
     policy.observe(a_round(4, 2))  # m = .25 < α: t' = .81
@@ -45,7 +55,7 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
     assert policy.threshold == pytest.approx(before - 0.1 * 0.01)
 
 
-def test_the_gate_closes_after_a_token_of_low_confidence_and_opens_after_one_of_high_confidence() -> None:
+def test_the_gate_closes_after_an_unsure_token_and_opens_after_a_sure_one() -> None:
     policy = ConfidenceGate(FixedLength(4), 0.5)
     assert policy.draft_length() == 4
     policy.observe(a_round(4, 1, target_confidence=0.49))
@@ -64,61 +74,50 @@ def test_the_gate_passes_confidences_and_rounds_to_its_inner_policy() -> None:
     assert inner.rate == 0.25
 
 
-@given(alpha=st.floats(0, 0.999), length=st.integers(0, 12))
-@settings(derandomize=True)
-def test_expected_tokens_is_the_published_quotient(alpha: float, length: int) -> None:
-    assert math.isclose(expected_tokens(alpha, length), (1 - alpha ** (length + 1)) / (1 - alpha), rel_tol=1e-9)
-    assert expected_tokens(1.0, length) == length + 1
-
-
-def test_predicted_speedup_is_tokens_over_cost() -> None:
-    costs = CostTable(0.2, (1.0, 1.0, 1.5))
-    assert predicted_speedup(0.5, 2, costs) == pytest.approx((1 + 0.5 + 0.25) / (2 * 0.2 + 1.5))
-    assert predicted_speedup(0.5, 2, replace(costs, per_extra_token=0.1)) == pytest.approx(1.75 / (1.9 + 0.1 * 0.75))
-    assert predicted_speedup(0.5, 0, costs) == 1
-
-
 MODEL = Offer("model", "model")
+LOOKUP = Offer("lookup", "lookup 2", [0] * 4)
 
 
-def run(policy: BreakEven, costs: CostTable, accepted: Iterable[int]) -> tuple[list[int], float]:
-    """Rounds with one offer, where the target accepts up to ``accepted`` tokens: drafted lengths, and their cost."""
-    drafted, spent = [], 0.0
+def run(policy: BreakEven, slope: float, accepted: Iterable[int]) -> tuple[list[int], float]:
+    """Rounds with one offer, where the target accepts up to ``accepted`` tokens: drafted lengths,
+    and their cost.
+    """
+    drafted = []
+    spent = 0.0
     for most in accepted:
         _, length = policy.choose([MODEL])
-        spent += length * costs.draft + costs.verify[length]
+        spent += 1 + length * slope
         drafted.append(length)
         policy.observe(a_round(length, min(length, most)))
     return drafted, spent
 
 
-TABLES = st.builds(
-    lambda draft, steps: CostTable(draft, tuple(1 + sum(steps[:n]) for n in range(len(steps) + 1))),
-    st.floats(0, 2),
-    st.lists(st.floats(0, 0.5), min_size=1, max_size=8),
-)
-
-
-@given(costs=TABLES, accepted=st.lists(st.integers(0, 8), max_size=300))
+@given(slope=st.floats(0.02, 2), accepted=st.lists(st.integers(0, 8), max_size=300))
 @settings(derandomize=True, deadline=None)
-def test_break_even_never_costs_noticeably_more_than_plain_decoding(costs: CostTable, accepted: list[int]) -> None:
-    """For any costs, and any change of acceptance along the text."""
-    drafted, spent = run(BreakEven({"model": costs}), costs, accepted)
+def test_break_even_never_costs_noticeably_more_than_plain_decoding(
+    slope: float, accepted: list[int]
+) -> None:
+    """For any slope, and any change of acceptance along the text."""
+    drafted, spent = run(BreakEven({"model": slope}), slope, accepted)
     tokens = sum(min(length, most) + 1 for length, most in zip(drafted, accepted, strict=True))
     assert spent <= (1 + BreakEven.CREDIT_PER_TOKEN) * tokens + BreakEven.START_CREDIT + 1e-9
 
 
-@given(costs=st.tuples(TABLES, TABLES), rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200))
+@given(
+    slopes=st.tuples(st.floats(0.02, 2), st.floats(0.02, 0.5)),
+    rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200),
+)
 @settings(derandomize=True, deadline=None)
-def test_nor_does_it_with_several_offers(costs: tuple[CostTable, CostTable], rounds: list[tuple[int, int]]) -> None:
-    tables = {"model": costs[0], "lookup": replace(costs[1], draft=0.0)}
-    policy, spent, tokens = BreakEven(tables), 0.0, 0
+def test_nor_does_it_with_several_offers(
+    slopes: tuple[float, float], rounds: list[tuple[int, int]]
+) -> None:
+    by_name = dict(zip(("model", "lookup"), slopes, strict=True))
+    policy = BreakEven(by_name)
+    spent = 0.0
+    tokens = 0
     for most, found in rounds:
-        taken, length = policy.choose([Offer("model", "model"), Offer("lookup", "lookup 2", [7] * found)])
-        if taken:
-            spent += length * tables[taken.name].draft + tables[taken.name].verify[length]
-        else:
-            spent += 1
+        taken, length = policy.choose([MODEL, Offer("lookup", "lookup 2", [7] * found)])
+        spent += 1 + length * by_name[taken.name]
         round = a_round(length, min(length, most))
         tokens += len(round.emitted)
         policy.observe(round)
@@ -126,93 +125,58 @@ def test_nor_does_it_with_several_offers(costs: tuple[CostTable, CostTable], rou
 
 
 def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
-    policy, offers, rows = BreakEven({"model": (costs := CostTable(0.5, (1.0, 1.1)))}, pause=2), [MODEL], []
+    policy = BreakEven({"model": 0.6}, pause=2)
+    rows = []
     for number, accepted in enumerate([0, 0, 0, 1, 0], 1):
-        rate, waiting = policy.acceptance("model"), policy.past.waiting
-        _, drafted = policy.choose(offers)
+        rate = policy.acceptance("model")
+        waiting = policy.waiting
+        _, drafted = policy.choose([MODEL])
         policy.observe(a_round(drafted, accepted))
-        cost = drafted * costs.draft + costs.verify[drafted]
-        rows.append(f"| {number} | {rate:.2f} | {predicted_speedup(rate, 1, costs):.3f} | {waiting} | {drafted} ")
-        rows[-1] += f"| {accepted} | {cost} | {policy.credit:.2f} |"
+        rows.append(
+            f"| {number} | {rate:.2f} | {(1 + rate) / 1.6:.3f} | {waiting} | {drafted} "
+            f"| {accepted} | {1 + drafted * 0.6} | {policy.credit:.2f} |"
+        )
     assert "\n    ".join(rows) in BreakEven.__doc__
 
 
-def test_break_even_takes_the_length_with_the_largest_predicted_speedup() -> None:
-    for costs in (CHEAP, DEAR):
-        for accepted in range(5):
-            policy = BreakEven({"model": costs})
-            run(policy, costs, [accepted] * 60)
-            policy.credit, policy.past.waiting = math.inf, 1
-            speedups = [predicted_speedup(policy.acceptance("model"), length, costs) for length in range(5)]
-            assert speedups[policy.choose([MODEL])[1]] == max(speedups)
+@pytest.mark.parametrize("slope", [0.05, 0.3, 0.9])
+def test_break_even_takes_the_length_with_the_largest_expected_speedup(slope: float) -> None:
+    for accepted in range(5):
+        policy = BreakEven({"model": slope}, 4)
+        run(policy, slope, [accepted] * 60)
+        policy.credit = math.inf
+        policy.waiting = 1
+        rate = policy.acceptance("model")
+        speedups = [
+            sum(rate**kept for kept in range(length + 1)) / (1 + length * slope)
+            for length in range(5)
+        ]
+        assert speedups[policy.choose([MODEL])[1]] == max(speedups)
 
 
 def test_break_even_switches_off_a_losing_draft_and_tries_again_one_token_long() -> None:
-    drafted, _ = run(BreakEven({"model": DEAR}), DEAR, [0] * 400)
+    drafted, _ = run(BreakEven({"model": 1.2}), 1.2, [0] * 400)
     tries = [at for at, length in enumerate(drafted) if length]
     assert max(drafted[tries[1] :]) == 1
     assert min(later - earlier for earlier, later in pairwise(tries[1:])) > 16
 
 
 def test_break_even_comes_back_when_drafts_become_good() -> None:
-    costs = CostTable(0.1, (1.0, 1.05, 1.1, 1.15, 1.2))
-    drafted, _ = run(BreakEven({"model": costs}), costs, [0] * 200 + [4] * 100)
-    assert max(drafted[150:200]) <= 1 and drafted[-1] == 4
-
-
-SHARED = CostTable(0.5, (1.0, 1.1, 1.2), (0.8, 0.9, 1.1, 2.0, 5.0, 9.0, 17.0), (0.4, 0.8, 2.0))
-
-
-@given(texts=st.integers(1, 40))
-def test_shared_costs_are_those_of_all_texts_in_plain_rounds_of_all(texts: int) -> None:
-    table = SHARED.shared_by(texts)
-    assert table.verify[0] == pytest.approx(1) and list(table.verify) == sorted(table.verify)
-    if texts == 4:  # beside its call, a round costs .2 per text, and a draft step .1
-        plain = 1.1 + 4 * 0.2
-        assert table.draft == pytest.approx((0.8 + 4 * 0.1) / plain)
-    if texts == 32:  # 64 rows and more are taken to cost in proportion
-        plain = 9.0 + 32 * 0.2
-        assert table.draft == pytest.approx((2.0 * 32 / 16 + 32 * 0.1) / plain)
-        assert table.verify[1:] == pytest.approx([(17 + 6.4) / plain, (17 * 96 / 64 + 6.4) / plain])
-    assert SHARED.shared_by(1) is SHARED
-    assert CHEAP.shared_by(texts) is CHEAP, "steps that are not shared cost the same for every text"
-
-
-def test_break_even_stops_drafting_where_many_texts_share_a_step() -> None:
-    costs = CostTable(0.3, (1.0, 1.05, 1.1), (0.9, 0.95, 1.1, 2.0, 4.0, 8.0, 16.0), (0.3, 0.6, 2.4))
-    policy = BreakEven({"model": costs})
-    assert policy.choose([MODEL])[1] == 2
-    policy.share(lambda: 16, Past(waiting=1))
-    assert policy.choose([MODEL])[1] == 0
-    gains = BreakEven({"model": CostTable(0.5, (1.0, 1.05))})  # 1.10: enough for one text, too little for two
-    assert gains.choose([MODEL])[1] == 1
-    assert (gains.share(lambda: 2, Past(waiting=1)), gains.choose([MODEL])[1]) == (None, 0)
-
-
-def test_texts_that_share_steps_share_their_past_and_one_probes_for_all() -> None:
-    past, losing = Past(), CostTable(1.0, (1.0, 1.5))
-    one, other = policies = [BreakEven({"model": losing}, pause=3) for _ in range(2)]
-    for policy in policies:
-        policy.share(lambda: 2, past)
-    drafted = []
-    for _ in range(8):
-        for policy in policies:
-            drafted.append(policy.choose([MODEL])[1])
-            policy.observe(a_round(drafted[-1], 0))
-    assert drafted == [1, 0, 0, 0, 0, 0, 0] * 2 + [1, 0]
-    assert one.acceptance("model") == other.acceptance("model") < BreakEven({"model": losing}).acceptance("model")
+    drafted, _ = run(BreakEven({"model": 0.15}, 4), 0.15, [0] * 200 + [4] * 100)
+    assert max(drafted[150:200]) <= 1
+    assert drafted[-1] == 4
 
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
-    policy = BreakEven({"lookup": CostTable(0.0, (1.0, 1.3, 1.4, 1.5, 1.6))}, priors={"lookup 1": 0.0})
+    policy = BreakEven({"lookup": 0.25}, priors={"lookup 1": 0.0})
     offer = Offer("lookup", "lookup 1", [5, 6, 7, 8])
     for _ in range(30):
         taken, length = policy.choose([offer])
         if length:
             break
         policy.observe(Round(0, [], 0, [5]))
-    assert taken is offer and policy.acceptance("lookup 1") > 0.3
+    assert taken is offer and policy.acceptance("lookup 1") > 0.25
     before = policy.acceptance("lookup 1")
     policy.choose([Offer("lookup", "lookup 1", [])])
     policy.observe(Round(0, [], 0, [5]))
@@ -224,8 +188,10 @@ def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
     assert policy.acceptance("lookup 3") < 0.1 and policy.choose([wrong])[1] == 0
 
 
-def test_the_offer_of_the_largest_predicted_speedup_is_taken() -> None:
-    policy = BreakEven({"plan": CHEAP, "low bits": CHEAP}, priors={"plan": 0.3, "low bits": 0.9})
+def test_the_offer_of_the_largest_expected_speedup_is_taken() -> None:
+    policy = BreakEven(
+        {"plan": 0.1, "low bits": 0.1}, priors={"plan": 0.3, "low bits": 0.9}, memory=0.9
+    )
     offers = [Offer("plan", "plan"), Offer("low bits", "low bits")]
     taken, length = policy.choose(offers)
     assert taken is offers[1]
@@ -238,5 +204,128 @@ def test_the_offer_of_the_largest_predicted_speedup_is_taken() -> None:
     pytest.fail("the past acceptance of the other speaks for this one")
 
 
-def test_break_even_never_drafts_longer_than_was_measured() -> None:
-    assert BreakEven({"model": CostTable(0.0, (1.0, 1.0, 1.0))}, longest=8).gamma == 2
+# Break-even with a clock
+
+
+class Machine:
+    """Fake clock of a machine: a plain round takes ``plain`` seconds, and each drafted token
+    ``draft`` seconds more, by the name of its offer.
+    """
+
+    def __init__(self, plain: float, draft: dict[str, float], accepts: int = 8) -> None:
+        self.plain = plain
+        self.draft = draft
+        self.accepts = accepts
+        self.shared = False
+
+    def write(self, policy: BreakEven, rounds: int, offers: list[Offer]) -> list[tuple[str, int]]:
+        """Rounds with their times: the name of the offer taken, and the number of its tokens."""
+        found = []
+        for _ in range(rounds):
+            taken, length = policy.choose(offers)
+            policy.observe(a_round(length, min(length, self.accepts)))
+            policy.observe_time(self.plain + length * self.draft[taken.name])
+            found.append((taken.name, length))
+        return found
+
+    def grant(self, policy: BreakEven, past: Past | None = None) -> BreakEven:
+        policy.grant_clock(past or Past(), lambda: self.shared)
+        return policy
+
+
+def test_slopes_become_those_of_the_machine() -> None:
+    """However far off the first values are, and in whatever unit the clock counts."""
+    for plain in (1e-3, 1.0, 50.0):
+        machine = Machine(plain, {"model": 0.4 * plain})
+        policy = machine.grant(BreakEven({"model": 0.1}))
+        machine.write(policy, 40, [MODEL])
+        assert policy.slope("model").value == pytest.approx(0.4)
+
+
+def test_a_draft_that_becomes_slow_in_the_middle_of_a_text_is_given_up_and_tried_again() -> None:
+    machine = Machine(1.0, {"model": 0.2})
+    policy = machine.grant(BreakEven({"model": 0.2}))
+    before = [length for _, length in machine.write(policy, 80, [MODEL])]
+    assert before.count(0) <= 4, "plain rounds only to measure"
+    machine.draft["model"] = 3.0
+    slow = [length for _, length in machine.write(policy, 80, [MODEL])]
+    assert sum(slow[20:]) <= 8, "given up, but for probes"
+    assert any(slow[20:])
+    machine.draft["model"] = 0.2
+    fast = [length for _, length in machine.write(policy, 300, [MODEL])]
+    assert fast[-1] > 1
+
+
+def test_a_machine_that_becomes_slower_as_a_whole_changes_nothing_for_long() -> None:
+    machine = Machine(1.0, {"model": 0.2})
+    policy = machine.grant(BreakEven({"model": 0.2}))
+    machine.write(policy, 40, [MODEL])
+    machine.plain = 3.0
+    machine.draft["model"] = 0.6
+    machine.write(policy, 250, [MODEL])
+    assert policy.slope("model").value == pytest.approx(0.2, abs=0.05)
+
+
+def test_one_disturbed_round_decides_nothing() -> None:
+    """Not even the first measurement of a plain round."""
+    for disturbed in range(1, 12):
+        machine = Machine(1.0, {"model": 0.2})
+        policy = machine.grant(BreakEven({"model": 0.2}))
+        machine.write(policy, disturbed, [MODEL])
+        machine.plain = 30.0
+        machine.write(policy, 1, [MODEL])
+        machine.plain = 1.0
+        machine.write(policy, 30, [MODEL])
+        assert policy.slope("model").value == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_round_whose_model_drafted_nothing_is_no_plain_round() -> None:
+    policy = BreakEven({"model": 0.2})
+    policy.grant_clock(Past(), lambda: False)
+    for _ in range(20):
+        policy.choose([MODEL])
+        policy.observe(a_round(0, 0))
+        policy.observe_time(5.0 if policy.taken else 1.0)
+    assert set(policy.plain_times) == {1.0}
+
+
+def test_a_slope_that_is_not_measured_returns_to_its_first_value() -> None:
+    slope = Slope(0.5)
+    for _ in range(9):
+        slope.learn(3.0)
+    assert slope.value == 3.0
+    for _ in range(200):
+        slope.fade()
+    assert slope.value == pytest.approx(0.5, abs=0.01)
+    for _ in range(9):
+        slope.learn(-1.0)
+    assert slope.value == Slope.FLOOR
+
+
+def test_a_text_begins_with_the_past_of_the_text_before_where_it_has_a_clock() -> None:
+    past = Past()
+    machine = Machine(1.0, {"model": 0.9}, accepts=0)
+    machine.write(machine.grant(BreakEven({"model": 0.2}), past), 60, [MODEL])
+    later = machine.grant(BreakEven({"model": 0.2}), past)
+    assert later.acceptance("model") < 0.5 and later.slope("model").value > 0.5
+    alone = BreakEven({"model": 0.2})
+    assert alone.acceptance("model") == 0.7 and alone.slope("model").value == 0.2
+
+
+def test_break_even_drafts_nothing_where_texts_share_steps() -> None:
+    machine = Machine(1.0, {"model": 0.1, "lookup": 0.1})
+    policy = machine.grant(BreakEven({"model": 0.1, "lookup": 0.1}))
+    assert policy.choose([MODEL, LOOKUP])[1] > 0
+    machine.shared = True
+    assert policy.choose([MODEL, LOOKUP])[1] == 0
+
+
+def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
+    """Times that are observed all the same would change them."""
+    machine = Machine(1.0, {"model": 0.1})
+    timeless = BreakEven({"model": 0.3})
+    drafted, _ = run(timeless, 0.3, [2] * 60)
+    assert timeless.slope("model").value == 0.3
+    timed = machine.grant(BreakEven({"model": 0.3}))
+    machine.accepts = 2
+    assert [length for _, length in machine.write(timed, 60, [MODEL])] != drafted

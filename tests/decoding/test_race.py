@@ -1,4 +1,6 @@
-"""The exponential race: its law is plain sampling's, and the seed determines the text under any draft."""
+"""The exponential race: its law is plain sampling's, and the seed determines the text under any
+draft.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,28 +12,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import decoding.randomness
 from decoding import verify
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.judge import Setup, bias, run_loop
 from decoding.proof.plain_law import Request
 from decoding.proof.table_model import TableModel
-from decoding.randomness import GOLDEN, KeyedRandomness, Place, Randomness, hashed, mix, race, signed
+from decoding.randomness import (
+    FEW,
+    GOLDEN,
+    KeyedRandomness,
+    Place,
+    Randomness,
+    hashed,
+    mix,
+    race,
+    signed,
+)
 from decoding.rounds import Round
-from decoding.run.break_even import BreakEven
-from decoding.run.costs import CostTable
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder
-from tests.laws import FALSE_ALARM, REAL_DRAFTERS, TABLE_DRAFTERS, OneOffer, chi_square_p_value, tiny_model
+from tests.configs import FAMILIES
+from tests.laws import (
+    FALSE_ALARM,
+    REAL_DRAFTERS,
+    TABLE_DRAFTERS,
+    OneOffer,
+    chi_square_p_value,
+    tiny_model,
+)
 
 EXACT = 1e-9
 
 
 def two_token_model(seed: int) -> TableModel:
     """Target and draft tables over two tokens."""
-    rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    rows = (
+        torch.rand(2, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        + 0.1
+    )
     return TableModel(*(rows / rows.sum(-1, keepdim=True)))
 
 
@@ -43,12 +65,12 @@ def no_three_alike(tokens: Sequence[int]) -> Tensor:
     return allowed
 
 
-WAYS = {name: CostTable(0.4, (1.0, 1.1, 1.2)) for name in ("model", "lookup", "")}
+WAYS = dict.fromkeys(("model", "lookup", ""), 0.45)
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
-    "break-even": lambda: OneOffer(CostTable(0.4, (1.0, 1.1, 1.2)), memory=0.5, pause=1),
-    "best": lambda: BreakEven(WAYS, memory=0.5, pause=1),
+    "break-even": lambda: OneOffer(0.45, 2, memory=0.5, pause=1),
+    "best": lambda: BreakEven(WAYS, 2, memory=0.5, pause=1),
     "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
 }
 REQUESTS = {
@@ -75,7 +97,9 @@ def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy:
 
 
 def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
-    """Two equally likely tokens a, b, with "ab" banned: aa 1/4, ba 3/8, bb 3/8. With the old E: 1/4, 1/4, 1/2."""
+    """Two equally likely tokens a, b, with "ab" banned: aa 1/4, ba 3/8, bb 3/8. With the old E:
+    1/4, 1/4, 1/2.
+    """
     fair = TableModel(torch.full((4, 2), 0.5, dtype=torch.float64))
     request = Request(prompt=(1,), max_new_tokens=2, banned=("ab",))
 
@@ -83,23 +107,39 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
         return run_loop(fair, request, Setup(), randomness, coupling="race")[0]
 
     law = output_law(tokens, RaceEnumerator)
-    assert law == {(0, 0): pytest.approx(0.25), (1, 0): pytest.approx(0.375), (1, 1): pytest.approx(0.375)}
+    assert law == {
+        (0, 0): pytest.approx(0.25),
+        (1, 0): pytest.approx(0.375),
+        (1, 1): pytest.approx(0.375),
+    }
 
 
 def test_every_drafter_writes_the_same_text_of_a_table_model() -> None:
     model, request = two_token_model(7), Request(max_new_tokens=6)
     for seed in range(60):
         setups = [Setup(drafter) for drafter in TABLE_DRAFTERS.values()]
-        assert len({run_loop(model, request, each, KeyedRandomness(seed), coupling="race") for each in setups}) == 1
+        assert (
+            len(
+                {
+                    run_loop(model, request, each, KeyedRandomness(seed), coupling="race")
+                    for each in setups
+                }
+            )
+            == 1
+        )
 
 
 def test_draws_of_three_tokens_integrate_to_their_probabilities() -> None:
-    """Over a grid of the three uniform numbers behind E, each token wins in its probability's share of the volume."""
+    """Over a grid of the three uniform numbers behind E, each token wins in its probability's share
+    of the volume.
+    """
     grid = (torch.arange(24, dtype=torch.float64) + 0.5) / 24
     gaps = torch.cartesian_prod(grid, grid, grid)
     probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    winners = race(probs.expand_as(gaps), gaps)
-    torch.testing.assert_close(winners.bincount() / len(gaps), probs, atol=0.02, rtol=0, check_dtype=False)
+    winners = race(probs.expand_as(gaps), (gaps * 2**53).long())
+    torch.testing.assert_close(
+        winners.bincount() / len(gaps), probs, atol=0.02, rtol=0, check_dtype=False
+    )
 
 
 def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
@@ -115,13 +155,18 @@ def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
     assert chi_square_p_value(counts, expected) > FALSE_ALARM
 
 
-def numbers_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
-    """1 - u of every id at a place, ``[vocab]``."""
+def complements_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
+    """1 - u of every id at a place, ``[vocab]``, in units of 2⁻⁵³."""
     key = signed(mix(randomness.key, *place))
-    return randomness.complements(torch.tensor([key]), vocab)[0]
+    return decoding.randomness.complements(hashed(torch.arange(vocab) * signed(GOLDEN) + key))
 
 
-def test_exponentials_are_those_of_uniform_numbers_independent_between_places_seeds_and_samples() -> None:
+def numbers_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
+    """1 - u of every id at a place, ``[vocab]`` float64."""
+    return complements_of(randomness, place, vocab).double() / 2**53
+
+
+def test_exponentials_are_independent_between_places_seeds_and_samples() -> None:
     count = 20000
     columns = [
         1 - numbers_of(randomness, place, count)
@@ -137,9 +182,11 @@ def test_exponentials_are_those_of_uniform_numbers_independent_between_places_se
 
 
 def test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should() -> None:
-    """It wins where its E is below 1e-9 times the other's, so small E must not lie on a coarse grid.
+    """It wins where its E is below 1e-9 times the other's, so small E must not lie on a coarse
+    grid.
 
-    Of 30 million exponentials some 30 are below 1e-6: all different, and spread like uniform numbers.
+    Of 30 million exponentials some 30 are below 1e-6: all different, and spread like uniform
+    numbers.
     """
     randomness = KeyedRandomness(3)
     columns = (numbers_of(randomness, Place(place), 1_000_000) for place in range(30))
@@ -157,29 +204,63 @@ def test_the_hash_is_splitmix64() -> None:
     assert [number % 2**64 for number in found.tolist()] == expected
 
 
-def test_no_impossible_token_wins() -> None:
-    class AllZero(KeyedRandomness):
-        def complements(self, keys: Tensor, vocab: int) -> Tensor:
-            return torch.zeros(len(keys), vocab, dtype=torch.float64)  # u = 1 throughout
+def test_the_hash_of_ids_is_the_same_in_numpy_and_in_torch() -> None:
+    counters = torch.arange(-50, 50) * signed(GOLDEN)
+    in_numpy = hashed(counters.numpy().copy())
+    assert in_numpy.tolist() == hashed(counters).tolist()
 
-    probs = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
-    assert AllZero(0).draw(probs[0], Place(0)).item() == 1
-    first, of_zeros = race(probs, torch.zeros(2, 3, dtype=torch.float64)).tolist()
+
+def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where u = 1 throughout, of which every E is 0."""
+    rare = torch.full((FEW + 9,), 1 / FEW / 2)
+    for possible in ([0.0, 0.5, 0.5], [0.0, *rare, 0.0, 0.5]):
+        with monkeypatch.context() as patch:
+            patch.setattr("decoding.randomness.hashed", lambda counters: counters * 0 - 1)
+            assert KeyedRandomness(0).draw(torch.tensor(possible), Place(0)).item() == 1
+    first, of_zeros = race(torch.tensor([[0.0, 0.5, 0.5], [0.0] * 3]), torch.zeros(2, 3)).tolist()
     assert first == 1 and of_zeros in range(3)
     assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
     assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
 
 
+@pytest.mark.parametrize("kept", [1, 60, FEW, FEW + 1, 49152])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 3.0, 10.0])
+def test_few_exponentials_name_the_winner_of_all(kept: int, spread: float) -> None:
+    """Of likely tokens alone, or of likely and unlikely ones; in rows from flat to peaked."""
+    generator, randomness = torch.Generator().manual_seed(kept), KeyedRandomness(7)
+    wins = 0
+    for place in map(Place, range(12)):
+        probs = (torch.randn(49152, generator=generator) * spread).softmax(-1)
+        probs[torch.randperm(49152, generator=generator)[kept:]] = 0
+        winner = randomness.draw(probs, place).item()
+        assert winner == race(probs, complements_of(randomness, place, 49152)).item()
+        wins += probs[winner].item() < 1 / FEW
+    assert spread > 1 or kept <= FEW or wins, "no unlikely token has won"
+
+
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(rows=st.integers(1, 6), vocab=st.integers(1, 40), seed=st.integers(0, 99), kept=st.floats(0.05, 1))
-def test_racing_all_ids_of_all_rows_at_once_draws_the_same(rows: int, vocab: int, seed: int, kept: float) -> None:
+@given(
+    rows=st.integers(1, 6),
+    vocab=st.integers(1, 40),
+    seed=st.integers(0, 99),
+    kept=st.floats(0.05, 1),
+)
+def test_racing_all_ids_of_all_rows_at_once_draws_the_same(
+    rows: int, vocab: int, seed: int, kept: float
+) -> None:
     """As on a GPU. Each row's token is also that of a single draw at the row's place."""
     generator = torch.Generator().manual_seed(seed)
-    probs = torch.rand(rows, vocab, generator=generator) * (torch.rand(rows, vocab, generator=generator) < kept)
+    probs = torch.rand(rows, vocab, generator=generator) * (
+        torch.rand(rows, vocab, generator=generator) < kept
+    )
     randomness, place = KeyedRandomness(seed), Place(5, seed % 3)
     found = randomness.draw_each(probs, place)
-    assert found.tolist() == [randomness.draw(row, place.after(number)).item() for number, row in enumerate(probs)]
-    gaps = torch.stack([numbers_of(randomness, place.after(number), vocab) for number in range(rows)])
+    assert found.tolist() == [
+        randomness.draw(row, place.after(number)).item() for number, row in enumerate(probs)
+    ]
+    gaps = torch.stack(
+        [complements_of(randomness, place.after(number), vocab) for number in range(rows)]
+    )
     at_once = race(probs, gaps)
     assert torch.equal(found[probs.any(1)], at_once[probs.any(1)])
 
@@ -188,7 +269,13 @@ VOCAB = 7
 
 
 def write(
-    model: Decoder, rules: Rules, params: SamplingParams, kind: str, policy: Policy, seed: int, sample: int = 0
+    model: Decoder,
+    rules: Rules,
+    params: SamplingParams,
+    kind: str,
+    policy: Policy,
+    seed: int,
+    sample: int = 0,
 ) -> Text:
     """Text of this sample, written by the production loop under the race."""
     cache, prompt = model.new_cache(model.max_positions), [1, 2, 3]
@@ -205,7 +292,7 @@ def not_the_same_again(tokens: Sequence[int]) -> Tensor:
     return torch.arange(VOCAB) != tokens[-1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     model_seed=st.integers(0, 99),
@@ -250,12 +337,17 @@ def test_the_seed_determines_the_text_under_any_draft(
 def test_seeds_and_samples_give_different_texts() -> None:
     model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(1.0)
     pairs = [(seed, sample) for seed in range(4) for sample in range(4)]
-    texts = {tuple(write(model, Rules(24), params, "exit", FixedLength(3), *pair).generated) for pair in pairs}
+    texts = {
+        tuple(write(model, Rules(24), params, "exit", FixedLength(3), *pair).generated)
+        for pair in pairs
+    }
     assert len(texts) == len(pairs)
 
 
 def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
-    """With probability Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x); with other exponentials it would be Σ p·q."""
+    """With probability Σ_x 1 / Σ_y max(p_y/p_x, q_y/q_x); with other exponentials it would be Σ
+    p·q.
+    """
     model, request, runs, accepted = two_token_model(5), Request(max_new_tokens=2), 1500, 0
     p, q = (table[1].exp().tolist() for table in model.tables.values())
     shared = sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(2)) for x in range(2))
@@ -263,7 +355,14 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     assert shared - other > 0.1
     for seed in range(runs):
         rounds: list[Round] = []
-        run_loop(model, request, Setup(policy=lambda: FixedLength(1)), KeyedRandomness(seed), rounds, "race")
+        run_loop(
+            model,
+            request,
+            Setup(policy=lambda: FixedLength(1)),
+            KeyedRandomness(seed),
+            rounds,
+            "race",
+        )
         accepted += rounds[0].accepted
     assert abs(accepted / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
 
@@ -272,7 +371,11 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
 def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     """With a draft that is mostly rejected."""
     p, q = torch.tensor([[0.04, 0.36, 0.6], [0.66, 0.01, 0.33]]).double()
-    model, request, runs = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2), 1500
+    model, request, runs = (
+        TableModel(p.expand(4, 3), q.expand(4, 3)),
+        Request(max_new_tokens=2),
+        1500,
+    )
     counts = torch.zeros(3, dtype=torch.float64)
     for seed in range(runs):
         randomness = verify.Coupling(coupling, seed).randomness()

@@ -16,7 +16,9 @@ JUST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 def test_seeds_that_agree_in_32_bits_and_samples_of_one_seed_draw_differently() -> None:
     """A generator on the CPU uses only 32 bits of its seed."""
-    streams = [SeededRandomness(seed, sample=sample) for seed in (1, 1 + 2**32, 2**63) for sample in (0, 1)]
+    streams = [
+        SeededRandomness(seed, sample=sample) for seed in (1, 1 + 2**32, 2**63) for sample in (0, 1)
+    ]
     assert len({tuple(stream.uniform(3).tolist()) for stream in streams}) == len(streams)
 
 
@@ -26,14 +28,22 @@ def test_u_zero_accepts_nothing_impossible() -> None:
 
 
 def test_u_just_below_one_accepts_only_the_certain() -> None:
-    accepted = Scripted(*[JUST_BELOW_1] * 4).accept(torch.tensor([1.0, 1.5, math.inf, 0.999], dtype=torch.float64))
+    accepted = Scripted(*[JUST_BELOW_1] * 4).accept(
+        torch.tensor([1.0, 1.5, math.inf, 0.999], dtype=torch.float64)
+    )
     assert accepted.tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("u", [0.0, 1e-300, 0.25, 0.5, JUST_BELOW_1])
 @pytest.mark.parametrize(
     "probs",
-    [[0.0, 1.0, 0.0], [0.0, 0.25, 0.75, 0.0], [0.0, 0.0, 1e-12], [1 / 3, 1 / 3, 1 / 3, 0.0], [0.1] * 10 + [0.0]],
+    [
+        [0.0, 1.0, 0.0],
+        [0.0, 0.25, 0.75, 0.0],
+        [0.0, 0.0, 1e-12],
+        [1 / 3, 1 / 3, 1 / 3, 0.0],
+        [0.1] * 10 + [0.0],
+    ],
     ids=str,
 )
 def test_a_draw_never_gives_a_token_of_probability_zero(u: float, probs: list[float]) -> None:
@@ -44,7 +54,10 @@ def test_a_draw_never_gives_a_token_of_probability_zero(u: float, probs: list[fl
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
     probs = torch.tensor([0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
-    drawn = [Scripted(u).draw(probs, START).item() for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, JUST_BELOW_1)]
+    drawn = [
+        Scripted(u).draw(probs, START).item()
+        for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, JUST_BELOW_1)
+    ]
     assert drawn == [0, 0, 2, 2, 3, 3]
 
 
@@ -55,20 +68,26 @@ slips = st.sampled_from([-SLIP, 0.0, 0.0, SLIP])
 
 @given(
     rows=st.lists(
-        st.lists(st.tuples(weights, slips), min_size=6, max_size=6).filter(lambda row: any(w for w, _ in row)),
+        st.lists(st.tuples(weights, slips), min_size=6, max_size=6).filter(
+            lambda row: any(w for w, _ in row)
+        ),
         min_size=1,
         max_size=3,
     ),
     edge=st.integers(0, 5),
     beside=st.sampled_from([-SLIP, -SLIP / 4, 0.0, SLIP / 4]),
 )
-@example(rows=[[(0.25, -SLIP), (0.0, SLIP), (0.75, 0.0)]], edge=0, beside=0.0)  # the sum rises at a zero, on u
-@example(rows=[[(0.25, 0.0), (0.75, -SLIP), (0.0, 0.0)]], edge=1, beside=-SLIP / 4)  # and at the end
+# the sum rises at a zero, on u
+@example(rows=[[(0.25, -SLIP), (0.0, SLIP), (0.75, 0.0)]], edge=0, beside=0.0)
+# and at the end
+@example(rows=[[(0.25, 0.0), (0.75, -SLIP), (0.0, 0.0)]], edge=1, beside=-SLIP / 4)
 @example(rows=[[(0.0, SLIP), (1.0, 0.0), (0.0, 0.0)]], edge=0, beside=0.0)  # and at the beginning
 def test_prefix_sums_that_are_not_monotone_never_give_a_token_of_probability_zero(
     rows: list[list[tuple[float, float]]], edge: int, beside: float
 ) -> None:
-    """As on a GPU: u is placed on an edge between two tokens, where the error of the sum decides."""
+    """As on a GPU: u is placed on an edge between two tokens, where the error of the sum
+    decides.
+    """
     probs, slip = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     exact = probs.cumsum(-1)
     total = exact[:, -1]
@@ -93,13 +112,17 @@ def test_draws_follow_their_distribution() -> None:
     """Over 20,000 draws."""
     probs = torch.tensor([0.05, 0.15, 0.3, 0.0, 0.25, 0.2, 0.05])
     randomness = SeededRandomness(1)
-    counts = torch.bincount(torch.stack([randomness.draw(probs, START) for _ in range(20_000)]), minlength=7)
+    counts = torch.bincount(
+        torch.stack([randomness.draw(probs, START) for _ in range(20_000)]), minlength=7
+    )
     assert counts[3] == 0
     assert chi_square_p_value(counts, probs) > FALSE_ALARM
 
 
 def test_tosses_are_independent_within_a_call_and_between_calls() -> None:
-    """Every pattern of two calls with two events of probability 1/2 is equally likely: no number is used twice."""
+    """Every pattern of two calls with two events of probability 1/2 is equally likely: no number is
+    used twice.
+    """
     randomness = SeededRandomness(2)
     half = torch.tensor([0.5, 0.5])
     calls = [torch.cat((randomness.accept(half), randomness.accept(half))) for _ in range(4000)]

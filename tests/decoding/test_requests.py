@@ -12,24 +12,58 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import generate
+from decoding.run.arguments import make_parser
 from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.run.options import TextOptions
+from decoding.run.reading import Spans
 from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, RequestReader, refusal
 from model import InputError
 from tests.serving import chat_folder
 from weights.tokenizer import Tokenizer
 
 NAMES = [
-    *("prompt", "messages", "model", "n", "stream", "stream_options", "temperature", "top_k", "top_p", "min_p"),
-    *("repetition_penalty", "seed", "coupling", "max_tokens", "max_completion_tokens", "stop", "ban", "draft", "gamma"),
-    *("adaptive", "exit_layer", "min_target_confidence", "beside", "plan", "draft_model", "logprobs", "user"),
+    *(
+        "prompt",
+        "messages",
+        "model",
+        "n",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+    ),
+    *(
+        "repetition_penalty",
+        "seed",
+        "coupling",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "ban",
+        "draft",
+        "gamma",
+    ),
+    *(
+        "adaptive",
+        "exit_layer",
+        "min_target_confidence",
+        "beside",
+        "plan",
+        "draft_model",
+        "logprobs",
+        "user",
+    ),
 ]
 LIKELY = ["a", "exit", "none", "skip", "race", "x.py:C", "", 0, 1, 3, 0.5, -1, True, None, ["a"]]
 MESSAGE = {"role": "user", "content": "the hen"}
 
 
 def reader_of(folder: Path, *arguments: str, bits: int = 4) -> RequestReader:
-    line = generate.Request(generate.parse_arguments(["--serve", "0", "--model", str(folder), *arguments]))
+    line = generate.Request(
+        make_parser().parse_args(["--serve", "0", "--model", str(folder), *arguments])
+    )
     return RequestReader(line, Tokenizer(folder), 64, bits)
 
 
@@ -43,7 +77,9 @@ def reader(folder: Path) -> RequestReader:
     return reader_of(folder)
 
 
-def read(reader: RequestReader, kind: type[Completion | Chat], **fields: Any) -> tuple[Any, list[int], TextOptions]:
+def read(
+    reader: RequestReader, kind: type[Completion | Chat], **fields: Any
+) -> tuple[Any, list[int], Spans, TextOptions]:
     return reader.read(kind, json.dumps(fields).encode())
 
 
@@ -51,9 +87,12 @@ def anything() -> st.SearchStrategy[Any]:
     """Any JSON value, often one that some field takes."""
     simple = st.one_of(st.sampled_from(LIKELY), st.integers(), st.floats(), st.text(max_size=5))
     inner = st.recursive(
-        simple, lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3)
+        simple,
+        lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3),
     )
-    message = st.just(MESSAGE) | st.dictionaries(st.sampled_from(["role", "content", "name"]), inner)
+    message = st.just(MESSAGE) | st.dictionaries(
+        st.sampled_from(["role", "content", "name"]), inner
+    )
     return st.one_of(inner, st.lists(message, max_size=2))
 
 
@@ -69,7 +108,7 @@ def test_any_fields_are_a_request_or_a_refusal(
     if sound:
         body = {**body, **({"messages": [MESSAGE]} if kind is Chat else {"prompt": "the hen"})}
     try:
-        _, ids, (draft, _, rules, _) = read(reader, kind, **body)
+        _, ids, _, (draft, _, rules, _) = read(reader, kind, **body)
     except (InputError, ValidationError, HTTPException) as error:
         assert "\n" not in refusal(error).detail
         return
@@ -82,22 +121,36 @@ def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
     folder: Path, reader: RequestReader
 ) -> None:
     changed = reader_of(folder, "--system", "hm")
-    said, other = ({"role": role, "content": content} for role, content in (("system", "hm"), ("developer", "oh")))
-    assert read(changed, Chat, messages=[MESSAGE])[1] == read(reader, Chat, messages=[said, MESSAGE])[1]
+    said, other = (
+        {"role": role, "content": content}
+        for role, content in (("system", "hm"), ("developer", "oh"))
+    )
+    assert (
+        read(changed, Chat, messages=[MESSAGE])[1]
+        == read(reader, Chat, messages=[said, MESSAGE])[1]
+    )
     asked = {"messages": [other, MESSAGE]}
     assert read(changed, Chat, **asked)[1] == read(reader, Chat, **asked)[1]
-    assert read(changed, LiveText, prompt="the hen")[1] == read(changed, Chat, messages=[MESSAGE])[1]
+    assert (
+        read(changed, LiveText, prompt="the hen")[1] == read(changed, Chat, messages=[MESSAGE])[1]
+    )
 
 
 def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(folder: Path) -> None:
     """Another kind begins afresh."""
     changed = reader_of(folder, "--draft", "exit", "--exit-layer", "3", "--gamma", "5")
     kinds = "exit", "lookup", "none"
-    exits, lookup, none = (read(changed, Completion, prompt="a", draft=kind)[2].draft for kind in kinds)
+    exits, lookup, none = (
+        read(changed, Completion, prompt="a", draft=kind)[3].draft for kind in kinds
+    )
     assert (exits.exit_layer, exits.gamma) == (3, 5)
     assert lookup == DraftOptions("lookup") and none == DraftOptions("none")
-    assert read(changed, Completion, prompt="a", gamma=2)[2].draft == replace(exits, gamma=2)
+    assert read(changed, Completion, prompt="a", gamma=2)[3].draft == replace(exits, gamma=2)
     in_bits = reader_of(folder, "--draft", "exit", bits=8)
-    assert read(in_bits, Completion, prompt="a", draft="lowbit")[2].draft == DraftOptions("lowbit", bits=8)
-    with_model = reader_of(folder, "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2")
-    assert read(with_model, Completion, prompt="a")[2].draft.gamma == 2
+    assert read(in_bits, Completion, prompt="a", draft="lowbit")[3].draft == DraftOptions(
+        "lowbit", bits=8
+    )
+    with_model = reader_of(
+        folder, "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2"
+    )
+    assert read(with_model, Completion, prompt="a")[3].draft.gamma == 2

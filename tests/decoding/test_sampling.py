@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from decoding.sampling import SamplingParams, distribution, unlikely_among_candidates, unlikely_by_sorting
+from decoding.sampling import SamplingParams, distribution, filtered, unlikely
 from decoding.text import Rules
 from model import InputError
 from tests.laws import text_of
@@ -38,7 +39,9 @@ params = st.builds(
 )
 
 
-def transformers_distribution(row: list[float], context: list[int], params: SamplingParams) -> Tensor:
+def transformers_distribution(
+    row: list[float], context: list[int], params: SamplingParams
+) -> Tensor:
     """Probabilities by transformers' processors, in the order of its ``generate``, in float64."""
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1:
@@ -76,15 +79,21 @@ def test_a_distribution_without_ties_is_that_of_transformers_processors(
     )
     assert len(set(penalised[0].tolist())) == VOCAB  # under every penalty these scores have no ties
     ours = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor(context), params)[0]
-    torch.testing.assert_close(ours, transformers_distribution(row, context, params), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        ours, transformers_distribution(row, context, params), rtol=0, atol=1e-12
+    )
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
-@given(table=st.lists(rows, min_size=1, max_size=4), context=contexts, params=params, data=st.data())
+@given(
+    table=st.lists(rows, min_size=1, max_size=4), context=contexts, params=params, data=st.data()
+)
 def test_each_row_is_conditioned_on_its_own_prefix(
     table: list[list[float]], context: list[int], params: SamplingParams, data: st.DataObject
 ) -> None:
-    drafted = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(table) - 1, max_size=len(table) - 1))
+    drafted = data.draw(
+        st.lists(st.integers(0, VOCAB - 1), min_size=len(table) - 1, max_size=len(table) - 1)
+    )
     allowed = torch.tensor(data.draw(st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB)))
     logits, text = torch.tensor(table, dtype=torch.float64), torch.tensor(context + drafted)
     together = distribution(logits, text, params, allowed.expand(len(table), VOCAB))
@@ -96,19 +105,29 @@ def test_each_row_is_conditioned_on_its_own_prefix(
 
 @given(row=rows, context=contexts)
 @settings(derandomize=True, deadline=None)
-def test_temperature_zero_is_exactly_one_hot_at_the_first_largest_logit(row: list[float], context: list[int]) -> None:
+def test_temperature_zero_is_exactly_one_hot_at_the_first_largest_logit(
+    row: list[float], context: list[int]
+) -> None:
     probs = distribution(torch.tensor([row]), torch.tensor(context), SamplingParams(0.0))[0]
     assert probs.tolist() == [float(token == row.index(max(row))) for token in range(VOCAB)]
 
 
 @given(row=rows, temperature=st.sampled_from([1e-3, 1e-10, 1e-30, 5e-324]))
 @settings(derandomize=True, deadline=None)
-def test_a_temperature_towards_zero_tends_to_greedy_and_never_to_nan(row: list[float], temperature: float) -> None:
-    """Ties share the probability evenly in the limit; without ties it is greedy decoding's one-hot."""
+def test_a_temperature_towards_zero_tends_to_greedy_and_never_to_nan(
+    row: list[float], temperature: float
+) -> None:
+    """Ties share the probability evenly in the limit; without ties it is greedy decoding's
+    one-hot.
+    """
     best = [score == max(row) for score in row]
     for dtype in (torch.float32, torch.float64):
-        probs = distribution(torch.tensor([row], dtype=dtype), torch.tensor([0]), SamplingParams(temperature))[0]
-        torch.testing.assert_close(probs, torch.tensor(best).to(dtype) / sum(best), rtol=0, atol=1e-7)
+        probs = distribution(
+            torch.tensor([row], dtype=dtype), torch.tensor([0]), SamplingParams(temperature)
+        )[0]
+        torch.testing.assert_close(
+            probs, torch.tensor(best).to(dtype) / sum(best), rtol=0, atol=1e-7
+        )
 
 
 @given(row=rows, params=params, forbidden=st.sets(st.integers(0, VOCAB - 1), min_size=1))
@@ -138,12 +157,16 @@ def test_a_row_with_a_non_finite_number_is_all_zeros(broken: float, temperature:
 def test_a_row_without_any_possible_token_is_all_zeros(temperature: float) -> None:
     logits = torch.tensor([[1.0, 2.0], [-math.inf, 0.5]])
     allowed = torch.tensor([[False, False], [True, False]])
-    assert not distribution(logits, torch.tensor([0, 0]), SamplingParams(temperature), allowed).any()
+    assert not distribution(
+        logits, torch.tensor([0, 0]), SamplingParams(temperature), allowed
+    ).any()
 
 
 def test_half_precision_logits_give_float32_probabilities_and_float64_stays() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        probs = distribution(torch.tensor([[1.0, 2.0]], dtype=dtype), torch.tensor([0]), SamplingParams(1.0))
+        probs = distribution(
+            torch.tensor([[1.0, 2.0]], dtype=dtype), torch.tensor([0]), SamplingParams(1.0)
+        )
         assert probs.dtype == (dtype if dtype == torch.float64 else torch.float32)
 
 
@@ -163,7 +186,9 @@ def test_constraints_that_forbid_nothing_change_nothing() -> None:
 
 def test_each_row_is_constrained_by_its_own_prefix() -> None:
     """A constraint that never lets a token follow itself, over two rows of a draft."""
-    text = text_of([0], Rules(9, constraints=(lambda tokens: torch.arange(3) != tokens[-1],)), vocab=3)
+    text = text_of(
+        [0], Rules(9, constraints=(lambda tokens: torch.arange(3) != tokens[-1],)), vocab=3
+    )
     allowed = text.allowed(torch.tensor([2]))
     probs = distribution(torch.zeros(2, 3), torch.tensor([0, 2]), SamplingParams(1.0), allowed)
     assert probs.tolist() == [[0.0, 0.5, 0.5], [0.5, 0.5, 0.0]]
@@ -187,39 +212,75 @@ def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float
         SamplingParams(**wrong)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
-@given(
-    rows=st.lists(
-        st.lists(scores, min_size=VOCAB, max_size=VOCAB).filter(lambda r: max(r) > -math.inf), min_size=1, max_size=3
-    ),
-    top_p=st.sampled_from([1e-9, 0.1, 0.3, 0.5, 0.75, 0.9, 0.999]),
-)
-def test_the_unlikely_are_found_among_few_candidates_as_by_sorting_all(rows: list[list[float]], top_p: float) -> None:
-    probs = torch.tensor(rows, dtype=torch.float64).softmax(-1)
-    ascending = probs.sort(-1).values.cumsum(-1)
-    assume(((ascending - (1 - top_p)).abs() > 1e-9).all())  # where rounding decides, either is right
-    assert torch.equal(unlikely_among_candidates(probs, 1 - top_p), unlikely_by_sorting(probs, 1 - top_p))
+def filtered_whole(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution with filters that see every token, as on a GPU."""
+    scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    top_p = params.top_p if params.top_p < 1 else None
+    return filtered(scaled, top_p, params.min_p or None, params.top_k).softmax(-1)
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
-def test_the_unlikely_are_found_among_few_candidates_of_a_large_vocabulary(top_p: float) -> None:
+def rounding_decides(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Whether a sum of probabilities lies on the edge of top-p: either side is right."""
+    unfiltered = SamplingParams(params.temperature, params.top_k)
+    sums = filtered_whole(logits, unfiltered).sort(-1).values.cumsum(-1)
+    return ((sums - (1 - params.top_p)).abs() < 1e-9).any()
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(table=st.lists(rows, min_size=1, max_size=3), params=params)
+def test_filters_that_see_few_tokens_keep_those_that_filters_of_all_keep(
+    table: list[list[float]], params: SamplingParams
+) -> None:
+    logits = torch.tensor(table, dtype=torch.float64)
+    assume(not rounding_decides(logits, params))
+    params = replace(params, repetition_penalty=1.0)
+    torch.testing.assert_close(
+        distribution(logits, torch.tensor([0] * len(logits)), params),
+        filtered_whole(logits, params),
+        rtol=1e-12,
+        atol=0,
+    )
+
+
+LARGE = [
+    *(SamplingParams(1.0, top_p=top_p) for top_p in (0.05, 0.5, 0.9, 0.99, 0.9999999)),
+    *(SamplingParams(temperature, top_p=0.9) for temperature in (0.1, 0.7, 3.0, 50.0)),
+    SamplingParams(0.7, top_k=40),
+    SamplingParams(5.0, top_k=9000, top_p=0.8),
+    SamplingParams(1.0, min_p=0.001),
+    SamplingParams(2.0, min_p=1e-9),
+    SamplingParams(0.7, 50, 0.9, 0.05),
+    SamplingParams(3.0, 0, 0.95, 0.01),
+]
+
+
+@pytest.mark.parametrize("params", LARGE, ids=str)
+def test_few_tokens_of_a_large_vocabulary_pass_as_of_all(params: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(3)
-    probs = (4 * torch.randn(5, 49152, generator=generator, dtype=torch.float64)).softmax(-1)
-    found = unlikely_among_candidates(probs, 1 - top_p)
-    assert torch.equal(found, unlikely_by_sorting(probs, 1 - top_p))
-    kept = probs.masked_fill(found, 0).sum(-1)
-    assert (kept >= top_p).all() and (kept - top_p < probs.amax(-1)).all()
+    logits = 4 * torch.randn(3, 49152, generator=generator, dtype=torch.float64)
+    found, all_seen = (
+        distribution(logits, torch.tensor([0] * 3), params),
+        filtered_whole(logits, params),
+    )
+    torch.testing.assert_close(found, all_seen, rtol=1e-9, atol=0)
+    if params == SamplingParams(params.temperature, top_p=params.top_p):
+        probs = (logits / params.temperature).softmax(-1)
+        kept = probs.where(found > 0, 0).sum(-1)
+        assert (kept >= params.top_p).all() and (kept - params.top_p < probs.amax(-1)).all()
 
 
 def test_uniform_rows_keep_a_token_at_the_smallest_top_p() -> None:
-    assert not unlikely_among_candidates(torch.full((1, 7), 1 / 7), 1.0).all()
+    assert not unlikely(torch.full((1, 7), 1 / 7), 1.0).all()
+    assert distribution(torch.zeros(1, 7), torch.tensor([0]), SamplingParams(1, 0, 1e-9)).any()
 
 
-def test_the_candidates_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
-    """The mass is chosen such that torch's sum, which depends on the number of threads, would decide."""
+def test_the_tokens_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
+    """The top-p is chosen such that torch's sum, which depends on the number of threads, would
+    decide.
+    """
     before = torch.get_num_threads()
 
-    def on_threads(count: int, work: Callable[..., Tensor], *given: Any) -> Tensor:
+    def on_threads(count: int, work: Callable[..., Any], *given: Any) -> Any:
         torch.set_num_threads(count)
         try:
             return work(*given)
@@ -227,8 +288,12 @@ def test_the_candidates_of_top_p_do_not_depend_on_the_number_of_threads() -> Non
             torch.set_num_threads(before)
 
     for seed in range(20):
-        row = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) / 1e6
-        row[:2] = torch.tensor([0.11, 0.9])
-        mass = min((on_threads(count, row[2:].sum) + row[0]).item() for count in (1, 2))
-        one, two = (on_threads(count, unlikely_among_candidates, row[None], mass) for count in (1, 2))
+        weights = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) / 1e6
+        weights[:2] = torch.tensor([0.11, 0.9])
+        shares = [0.9 / on_threads(count, weights.sum).item() for count in (1, 2)]
+        params = SamplingParams(1.0, top_p=sum(shares) / 2)
+        one, two = (
+            on_threads(count, distribution, weights.log()[None], torch.tensor([0]), params)
+            for count in (1, 2)
+        )
         assert torch.equal(one, two)

@@ -1,4 +1,6 @@
-"""The server: its texts are generate.py's, its streams a terminal's; requests neither end it nor reach each other."""
+"""The server: its texts are generate.py's, its streams a terminal's; requests neither end it nor
+reach each other.
+"""
 
 import gc
 import json
@@ -16,6 +18,8 @@ import pytest
 import torch
 
 import generate
+from decoding.run import options
+from decoding.run.arguments import make_parser
 from decoding.run.chooser import Drafting
 from decoding.serve import app, worker
 from decoding.serve.app import MAX_BODY, MAX_REQUESTS
@@ -25,7 +29,8 @@ from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, unti
 
 PROMPT = "the hen and the"
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
-ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}  # q would end the text
+# q would end the text
+ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,9 @@ def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.address + "/v1", api_key="none", max_retries=0)
 
 
-def generated(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+def generated(
+    folder: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> list[dict[str, Any]]:
     """Samples that generate.py writes."""
     capsys.readouterr()
     assert generate.main([PROMPT, "--model", str(folder), "--json", *options]) == 0
@@ -56,11 +63,26 @@ def generated(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -
 REQUESTS: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["--draft", "exit", "--max-new-tokens", "16"]),
     ({"draft": "lookup", "gamma": 3, **SEEDED}, ["--draft", "lookup", "--gamma", "3"]),
-    ({"draft": "none", **SEEDED, "top_p": 0.9, "top_k": 50}, ["--draft", "none", "--top-p", "0.9", "--top-k", "50"]),
-    ({"exit_layer": 3, "adaptive": True, **SEEDED}, ["--draft", "exit", "--exit-layer", "3", "--adaptive"]),
-    ({"coupling": "ratio", "gamma": 2, **SEEDED}, ["--draft", "exit", "--coupling", "ratio", "--gamma", "2"]),
-    ({"stop": ["e", "a"], "ban": "t", **SEEDED}, ["--draft", "exit", "--stop", "e", "--stop", "a", "--ban", "t"]),
-    ({"repetition_penalty": 1.3, "min_p": 0.01, **SEEDED}, ["--repetition-penalty", "1.3", "--min-p", "0.01"]),
+    (
+        {"draft": "none", **SEEDED, "top_p": 0.9, "top_k": 50},
+        ["--draft", "none", "--top-p", "0.9", "--top-k", "50"],
+    ),
+    (
+        {"exit_layer": 3, "adaptive": True, **SEEDED},
+        ["--draft", "exit", "--exit-layer", "3", "--adaptive"],
+    ),
+    (
+        {"coupling": "ratio", "gamma": 2, **SEEDED},
+        ["--draft", "exit", "--coupling", "ratio", "--gamma", "2"],
+    ),
+    (
+        {"stop": ["e", "a"], "ban": "t", **SEEDED},
+        ["--draft", "exit", "--stop", "e", "--stop", "a", "--ban", "t"],
+    ),
+    (
+        {"repetition_penalty": 1.3, "min_p": 0.01, **SEEDED},
+        ["--repetition-penalty", "1.3", "--min-p", "0.01"],
+    ),
 ]
 KINDS = [(chat, stream) for chat in (True, False) for stream in (True, False)]
 
@@ -70,16 +92,25 @@ def test_a_seeded_text_is_the_one_that_generate_writes(
     number: int, client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (asked, options), (chat, stream) = REQUESTS[number], KINDS[number % 4]
-    seeded = ["--temperature", "0.9", "--seed", "3", "--max-new-tokens", "24"] if "seed" in asked else []
+    seeded = (
+        ["--temperature", "0.9", "--seed", "3", "--max-new-tokens", "24"] if "seed" in asked else []
+    )
     draft = [] if "--draft" in options else ["--draft", "exit"]
-    (wanted,) = generated(folder, capsys, *options, *draft, *seeded, "--chat" if chat else "--no-chat")
+    (wanted,) = generated(
+        folder, capsys, *options, *draft, *seeded, "--chat" if chat else "--no-chat"
+    )
     text, finish, usage = asked_of(client, chat, stream, asked)
     assert text == wanted["text"] and wanted["text"]
     assert finish == {"eos": "stop"}.get(wanted["finish_reason"], wanted["finish_reason"])
-    assert (usage.prompt_tokens, usage.completion_tokens) == (wanted["prompt_tokens"], len(wanted["tokens"]))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        wanted["prompt_tokens"],
+        len(wanted["tokens"]),
+    )
 
 
-def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, Any]) -> tuple[str, str, Any]:
+def asked_of(
+    client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, Any]
+) -> tuple[str, str, Any]:
     """Text, finish reason and usage, by the real client."""
     names = ("temperature", "seed", "max_tokens", "stop", "top_p")
     standard = {name: value for name, value in asked.items() if name in names}
@@ -94,10 +125,14 @@ def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, A
     *chunks, last = create(model="tiny", extra_body=ours, **usage, **said, **standard)
     assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
     told = chunks[-1].choices[0].model_extra["speculation"]
-    assert told["tokens_per_round"] >= 1 and told["repeat_with"].startswith("--seed 3" if "seed" in asked else "")
+    assert told["tokens_per_round"] >= 1 and told["repeat_with"].startswith(
+        "--seed 3" if "seed" in asked else ""
+    )
     choices = [chunk.choices[0] for chunk in chunks]
     if chat:
-        assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
+        assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (
+            len(choices) - 1
+        )
     pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
     *before, finish = [choice.finish_reason for choice in choices]
     assert set(before) <= {None}
@@ -105,21 +140,35 @@ def asked_of(client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, A
 
 
 def test_the_model_is_listed_by_its_folders_name(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
-    with pytest.raises(openai.NotFoundError, match="model 'gpt-5' does not exist here: there is tiny"):
+    assert (
+        [model.id for model in client.models.list()]
+        == ["tiny"]
+        == [client.models.retrieve("tiny").id]
+    )
+    with pytest.raises(
+        openai.NotFoundError, match="model 'gpt-5' does not exist here: there is tiny"
+    ):
         client.models.retrieve("gpt-5")
 
 
 def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served: Served) -> None:
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "hen"}]
     system = {"role": "developer", "content": "be brief"}
-    whole = client.chat.completions.create(model="tiny", messages=[system, {"role": "user", "content": "the hen"}])
-    split = client.chat.completions.create(model="tiny", messages=[system, {"role": "user", "content": parts}])
+    whole = client.chat.completions.create(
+        model="tiny", messages=[system, {"role": "user", "content": "the hen"}]
+    )
+    split = client.chat.completions.create(
+        model="tiny", messages=[system, {"role": "user", "content": parts}]
+    )
     assert whole.choices[0].message.content == split.choices[0].message.content
     ids = "x" * (CONTEXT - 3)  # three tokens are left
-    status, answer = served.ask("/v1/completions", {"prompt": ids, "max_tokens": 1000, "draft": "lookup"})
+    status, answer = served.ask(
+        "/v1/completions", {"prompt": ids, "max_tokens": 1000, "draft": "lookup"}
+    )
     assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
-    with pytest.raises(openai.BadRequestError, match=f"has {CONTEXT} tokens, the model's context {CONTEXT}"):
+    with pytest.raises(
+        openai.BadRequestError, match=f"has {CONTEXT} tokens, the model's context {CONTEXT}"
+    ):
         client.completions.create(model="tiny", prompt="x" * CONTEXT)
 
 
@@ -145,15 +194,40 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
     "an image": (chats(said([{"type": "image_url"}])), 400, "messages", "should be 'text'"),
     "an empty prompt": (("completions", {"prompt": ""}), 400, "prompt", "at least 1 character"),
     "another model": (texts(model="gpt-5"), 404, "model", "there is tiny"),
-    "temperature NaN": (("completions", b'{"prompt": "a", "temperature": NaN}'), 400, "temperature", "at least 0"),
-    "an empty stop": (texts(stop=["a", ""]), 400, "stop", "stop strings and banned words: give a list"),
+    "temperature NaN": (
+        ("completions", b'{"prompt": "a", "temperature": NaN}'),
+        400,
+        "temperature",
+        "at least 0",
+    ),
+    "an empty stop": (
+        texts(stop=["a", ""]),
+        400,
+        "stop",
+        "stop strings and banned words: give a list",
+    ),
     "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
     "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),
-    "costs to be measured": (texts(draft="auto"), 400, "draft", "only by a server that was started with it"),
+    "costs to be measured": (
+        texts(draft="auto"),
+        400,
+        "draft",
+        "only by a server that was started with it",
+    ),
     "no such exit": (texts(exit_layer=5), 400, None, "exit layer 5 is not in 1..4"),
-    "no effect": (texts(draft="lookup", exit_layer=4), 400, "exit_layer", "exit_layer has no effect with draft lookup"),
+    "no effect": (
+        texts(draft="lookup", exit_layer=4),
+        400,
+        "exit_layer",
+        "exit_layer has no effect with draft lookup",
+    ),
     "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not served here"),
-    "probabilities": (texts(logprobs=3), 400, "logprobs", "logprobs is not served here: leave it out"),
+    "probabilities": (
+        texts(logprobs=3),
+        400,
+        "logprobs",
+        "logprobs is not served here: leave it out",
+    ),
     "no share": (texts(top_p=2.0), 400, "top_p", "top-p must be above 0"),
     "a list": (("completions", []), 400, None, "the body: Input should be an object"),
     "too much": (texts(suffix="a" * MAX_BODY), 413, None, "up to 1048576 bytes"),
@@ -167,16 +241,33 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
 ) -> None:
     """Also of a stream: it does not begin before all is known to be well."""
     path, body = asked
-    found, answer = served.ask(f"/v1/{path}", {**body, "stream": True} if isinstance(body, dict) else body)
+    found, answer = served.ask(
+        f"/v1/{path}", {**body, "stream": True} if isinstance(body, dict) else body
+    )
     error = json.loads(answer)["error"]
     assert found == status and part in error["message"] and error["param"] == param
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+    )
     assert "\n" not in error["message"] and "--" not in error["message"]
 
 
 def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
-    idle = {"frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "echo": False, "user": "me", "best_of": 1}
-    idle |= {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True}
+    idle = {
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "logprobs": None,
+        "echo": False,
+        "user": "me",
+        "best_of": 1,
+    }
+    idle |= {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+    }
     assert served.text(prompt=PROMPT, **idle) == served.text(prompt=PROMPT)
 
 
@@ -194,15 +285,60 @@ def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
         ({"Host": "localhost:8000", "Origin": "null"}, 403),
     ],
 )
-def test_no_page_of_another_site_may_use_the_server(headers: dict[str, str], status: int, served: Served) -> None:
+def test_no_page_of_another_site_may_use_the_server(
+    headers: dict[str, str], status: int, served: Served
+) -> None:
     assert served.ask("/v1/models", method="GET", headers=headers)[0] == status
 
 
-def test_a_body_that_breaks_off_ends_its_request_alone(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_body_that_breaks_off_ends_its_request_alone(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
         connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
     assert served.text(prompt=PROMPT) and capsys.readouterr().err == ""
+
+
+def test_the_bytes_of_a_body_are_counted_as_they_come(served: Served) -> None:
+    """However its length is told."""
+    path, chunked = "/v1/completions", {"Transfer-Encoding": "chunked"}
+    good = json.dumps({"prompt": PROMPT}).encode()
+    assert served.ask(path, chunks(good), headers=chunked)[0] == 200
+    status, answer = served.ask(path, chunks(good + b" " * MAX_BODY), headers=chunked)
+    assert status == 413 and b"up to 1048576 bytes" in answer
+    both = chunked | {"Content-Length": "5"}
+    status, answer = served.ask(path, chunks(good), headers=both)
+    assert status == 400 and b"not both" in answer
+
+
+def chunks(body: bytes) -> bytes:
+    """A body in chunks of up to 64 KiB."""
+    parts = [body[at : at + 65536] for at in range(0, len(body), 65536)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
+
+
+def test_half_sent_bodies_keep_nobody_out(served: Served) -> None:
+    """The oldest of one address are given up."""
+    connections = []
+    for _ in range(MAX_REQUESTS + 12):
+        connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
+        connections[-1].sendall(HALF)
+    until(lambda: served.ask("/v1/completions", {"prompt": PROMPT})[0] == 200, patience=5)
+    assert b"408" in connections[0].recv(100)
+    for connection in connections:
+        connection.close()
+
+
+def test_a_prompt_of_too_many_bytes_is_refused_unread(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splitting it into tokens would take seconds, in which nobody is answered."""
+    monkeypatch.delattr(type(served.worker.setting.tokenizer), "encode_parts")
+    monkeypatch.delattr(type(served.worker.setting.tokenizer), "encode")
+    for path, body in (texts(prompt=" " * 500_000), chats(said(" " * 500_000))):
+        status, answer = served.ask(f"/v1/{path}", body)
+        assert status == 400 and b"the prompt has 500000 bytes" in answer
 
 
 # ---- the queue ----
@@ -227,7 +363,11 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, gate: threading.Event, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, order, most = served.worker.write, [], MAX_WAITING + 4
-    monkeypatch.setattr(served.worker, "write", lambda job, *rest: (order.append(len(job.ids)), write(job, *rest))[1])
+    monkeypatch.setattr(
+        served.worker,
+        "write",
+        lambda job, *rest: (order.append(len(job.ids)), write(job, *rest))[1],
+    )
     with ThreadPoolExecutor(most) as pool:
         asking = []
         for number in range(most):
@@ -261,12 +401,19 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
         assert text.result()
 
 
-def test_above_the_number_of_open_requests_the_answer_is_json(served: Served, gate: threading.Event) -> None:
-    connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(MAX_WAITING + 4)]
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"  # the body never ends
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+
+
+def test_above_the_number_of_open_requests_the_answer_is_json(
+    served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_ARRIVING", MAX_REQUESTS)
+    connections = [
+        served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(MAX_WAITING + 4)
+    ]
     for _ in range(MAX_REQUESTS - len(connections)):
         connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
-        connections[-1].sendall(head)
+        connections[-1].sendall(HALF)
     outcomes = []
     until(lambda: outcomes.append(served.ask("/v1/models", method="GET")) or outcomes[-1][0] == 503)
     error = json.loads(outcomes[-1][1])["error"]
@@ -305,7 +452,10 @@ def test_what_fails_in_writing_is_told_and_the_next_text_is_written(
     monkeypatch.undo()
     assert status == 500 and b"secret" not in answer
     assert json.loads(answer)["error"]["type"] == "server_error"
-    assert capsys.readouterr().err == "[a request could not be answered: RuntimeError: a /secret/path and more]\n"
+    assert (
+        capsys.readouterr().err
+        == "[a request could not be answered: RuntimeError: a /secret/path and more]\n"
+    )
     assert served.text(prompt=PROMPT)
 
 
@@ -313,9 +463,30 @@ def test_what_fails_in_writing_is_told_and_the_next_text_is_written(
 
 COMPANY = [
     {"prompt": "the hen", "draft": "exit", "seed": 1, "temperature": 0.9, "max_tokens": 60},
-    {"prompt": "the hen", "draft": "lookup", "seed": 1, "temperature": 0.9, "coupling": "ratio", "max_tokens": 50},
-    {"prompt": "a fox and " * 20, "draft": "none", "seed": 2, "temperature": 1.1, "ban": ["e", "th"], "max_tokens": 40},
-    {"prompt": "in an inn", "draft": "exit", "exit_layer": 3, "adaptive": True, "coupling": "ratio", "max_tokens": 70}
+    {
+        "prompt": "the hen",
+        "draft": "lookup",
+        "seed": 1,
+        "temperature": 0.9,
+        "coupling": "ratio",
+        "max_tokens": 50,
+    },
+    {
+        "prompt": "a fox and " * 20,
+        "draft": "none",
+        "seed": 2,
+        "temperature": 1.1,
+        "ban": ["e", "th"],
+        "max_tokens": 40,
+    },
+    {
+        "prompt": "in an inn",
+        "draft": "exit",
+        "exit_layer": 3,
+        "adaptive": True,
+        "coupling": "ratio",
+        "max_tokens": 70,
+    }
     | {"seed": 3, "temperature": 0.7, "repetition_penalty": 1.2},
 ]
 
@@ -326,7 +497,9 @@ def test_no_seeded_text_depends_on_the_texts_beside_it(
     """Four clients at once, and each alone at a server that writes one text after another."""
     together, widths = served.worker.model.together, []
     monkeypatch.setattr(
-        served.worker.model, "together", lambda calls, plan=None: (widths.append(len(calls)), together(calls, plan))[1]
+        served.worker.model,
+        "together",
+        lambda calls, plan=None: (widths.append(len(calls)), together(calls, plan))[1],
     )
     with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
         alone = [lonely.text(**asked) for asked in COMPANY]
@@ -351,19 +524,27 @@ def test_a_text_that_fails_ends_alone(folder: Path, tmp_path: Path) -> None:
         "        fails = text.rules.stop_strings and len(text) > 20\n"
         "        return None if fails else super().propose(text, *rest)\n"
     )
-    with serving("--model", str(folder), "--draft", f"{own}:Mine", "--ban", "q", "--max-new-tokens", "50") as running:
+    with serving(
+        "--model", str(folder), "--draft", f"{own}:Mine", "--ban", "q", "--max-new-tokens", "50"
+    ) as running:
         wanted = running.text(prompt=PROMPT)
         with ThreadPoolExecutor(4) as pool:
             good = [pool.submit(running.text, prompt=PROMPT) for _ in range(3)]
-            bad = pool.submit(running.ask, "/v1/completions", {"prompt": PROMPT, "stop": "zzz", "stream": True})
+            bad = pool.submit(
+                running.ask, "/v1/completions", {"prompt": PROMPT, "stop": "zzz", "stream": True}
+            )
             *chunks, last = events_of(bad.result()[1])
             assert [each.result() for each in good] == [wanted] * 3
         assert chunks and "the drafter Mine breaks its contract" in last["error"]["message"]
         assert running.text(prompt=PROMPT) == wanted
 
 
-def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing_is_kept(served: Served) -> None:
-    """Short, long, aborted, malformed and huge ones, at random; each text is the same request's when it was alone."""
+def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing_is_kept(
+    served: Served,
+) -> None:
+    """Short, long, aborted, malformed and huge ones, at random; each text is the same request's
+    when it was alone.
+    """
     sizes = [(budget, draft) for budget in (3, 60) for draft in ("none", "lookup", "exit")]
     asked = [
         {"prompt": PROMPT, "seed": seed, "temperature": 1.0, "max_tokens": budget, "draft": draft}
@@ -378,18 +559,33 @@ def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing
             if kind == "whole":
                 assert served.text(**asked[which]) == alone[which]
             elif kind == "stream":
-                *chunks, done = events_of(served.ask("/v1/completions", {**asked[which], "stream": True})[1])
-                assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone[which] and done == "[DONE]"
+                *chunks, done = events_of(
+                    served.ask("/v1/completions", {**asked[which], "stream": True})[1]
+                )
+                assert (
+                    "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone[which]
+                    and done == "[DONE]"
+                )
             elif kind == "aborted":
-                path, streams = chance.choice([("/v1/completions", True), ("/v1/completions", False), ("/live", True)])
+                path, streams = chance.choice(
+                    [("/v1/completions", True), ("/v1/completions", False), ("/live", True)]
+                )
                 connection = served.begin(path, {**ENDLESS, "stream": streams})
                 if streams and chance.random() < 0.7:
                     connection.recv(1000)
                 connection.close()
             elif kind == "malformed":
-                assert served.ask("/v1/completions", b'{"prompt": ' * chance.randrange(1, 99))[0] == 400
+                assert (
+                    served.ask("/v1/completions", b'{"prompt": ' * chance.randrange(1, 99))[0]
+                    == 400
+                )
             else:
-                assert served.ask("/v1/completions", {"prompt": "x" * chance.choice([MAX_BODY, 2 * CONTEXT])})[0] >= 400
+                assert (
+                    served.ask(
+                        "/v1/completions", {"prompt": "x" * chance.choice([MAX_BODY, 2 * CONTEXT])}
+                    )[0]
+                    >= 400
+                )
 
     kept = []
     for _ in range(2):
@@ -401,7 +597,8 @@ def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing
         kept.append(held())
     (tensors, *others), (more_tensors, *same) = kept
     assert others == same
-    assert more_tensors < tensors + 20  # a row keeps some of its last text; forty requests would leak forty tensors
+    # a row keeps some of its last text; forty requests would leak forty tensors
+    assert more_tensors < tensors + 20
 
 
 def held() -> tuple[int, ...]:
@@ -415,7 +612,9 @@ def held() -> tuple[int, ...]:
 
 
 def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
-    status, stream = served.ask("/live", {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True})
+    status, stream = served.ask(
+        "/live", {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True}
+    )
     begin, *events = events_of(stream)
     assert status == 200 and begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
     assert begin["columns"] == ["exit at layer 2 of 4", "plain"]
@@ -428,7 +627,9 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
             continue
         tokens = event["round"]["tokens"]
         drafted = [token["text"] for token in tokens if token["verdict"] != "own"]
-        assert drafted == (drafts.pop() if drafted else []) and not drafts, "a draft is shown before its verdict"
+        assert drafted == (drafts.pop() if drafted else []) and not drafts, (
+            "a draft is shown before its verdict"
+        )
         texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
         assert all(0 <= token["p"] <= 1 for token in tokens)
         assert event["seconds"] >= clocks[side]
@@ -436,7 +637,9 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
     assert finished[0] == finished[1] and finished[0] in ("length", "eos")
     assert texts[0] == texts[1] and len(texts[0]) >= 10
     answer = json.loads(served.ask("/v1/chat/completions", {**chats(said(PROMPT))[1], **SEEDED})[1])
-    written = b"".join(map(served.worker.setting.tokenizer.token_bytes, texts[0])).decode(errors="replace")
+    written = b"".join(map(served.worker.setting.tokenizer.token_bytes, texts[0])).decode(
+        errors="replace"
+    )
     assert written == answer["choices"][0]["message"]["content"]
 
 
@@ -449,35 +652,81 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
     """Also a drafter of the reader's own, which no request can name."""
     own = tmp_path / "own.py"
     own.write_text(
-        "from decoding.drafters import NoDraft\n\n\ndef Mine(target, cache):\n    return NoDraft(target.vocab_size)\n"
+        "from decoding.drafters import NoDraft\n\n\ndef Mine(target, cache):\n    return"
+        " NoDraft(target.vocab_size)\n"
     )
-    said = ["--draft", f"{own}:Mine", "--temperature", "0.8", "--seed", "5", "--max-new-tokens", "9", "--stop", "zz"]
+    said = [
+        "--draft",
+        f"{own}:Mine",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "5",
+        "--max-new-tokens",
+        "9",
+        "--stop",
+        "zz",
+    ]
     (wanted,) = generated(folder, capsys, *said, "--no-chat")
     with serving("--model", str(folder), *said) as running:
         assert running.text(prompt=PROMPT) == wanted["text"]
-        assert running.text(prompt=PROMPT, draft="none") == wanted["text"], "under the race the draft does not matter"
+        assert running.text(prompt=PROMPT, draft="none") == wanted["text"], (
+            "under the race the draft does not matter"
+        )
 
 
-def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(folder: Path, tmp_path: Path) -> None:
+def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
+    folder: Path, tmp_path: Path
+) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"attn": [1], "mlp": [2], "gamma": 2}')
-    with serving("--model", str(folder), "--draft", "skip", "--bits", "8", "--plan", str(plan)) as running:
+    with serving(
+        "--model", str(folder), "--draft", "skip", "--bits", "8", "--plan", str(plan)
+    ) as running:
         plain = running.text(prompt=PROMPT, draft="none", **SEEDED)
         assert running.text(prompt=PROMPT, draft="skip", **SEEDED) == plain
         assert running.worker.bits == 8
         assert running.text(prompt=PROMPT, draft="lowbit", **SEEDED) == plain
-    with serving("--model", str(folder), "--draft", "model", "--draft-model", str(folder)) as running:
-        made = [running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)]
-        assert made == [plain] * 3 and len(running.worker.made) == 1, "the draft model was loaded once"
+    with serving(
+        "--model", str(folder), "--draft", "model", "--draft-model", str(folder)
+    ) as running:
+        made = [
+            running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)
+        ]
+        assert made == [plain] * 3 and len(running.worker.draftings.made) == 1, (
+            "the draft model was loaded once"
+        )
+
+
+def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with a longer one: a step on a GPU attends over the whole cache."""
+    monkeypatch.setattr(options, "CONTEXT", 100)
+    given = ["--serve", "0", "--model", str(folder)]
+
+    def context(*more: str) -> int:
+        return app.context_length(generate.Request(make_parser().parse_args([*given, *more])), 1)
+
+    assert (context(), context("--context", "150")) == (100, 150)
+    assert context("--context", str(10 * CONTEXT)) == CONTEXT
+    with serving("--model", str(folder), "--context", "20") as running:
+        status, answer = running.ask("/v1/completions", {"prompt": "the hen " * 30})
+        assert status == 400
+        said = json.loads(answer)["error"]["message"]
+        assert "of which 20 are used" in said and "raise context" in said
 
 
 def test_the_context_is_what_there_is_memory_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = generate.Request(generate.parse_arguments(["--serve", "0", "--model", str(folder)]))
+    request = generate.Request(make_parser().parse_args(["--serve", "0", "--model", str(folder)]))
     assert app.context_length(request, 4) == CONTEXT and not capsys.readouterr().err
     monkeypatch.setattr(app, "check_fits", lambda memory, device: None)
     monkeypatch.setattr(app, "free_bytes", lambda device: 16_000_000)
     one, four = (app.context_length(request, places) for places in (1, 4))
     assert 1024 <= four < one <= CONTEXT
-    assert f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once" in capsys.readouterr().err
+    assert (
+        f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once"
+        in capsys.readouterr().err
+    )

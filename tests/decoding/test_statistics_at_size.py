@@ -1,6 +1,8 @@
-"""Chi-square tests over many samples: with full vocabularies the first tokens have the target's exact law.
+"""Chi-square tests over many samples: with full vocabularies the first tokens have the target's
+exact law.
 
-The seeds are fixed, so each test either always passes or always fails. A correct one fails for one seed in a million.
+The seeds are fixed, so each test either always passes or always fails. A correct one fails for one
+seed in a million.
 """
 
 from collections.abc import Callable
@@ -35,7 +37,9 @@ class Recall:
         self.vocab_size, self.max_positions = model.vocab_size, model.max_positions
         self.answers: dict[tuple[object, ...], Tensor] = {}
 
-    def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, cache: KVCache, start: int, plan: LayerPlan | None = None
+    ) -> Tensor:
         key = (tuple(tokens.flatten().tolist()), start, plan)
         if key not in self.answers:
             length = cache.length
@@ -51,11 +55,15 @@ class Recall:
 
 
 def test_the_chi_square_finds_another_law_and_passes_the_right_one() -> None:
-    """At the sizes below: samples of p itself fit; those of p mixed with a tenth of another law do not."""
+    """At the sizes below: samples of p itself fit; those of p mixed with a tenth of another law do
+    not.
+    """
     probs = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.04, 0.008, 0.002, 0.0])
     moved = 0.9 * probs + 0.1 * probs.flip(0).roll(-1)
     for law, fits in ((probs, True), (moved, False)):
-        drawn = torch.multinomial(law, 1500, replacement=True, generator=torch.Generator().manual_seed(0))
+        drawn = torch.multinomial(
+            law, 1500, replacement=True, generator=torch.Generator().manual_seed(0)
+        )
         assert (chi_square_p_value(torch.bincount(drawn, minlength=9), probs) > FALSE_ALARM) == fits
     with pytest.raises(AssertionError, match="probability zero"):
         chi_square_p_value(torch.tensor([5, 1]), torch.tensor([1.0, 0.0]))
@@ -66,7 +74,9 @@ def test_the_chi_square_finds_another_law_and_passes_the_right_one() -> None:
 def first_tokens(
     model: Decoder, prompt: list[int], make: Callable[[Recall, KVCache], Drafter], samples: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Counts of the first token over many samples, its exact law, and how many first drafts were rejected."""
+    """Counts of the first token over many samples, its exact law, and how many first drafts were
+    rejected.
+    """
     target = Recall(model)
     cache = target.new_cache(len(prompt) + 4)
     with torch.inference_mode():
@@ -99,21 +109,35 @@ DRAFTERS: dict[str, Callable[[Recall, KVCache], Drafter]] = {
 
 @pytest.mark.parametrize(
     ("drafter", "family"),
-    [("none", "llama"), ("skip", "gemma2"), ("exit", "llama"), ("lookup", "gemma2"), ("model", "llama")],
+    [
+        ("none", "llama"),
+        ("skip", "gemma2"),
+        ("exit", "llama"),
+        ("lookup", "gemma2"),
+        ("model", "llama"),
+    ],
 )
-def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(drafter: str, family: str) -> None:
+def test_tiny_models_with_many_tokens_write_first_tokens_by_their_law(
+    drafter: str, family: str
+) -> None:
     model, prompt = tiny_model(family, vocab=64, layers=4), [5, 9, 2, 7, 5, 9]
     small = tiny_model("llama", vocab=64, layers=1, seed=4)
-    make = DRAFTERS.get(drafter) or (lambda target, cache: ModelDrafter(Recall(small), small.new_cache(16)))
+    make = DRAFTERS.get(drafter) or (
+        lambda target, cache: ModelDrafter(Recall(small), small.new_cache(16))
+    )
     counts, exact, rejected = first_tokens(model, prompt, make, samples=1500)
     assert chi_square_p_value(counts, exact) > FALSE_ALARM
-    assert rejected > 0 or drafter == "none", "the test says nothing unless some drafts are rejected"
+    assert rejected > 0 or drafter == "none", (
+        "the test says nothing unless some drafts are rejected"
+    )
 
 
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
 def test_smollm2_writes_first_tokens_by_its_law(drafter: str, smollm2: Path) -> None:
     model, tokenizer = load_model(smollm2), Tokenizer(smollm2)
-    prompt = tokenizer.encode("The old man looked at the dog. The dog looked at the cat. The old man looked at the")
+    prompt = tokenizer.encode(
+        "The old man looked at the dog. The dog looked at the cat. The old man looked at the"
+    )
     counts, exact, rejected = first_tokens(model, prompt, DRAFTERS[drafter], samples=250)
     assert chi_square_p_value(counts, exact) > FALSE_ALARM
     assert rejected > 0 or drafter == "none"

@@ -1,4 +1,6 @@
-"""The text and its rules: stop strings, bans and streaming agree with naive searches of the whole text."""
+"""The text and its rules: stop strings, bans and streaming agree with naive searches of the whole
+text.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,9 @@ def piece(token: int) -> bytes:
 
 @given(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=10), words=words)
 @settings(derandomize=True, max_examples=200)
-def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(tokens: list[int], words: list[str]) -> None:
+def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(
+    tokens: list[int], words: list[str]
+) -> None:
     data = bytearray(b"".join(map(piece, tokens)))
     new = len(piece(tokens[-1]))
     expected = None
@@ -44,12 +48,17 @@ def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(tokens: list[i
 
 @given(tokens=tokens, words=words)
 @settings(derandomize=True, max_examples=200)
-def test_the_longest_suffix_that_begins_a_pattern_is_pending(tokens: list[int], words: list[str]) -> None:
+def test_the_longest_suffix_that_begins_a_pattern_is_pending(
+    tokens: list[int], words: list[str]
+) -> None:
     data = bytearray(b"".join(map(piece, tokens)))
     starts = [
         begin
         for begin in range(len(data))
-        if any(word.startswith(data[begin:]) and len(word) > len(data) - begin for word in map(str.encode, words))
+        if any(
+            word.startswith(data[begin:]) and len(word) > len(data) - begin
+            for word in map(str.encode, words)
+        )
     ]
     assert Patterns(words).pending(data, len(data)) == min(starts, default=len(data))
 
@@ -68,9 +77,16 @@ def text_after(prompt: list[int], rules: Rules) -> Text:
 )
 @settings(derandomize=True, max_examples=500)
 def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back(
-    prompt: list[int], wanted: list[int], stops: list[str], banned: list[str], eos: set[int], groups: list[int]
+    prompt: list[int],
+    wanted: list[int],
+    stops: list[str],
+    banned: list[str],
+    eos: set[int],
+    groups: list[int],
 ) -> None:
-    """For any bans, stops, rounds and tokenisation. A token forbidden where it is wanted is replaced by another."""
+    """For any bans, stops, rounds and tokenisation. A token forbidden where it is wanted is
+    replaced by another.
+    """
     text = text_after(prompt, Rules(len(wanted), frozenset(eos), stops, banned))
     stream, shown, left = TextStream(text), "", list(wanted)
     for count in groups * 3:
@@ -84,7 +100,9 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
             return  # every token is forbidden: the loop ends here
         left = left[len(text.extend(round).emitted) :]
         shown += stream.pull()
-        assert text.written.startswith(shown), "something was shown that is not in the text any more"
+        assert text.written.startswith(shown), (
+            "something was shown that is not in the text any more"
+        )
         if text.finish:
             break
     whole = b"".join(map(piece, text.generated))
@@ -117,7 +135,9 @@ def test_a_text_ends_at_the_same_token_in_rounds_of_any_length(
 
 @given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
 @settings(derandomize=True, max_examples=200)
-def test_a_retraction_leaves_the_text_as_if_never_written(tokens: list[int], more: list[int]) -> None:
+def test_a_retraction_leaves_the_text_as_if_never_written(
+    tokens: list[int], more: list[int]
+) -> None:
     text = text_after([0, *tokens], Rules(100, banned=["ab", "ba"]))
     before = list(text.tokens)
     extension = text.extend(more)
@@ -197,7 +217,9 @@ def test_streaming_holds_back_the_token_in_which_a_banned_word_may_begin() -> No
 
 
 def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back() -> None:
-    """After "island of" has retracted "island", "village" completes "small village", which retracts "small" too."""
+    """After "island of" has retracted "island", "village" completes "small village", which retracts
+    "small" too.
+    """
     words = [b"the ", b"small ", b"island ", b"of ", b"village "]
     text = text_of([0], Rules(9, banned=["island of", "small village"]), words.__getitem__)
     stream, shown = TextStream(text), ""
@@ -215,7 +237,8 @@ def test_statistics_count_output_only() -> None:
         Round(5, [1, 1, 1], 2, [1, 1, 4]),
         Round(8, [], 0, [3]),
         Round(9, [1, 1], 2, [1, 1, 2], retracted=[1, 2]),
-        Round(10, [7, 7, 7], 3, [7], finish="eos"),  # two more were accepted after the end: they do not exist
+        # two more were accepted after the end: they do not exist
+        Round(10, [7, 7, 7], 3, [7], finish="eos"),
     ):
         statistics.add(round)
     assert (statistics.rounds, statistics.tokens) == (4, 3 + 1 + 1 + 1)

@@ -1,4 +1,6 @@
-"""Texts written together are those written alone, token for token; a text that fails or leaves ends alone."""
+"""Texts written together are those written alone, token for token; a text that fails or leaves ends
+alone.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,7 @@ MODELS: dict[str, Decoder] = {
     "float64": tiny_model("llama", **TINY),
     "bfloat16": accelerate(tiny_model("llama", **TINY).bfloat16()),
     "bfloat16, gemma2": accelerate(tiny_model("gemma2", **TINY).bfloat16()),
+    "bfloat16, gemma3_text": accelerate(tiny_model("gemma3_text", **TINY).bfloat16()),
 }
 
 
@@ -56,8 +59,8 @@ def nothing_after(tokens: int) -> Any:
 
 @dataclass(frozen=True)
 class Wish:
-    """Text to write. It ``arrives`` after this number of rounds of all texts, and ``leaves`` after this number of
-    its rounds."""
+    """Text to write. It ``arrives`` after this number of rounds of all texts, and ``leaves`` after
+    this number of its rounds."""
 
     prompt: list[int]
     rules: Rules
@@ -155,11 +158,20 @@ rules = st.builds(
 )
 wishes = st.builds(
     Wish,
-    st.one_of(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=13), st.just([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])),
+    st.one_of(
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=13),
+        st.just([3, 1, 4, 1, 5, 9, 2, 6, 5, 3]),
+    ),
     rules,
     st.sampled_from([*REAL_DRAFTERS, "fast model"]),
     st.sampled_from([*REAL_POLICIES]),
-    st.sampled_from([SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.8, repetition_penalty=1.2)]),
+    st.sampled_from(
+        [
+            SamplingParams(),
+            SamplingParams(1.0),
+            SamplingParams(0.8, top_p=0.8, repetition_penalty=1.2),
+        ]
+    ),
     st.sampled_from(["ratio", "race"]),
     st.integers(0, 2**64 - 1),
     st.integers(0, 20),
@@ -170,25 +182,42 @@ wishes = st.builds(
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(wanted=st.lists(wishes, min_size=2, max_size=5), places=st.integers(1, 4))
-def test_texts_written_together_are_those_written_alone(name: str, wanted: list[Wish], places: int) -> None:
+def test_texts_written_together_are_those_written_alone(
+    name: str, wanted: list[Wish], places: int
+) -> None:
     model = MODELS[name]
-    assert together(model, wanted, places) == [alone(model, wish) for wish in wanted]
+    for wish, (tokens, *end) in zip(wanted, together(model, wanted, places), strict=True):
+        tokens_alone, *end_alone = alone(model, wish)
+        if wish.leaves is None:
+            assert (tokens, end) == (tokens_alone, end_alone)
+        else:  # ended after a number of rounds, whose lengths may follow a clock
+            written = min(len(tokens), len(tokens_alone))
+            assert tokens[:written] == tokens_alone[:written]
 
 
 @pytest.mark.parametrize("coupling", ["ratio", "race"])
 def test_draft_lengths_know_the_load_except_under_the_ratio_rule(coupling: str) -> None:
-    """There they follow from the text's past alone, and a seed repeats the very rounds in any company."""
+    """There they follow from the text's past alone, and a seed repeats the very rounds in any
+    company.
+    """
     model, scheduler = MODELS["bfloat16"], Scheduler(MODELS["bfloat16"], CAPACITY, 3)
-    wishes = [Wish([1, 2, 3], Rules(30), "best of", "break-even", coupling=coupling, seed=seed) for seed in range(3)]
-    tasks = [Task(wish.text(model), wish.drafting(model), wish.params, wish.drawn) for wish in wishes]
+    wishes = [
+        Wish([1, 2, 3], Rules(30), "best of", "break-even", coupling=coupling, seed=seed)
+        for seed in range(3)
+    ]
+    tasks = [
+        Task(wish.text(model), wish.drafting(model), wish.params, wish.drawn) for wish in wishes
+    ]
     for task in tasks:
         scheduler.submit(task)
     scheduler.run()
     for task, wish in zip(tasks, wishes, strict=True):
         writer = Writer(model, CAPACITY, LETTERS.__getitem__)
         writer.begin(wish.prompt)
-        alone = writer.write(writer.new_text(wish.rules), wish.drafting(model), wish.params, wish.drawn)
-        assert task.sample.text.tokens == alone.text.tokens
+        alone = writer.write(
+            writer.new_text(wish.rules), wish.drafting(model), wish.params, wish.drawn
+        )
+        assert task.sample.tokens == alone.tokens
         assert (task.sample.rounds == alone.rounds) == (coupling == "ratio")
 
 
@@ -199,7 +228,10 @@ def test_a_users_drafter_may_have_attributes_of_any_name() -> None:
         return drafter
 
     model, wish = MODELS["bfloat16"], Wish([1, 2, 1, 2], Rules(8), params=SamplingParams())
-    tasks = [Task(wish.text(model), Drafting("own", new_drafter), wish.params, wish.drawn) for _ in range(2)]
+    tasks = [
+        Task(wish.text(model), Drafting("own", new_drafter), wish.params, wish.drawn)
+        for _ in range(2)
+    ]
     Scheduler(model, CAPACITY, 2).write_all(tasks)
     assert [task.text.generated for task in tasks] == [alone(model, wish)[0]] * 2
 
@@ -211,13 +243,17 @@ class SharedTable(TableModel):
         super().__init__(*tables)
         self.widths: list[int] = []
 
-    def together(self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None) -> list[Tensor]:
+    def together(
+        self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
+    ) -> list[Tensor]:
         self.widths.append(len(calls))
         return [self(*call, plan) for call in calls]
 
 
 @pytest.mark.parametrize("table", [TableModel, SharedTable])
-def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: type[TableModel]) -> None:
+def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
+    table: type[TableModel],
+) -> None:
     """Enumerated through the scheduler: every outcome of every draw of both."""
     generator = torch.Generator().manual_seed(3)
     target, draft = torch.rand(2, 4, 2, dtype=torch.float64, generator=generator) + 0.1
@@ -227,7 +263,9 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(table: typ
 
     def write(randomness: Randomness) -> tuple[object, ...]:
         scheduler = Scheduler(model, 16, 2)
-        coupling = SimpleNamespace(name="ratio", randomness=lambda device: randomness, verify=verify_by_ratio)
+        coupling = SimpleNamespace(
+            name="ratio", randomness=lambda device: randomness, verify=verify_by_ratio
+        )
         texts = [Text(each.prompt, each.rules, model, TEXTS.__getitem__) for each in requests]
         for text, request in zip(texts, requests, strict=True):
             scheduler.submit(Task(text, drafting, request.params, coupling))
@@ -245,9 +283,13 @@ def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
     step, hidden = model.step, model.model.hidden
-    patch.setattr(model, "step", lambda *all: (seen.append(("step", len(all[1].tokens))), step(*all))[1])
     patch.setattr(
-        model.model, "hidden", lambda tokens, *more: (seen.append(("chunk", tokens.shape[1])), hidden(tokens, *more))
+        model, "step", lambda *all: (seen.append(("step", len(all[1].tokens))), step(*all))[1]
+    )
+    patch.setattr(
+        model.model,
+        "hidden",
+        lambda tokens, *more: (seen.append(("chunk", tokens.shape[1])), hidden(tokens, *more)),
     )
     return seen
 
@@ -258,7 +300,8 @@ def test_steps_are_shared_and_a_common_prompt_is_read_once(monkeypatch: pytest.M
     wish = Wish([3, 1, 4, 1, 5, 9], Rules(8), "exit", params=SamplingParams())
     together(model, [wish, replace(wish), replace(wish)], 3)
     assert [each for each in seen if each[0] == "chunk"] == [("chunk", 4), ("chunk", 1)]
-    # The first text drafts a token before the others have copied its prompt; then they go on in step.
+    # The first text drafts a token before the others have copied its prompt; then they go on in
+    # step.
     steps = [rows for kind, rows in seen if kind == "step"]
     assert steps[:5] == [1, 3, 3, 2, 12]
     assert set(steps[5:]) <= {3, 6, 9, 12}
@@ -278,14 +321,21 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_that_fails_ends_alone(name: str) -> None:
-    """By its constraint, a drafter that writes at a wrong position, before its first round, by non-finite numbers."""
+    """By its constraint, a drafter that writes at a wrong position, before its first round, by
+    non-finite numbers.
+    """
 
     class Careless:
         def __init__(self, model: Decoder, cache: KVCache) -> None:
             self.model, self.cache = model, cache
 
         def propose(self, text: Text, *_: object) -> None:
-            self.model(text.tensor(self.model.device)[None, -1:], self.cache, len(text) + 3, LayerPlan.early_exit(3, 1))
+            self.model(
+                text.tensor(self.model.device)[None, -1:],
+                self.cache,
+                len(text) + 3,
+                LayerPlan.early_exit(3, 1),
+            )
 
         def rollback(self, length: int) -> None:
             pass
@@ -304,14 +354,25 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
     bad = [replace(good, rules=dead_end), replace(good, prompt=[1, 7, 3, 4, 5])]
     scheduler, tasks = Scheduler(model, CAPACITY, 6), []
     draftings = [wish.drafting(model) for wish in (good, *bad, good)]
-    draftings[3:3] = [Drafting("careless", lambda cache: Careless(model, cache)), Drafting("refused", refuse)]
+    draftings[3:3] = [
+        Drafting("careless", lambda cache: Careless(model, cache)),
+        Drafting("refused", refuse),
+    ]
     for wish, drafting in zip([good, *bad, good, good, good], draftings, strict=True):
         tasks.append(Task(wish.text(model), drafting, wish.params, wish.drawn))
         scheduler.submit(tasks[-1])
     scheduler.run()
     expected = alone(model, good)
-    assert expected[0] and [outcome(task.text) for task in (tasks[0], tasks[5])] == [expected, expected]
-    assert [type(task.error) for task in tasks[1:5]] == [DeadEnd, InputError, ValueError, InputError]
+    assert expected[0] and [outcome(task.text) for task in (tasks[0], tasks[5])] == [
+        expected,
+        expected,
+    ]
+    assert [type(task.error) for task in tasks[1:5]] == [
+        DeadEnd,
+        InputError,
+        ValueError,
+        InputError,
+    ]
     assert [bool(row.prompt) for row in scheduler.slots] == [True, *[False] * 4, True], (
         "rows whose entries may be copied"
     )
@@ -322,7 +383,9 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["reader", "step"])
-def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_all_and_keeps_what_was_written(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tasks, reported = MODELS["bfloat16"], [], []
     scheduler = Scheduler(model, CAPACITY, 2)
 
@@ -342,10 +405,17 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(place: str, monkeypatch: pyt
         monkeypatch.setattr(model, "step", lambda *all: (step(*all), interrupt())[0])
     with pytest.raises(KeyboardInterrupt):
         scheduler.run()
-    assert [task.sample and task.sample.finish for task in tasks] == ["interrupted", "interrupted", None]
+    assert [task.sample and task.sample.finish for task in tasks] == [
+        "interrupted",
+        "interrupted",
+        None,
+    ]
     for seed, task in enumerate(tasks[:2]):
         whole = alone(model, Wish([1, 2, 3], Rules(20), seed=seed))[0]
-        assert task.text.generated == whole[: len(task.text.generated)] and 3 <= len(task.text.generated) <= 6
+        assert (
+            task.text.generated == whole[: len(task.text.generated)]
+            and 3 <= len(task.text.generated) <= 6
+        )
     assert not scheduler.active and not scheduler.waiting
 
 
@@ -359,3 +429,27 @@ def test_what_readers_take_is_no_decoding_time() -> None:
     scheduler.run()
     assert scheduler.reading > 1.0
     assert all(task.sample.seconds < 0.5 for task in tasks)
+
+
+def test_a_conversation_goes_on_in_the_slot_that_has_read_it() -> None:
+    """Whatever slot that is; the text is the one of a conversation read anew."""
+    model = MODELS["bfloat16"]
+    first = [1, 2, 3, 4, 5, 6]
+    others = [Wish([7, 8, 9], Rules(4), "none", "fixed"), Wish(first, Rules(4), "none", "fixed")]
+
+    def task(wish: Wish, answers: Sequence[tuple[int, int]] = ()) -> Task:
+        text = wish.text(model)
+        return Task(text, wish.drafting(model), wish.params, wish.drawn, answers=answers)
+
+    scheduler = Scheduler(model, CAPACITY, 2)
+    tasks = [task(wish) for wish in others]
+    scheduler.write_all(tasks)
+    answer = tasks[1].sample.tokens
+    turn = Wish([*first, *answer, 10, 1], Rules(4), "none", "fixed")
+    answers = [(len(first), len(first) + len(answer))]
+    later = task(turn, answers)
+    scheduler.write_all([later])
+    assert later.slot is tasks[1].slot is not scheduler.slots[0]
+    anew = task(turn, answers)
+    Scheduler(model, CAPACITY, 1).write_all([anew])
+    assert later.sample.tokens == anew.sample.tokens

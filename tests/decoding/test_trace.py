@@ -1,4 +1,6 @@
-"""The live view: what it shows is the text, on every kind of console, and nothing in the text acts on it."""
+"""The live view: what it shows is the text, on every kind of console, and nothing in the text acts
+on it.
+"""
 
 import io
 import json
@@ -25,8 +27,20 @@ from tests.folders import write_folder
 
 END = 9
 RED, GREEN, BLUE = 1, 2, 4  # as ANSI numbers them
-# Words, a line break, a character of three bytes over two tokens and over three, a wide one, the end of the text.
-PIECES = [b" the", b" quick", b" fox", b"\n", b"\xe2\x9c", b"\x94", b"\xe2", b"\x9c", " 狐".encode(), b""]
+# Words, a line break, a character of three bytes over two tokens and over three, a wide one, the
+# end of the text.
+PIECES = [
+    b" the",
+    b" quick",
+    b" fox",
+    b"\n",
+    b"\xe2\x9c",
+    b"\x94",
+    b"\xe2",
+    b"\x9c",
+    " 狐".encode(),
+    b"",
+]
 LABELS = Labels(lambda token: PIECES[token], {"<end>": END})
 
 
@@ -36,7 +50,12 @@ class Terminal(io.StringIO):
 
 
 def show(
-    rounds: Iterable[Round], *, width: int = 100, terminal: bool = False, colour: bool = False, labels: Labels = LABELS
+    rounds: Iterable[Round],
+    *,
+    width: int = 100,
+    terminal: bool = False,
+    colour: bool = False,
+    labels: Labels = LABELS,
 ) -> str:
     """What the view writes; a policy without a threshold, rounds half a second apart, no pauses."""
     file = Terminal() if terminal else io.StringIO()
@@ -54,7 +73,9 @@ def show(
 
 
 def screen(output: str, width: int) -> list[str]:
-    """What a terminal shows in the end, lines scrolled away included, without spaces at their ends."""
+    """What a terminal shows in the end, lines scrolled away included, without spaces at their
+    ends.
+    """
     emulated = pyte.HistoryScreen(width, 24, history=10_000, ratio=1)
     pyte.Stream(emulated).feed(output.replace("\n", "\r\n"))
     past = ["".join(row[column].data for column in range(width)) for row in emulated.history.top]
@@ -93,7 +114,9 @@ def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: l
 
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(rounds=texts())
-def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_through(rounds: list[Round]) -> None:
+def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_through(
+    rounds: list[Round],
+) -> None:
     """Rejected tokens in red; those drafted after them dim, since they were never judged."""
     body = Text.from_ansi(show(rounds, colour=True).split("\n", 1)[1].removesuffix("\n"))
     runs = [(span.style, body.plain[span.start : span.end]) for span in body.spans]
@@ -101,7 +124,9 @@ def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_throu
         assert bool(style.strike) == (bool(style.dim) or style.color.number == RED)
         assert style.dim or style.color.number in (RED, GREEN, BLUE)
     kept = "".join(text for style, text in runs if not style.strike)
-    assert kept.replace("\n", "") == spelled(token for round in rounds for token in round.emitted).replace("\n", "")
+    assert kept.replace("\n", "") == spelled(
+        token for round in rounds for token in round.emitted
+    ).replace("\n", "")
     failed = [len(round.drafted) - round.accepted for round in rounds]
     assert any(style.color and style.color.number == RED for style, _ in runs) == any(failed)
     assert any(style.dim for style, _ in runs) == (max(failed) > 1)
@@ -110,18 +135,28 @@ def test_with_colour_green_and_blue_are_the_text_and_what_failed_is_struck_throu
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(rounds=texts())
 def test_a_terminal_shows_every_word_once_in_whole_lines(rounds: list[Round]) -> None:
-    """Redrawing loses nothing and leaves nothing behind: the screen holds what a pipe would, wrapped."""
+    """Redrawing loses nothing and leaves nothing behind: the screen holds what a pipe would,
+    wrapped.
+    """
     lines = screen(show(rounds, width=40, terminal=True, colour=True), 40)
     expected = Text.from_ansi(show(rounds, colour=True)).plain
     assert "".join("".join(lines).split()) == "".join(expected.split())
-    words = {word for line in expected.split("\n") for word in line.split(" ") if 0 < len(word) <= 20}
-    assert all(any(word in line for line in lines) for word in words), "a word that fits a line was broken"
+    words = {
+        word for line in expected.split("\n") for word in line.split(" ") if 0 < len(word) <= 20
+    }
+    assert all(any(word in line for line in lines) for word in words), (
+        "a word that fits a line was broken"
+    )
 
 
 def test_a_draft_is_seen_dim_before_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     file, seen = Terminal(), []
-    console = Console(file=file, width=60, force_terminal=True, color_system="standard", _environ={})
-    monkeypatch.setattr(trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue())))
+    console = Console(
+        file=file, width=60, force_terminal=True, color_system="standard", _environ={}
+    )
+    monkeypatch.setattr(
+        trace.time, "sleep", lambda seconds: seen.append((seconds, file.getvalue()))
+    )
     with LiveTrace(console, LABELS) as view:
         view.add(Round(5, [], 0, [0]), 1.0)
         view.add(Round(6, [1, 2], 1, [1, 0]), 2.0)
@@ -149,7 +184,9 @@ def test_nothing_in_the_text_acts_on_the_terminal(colour: bool) -> None:
     labels = Labels(lambda token: hostile.encode(), {})
     shown = show([Round(5, [1, 1], 1, [1, 1], retracted=[1])], colour=colour, labels=labels)
     left = re.sub(r"\x1b\[[0-9;]*m", "", shown) if colour else shown
-    assert left.count("\n") == 2 and all(character.isprintable() for character in left.replace("\n", ""))
+    assert left.count("\n") == 2 and all(
+        character.isprintable() for character in left.replace("\n", "")
+    )
     assert "[red]x[/red]" in left, "markup was obeyed"
 
 
@@ -182,9 +219,19 @@ DRAFTS = {
 def test_every_draft_can_be_watched_without_changing_the_text(
     draft: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--trace writes to standard error beside --json, --html its file; the objects are as without them."""
+    """--trace writes to standard error beside --json, --html its file; the objects are as without
+    them.
+    """
     options = [option.format(models) for option in DRAFTS[draft]]
-    command = ["the hen and the", "--model", str(models / "model"), "--draft", draft, *options, "--json"]
+    command = [
+        "the hen and the",
+        "--model",
+        str(models / "model"),
+        "--draft",
+        draft,
+        *options,
+        "--json",
+    ]
     command += ["--max-new-tokens", "12"]
     page = tmp_path / "page.html"
     assert generate.main(command) == 0
@@ -197,7 +244,10 @@ def test_every_draft_can_be_watched_without_changing_the_text(
 
 
 def test_ctrl_c_keeps_what_was_there(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    models: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Status 130, the trace with its line of statistics, and a page of the rounds so far."""
     production, page = writer.speculate, tmp_path / "page.html"
@@ -210,5 +260,5 @@ def test_ctrl_c_keeps_what_was_there(
     options = ["the hen", "--model", str(models / "model"), "--draft", "none", "--trace"]
     assert generate.main([*options, "--html", str(page)]) == 130
     assert "1.00 tokens a round" in capsys.readouterr().err
-    ((sample),) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]
+    (sample,) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]
     assert len(sample["rounds"]) == 3 and sample["finish"] == "interrupted"

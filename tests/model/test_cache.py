@@ -1,16 +1,25 @@
-"""KV cache: after any writes, drafts and rollbacks, logits are those of a fresh run over the text."""
+"""KV cache: after any writes, drafts and rollbacks, logits are those of a fresh run over the
+text.
+"""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 from model import Decoder, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import StaticDecoder
-from tests.configs import small
+from tests.configs import FAMILIES, small
 from tests.oracle import VOCAB, configs, plans, randomise
 
 CAPACITY = 32
@@ -62,7 +71,9 @@ class CacheMachine(RuleBasedStateMachine):
         """At the end of the text, or over its last tokens, up to the whole text."""
         start = data.draw(st.integers(0, min(len(self.text), CAPACITY - 6)))
         self.text[start:] = tokens
-        torch.testing.assert_close(self.run(tokens, start), self.fresh()[:, start:], rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            self.run(tokens, start), self.fresh()[:, start:], rtol=0, atol=1e-9
+        )
 
     @precondition(lambda self: len(self.text) <= CAPACITY - 6)
     @rule(data=st.data(), drafted=tokens_to_add)
@@ -82,7 +93,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.text and len(self.text) <= CAPACITY - 6)
     @rule(data=st.data(), drafted=tokens_to_add)
     def draft_and_verify(self, data, drafted):
-        """A round of the loop: the draft feeds the last token first, and so does the verification after it."""
+        """A round of the loop: the draft feeds the last token first, and so does the verification
+        after it.
+        """
         plan, last = data.draw(plans(self.model.num_layers)), len(self.text) - 1
         self.cache.truncate(last)
         for step, token in enumerate([self.text[-1], *drafted[:-1]]):
@@ -103,25 +116,31 @@ class CacheMachine(RuleBasedStateMachine):
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 machine_settings = settings(
-    max_examples=30, stateful_step_count=12, deadline=None, derandomize=True, suppress_health_check=CHECKS
+    max_examples=30,
+    stateful_step_count=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=CHECKS,
 )
 
 
-class LlamaCache(CacheMachine):
-    family = "llama"
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_writes_drafts_and_rollbacks_logits_are_those_of_a_fresh_run(family):
+    machine = type("Machine", (CacheMachine,), {"family": family})
+    run_state_machine_as_test(machine, settings=machine_settings)
 
 
-class Gemma2Cache(CacheMachine):
-    family = "gemma2"
-
-
-TestLlamaCacheEqualsFreshRuns, TestGemma2CacheEqualsFreshRuns = LlamaCache.TestCase, Gemma2Cache.TestCase
-TestLlamaCacheEqualsFreshRuns.settings = TestGemma2CacheEqualsFreshRuns.settings = machine_settings
 FULL, SKIPPING = LayerPlan.full(3), LayerPlan.skipping(3, attention=[1], mlp=[])
 REFUSED = {
     "hole": (FULL, 4, 5, 1, "layer 0: writing at 5 leaves a hole after 4 entries"),
     "hole after a rollback": (FULL, 2, 3, 1, "writing at 3 leaves a hole after 2 entries"),
-    "layer skipped by the draft": (SKIPPING, 5, 5, 1, "layer 1: writing at 5 leaves a hole after 4 entries"),
+    "layer skipped by the draft": (
+        SKIPPING,
+        5,
+        5,
+        1,
+        "layer 1: writing at 5 leaves a hole after 4 entries",
+    ),
     "beyond the capacity": (FULL, 5, 5, 2, "position 6 is outside the cache's 6 positions"),
 }
 PREPARED = {
@@ -132,9 +151,15 @@ PREPARED = {
 
 
 @pytest.mark.parametrize("prepare", PREPARED.values(), ids=PREPARED.keys())
-@pytest.mark.parametrize(("plan", "length", "start", "count", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(plan, length, start, count, message, prepare):
-    """Four tokens by the target and one by a draft, a rollback, and ``count`` tokens more by the target."""
+@pytest.mark.parametrize(
+    ("plan", "length", "start", "count", "message"), REFUSED.values(), ids=REFUSED.keys()
+)
+def test_a_write_that_leaves_a_hole_or_does_not_fit_is_refused(
+    plan, length, start, count, message, prepare
+):
+    """Four tokens by the target and one by a draft, a rollback, and ``count`` tokens more by the
+    target.
+    """
     model = prepare(random_model(small(vocab_size=VOCAB)))
     cache = model.new_cache(6)
     model(torch.arange(4)[None], cache, 0)

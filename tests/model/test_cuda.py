@@ -1,5 +1,8 @@
-"""Tests on a real GPU: commands of the documents, steps, texts, memory, training. Skipped where there is none."""
+"""Tests on a real GPU: commands of the documents, steps, texts, memory, training. Skipped where
+there is none.
+"""
 
+import gc
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,24 +18,28 @@ from decoding.drafters import Drafter, ModelDrafter, NoDraft, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import KeyedRandomness, Place
 from decoding.rounds import Round
-from decoding.sampling import SamplingParams
+from decoding.sampling import SamplingParams, distribution
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import ROWS
+from model.launch import LAUNCHERS
 from tests.configs import small
 from tests.peak import held_bytes, peak_bytes
 from train import recipe_loss
 from weights.memory import estimate
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device: run it on a machine with an NVIDIA GPU"
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device: run it on a machine with an NVIDIA GPU",
 )
 
 VOCAB, LAYERS = 512, 4
+CUDA = torch.device("cuda", 0)
 SHAPES = [("llama", 64), ("llama", 128), ("gemma2", 64), ("gemma2", 128)]
+SHAPES += [("mistral", 64), ("qwen2", 64), ("qwen3", 128), ("gemma3_text", 128)]
 PLANS = {
     "full": LayerPlan.full(LAYERS),
     "skip": LayerPlan.skipping(LAYERS, [1], [2]),
@@ -47,29 +54,52 @@ DRAFTERS: dict[str, Callable[[Decoder, Any], Drafter]] = {
 }
 
 
-def model_of(family: str = "llama", size: int = 64, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    """Each test compiles its own shapes."""
+    yield
+    torch._dynamo.reset()
+
+
+def model_of(
+    family: str = "llama",
+    size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    device: torch.device = CUDA,
+) -> Decoder:
     """Random model on the GPU, with shapes that its kernels take."""
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": size, "intermediate_size": 1024}
-    if family == "gemma2":
-        sizes |= {"sliding_window": 300, "query_pre_attn_scalar": size}
-    config = small(family, hidden=512, layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=2048, **sizes)
+    sizes = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": size,
+        "intermediate_size": 1024,
+    }
+    sizes |= {"sliding_window": 300, "query_pre_attn_scalar": size}
+    config = small(
+        family, hidden=512, layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=2048, **sizes
+    )
     model = build(parse_config(config))
     model.initialise(std=0.05, generator=torch.Generator().manual_seed(seed))
-    return model.to("cuda", dtype).requires_grad_(False).eval()
+    return model.to(device, dtype).requires_grad_(False).eval()
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def rounds_by(model: Decoder, drafter: str, params: SamplingParams, prompt: int = 40) -> tuple[Text, Iterator[Round]]:
+def rounds_by(
+    model: Decoder, drafter: str, params: SamplingParams, prompt: int = 40, coupling: str = "race"
+) -> tuple[Text, Iterator[Round]]:
     """A text of 60 tokens after a prompt, and the rounds that write it."""
-    start, cache, rule = ids(prompt), model.new_cache(prompt + 60), Coupling("race", 7)
+    start, cache, rule = ids(prompt), model.new_cache(prompt + 60), Coupling(coupling, 7)
     with torch.inference_mode():
-        model.prefill(torch.tensor([start[:-1]], device="cuda"), cache)
+        model.prefill(torch.tensor([start[:-1]], device=model.device), cache)
     text, policy = Text(start, Rules(60), model), FixedLength(4 if drafter != "none" else 0)
     drawn = rule.randomness(model.device), rule.verify
-    return text, speculate(model, cache, text, DRAFTERS[drafter](model, cache), policy, params, *drawn)
+    return text, speculate(
+        model, cache, text, DRAFTERS[drafter](model, cache), policy, params, *drawn
+    )
 
 
 def text_by(*given: Any, **named: Any) -> list[int]:
@@ -88,7 +118,9 @@ def run(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
 SEEDED = ("--seed", "5", "--temperature", "0.8")
 COMMANDS = [(model, ()) for model in ("smollm2-135m-instruct", "tiny-llama", "tiny-gemma2")]
 COMMANDS += [
-    ("tiny-llama", ("--draft", draft, *more)) for draft in ("lookup", "exit", "lowbit") for more in ((), SEEDED)
+    ("tiny-llama", ("--draft", draft, *more))
+    for draft in ("lookup", "exit", "lowbit")
+    for more in ((), SEEDED)
 ]
 
 
@@ -96,7 +128,9 @@ COMMANDS += [
 def test_commands_of_the_documents_write_plain_decodings_text(
     model: str, options: tuple[str, ...], smollm2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --draft costs are measured, in inference mode, on the static caches that texts then use."""
+    """Without --draft costs are measured, in inference mode, on the static caches that texts then
+    use.
+    """
     asked = ("Why is the sky blue?", "--model", model, *options)
     assert run(capsys, *asked)["tokens"] == run(capsys, *asked, "--draft", "none")["tokens"]
 
@@ -104,7 +138,9 @@ def test_commands_of_the_documents_write_plain_decodings_text(
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("family", "size"), SHAPES)
 @torch.inference_mode()
-def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(family: str, size: int, plan: str) -> None:
+def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(
+    family: str, size: int, plan: str
+) -> None:
     static = accelerate(model_of(family, size))
     text = torch.tensor([ids(1500)], device="cuda")
     caches = static.model.new_cache(1500), static.new_cache(1500)
@@ -118,13 +154,19 @@ def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(family:
             found = static(tokens, caches[1], start, PLANS[plan]).float()
             assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
     assert static.trouble is None and static.why_rows_vary is None
-    assert all(step.replay is not None for each in static.static_caches for step in each.steps.values())
+    assert all(
+        step.replay is not None for each in static.static_caches for step in each.steps.values()
+    )
 
 
 @pytest.mark.parametrize(("family", "size"), SHAPES)
 @torch.inference_mode()
 def test_a_rows_bits_do_not_depend_on_other_rows(family: str, size: int) -> None:
-    static, text, logits = accelerate(model_of(family, size)), torch.tensor([ids(540)], device="cuda"), []
+    static, text, logits = (
+        accelerate(model_of(family, size)),
+        torch.tensor([ids(540)], device="cuda"),
+        [],
+    )
     for count in (1, 5, ROWS):
         cache = static.new_cache(560)
         static.prefill(text[:, :500], cache)
@@ -142,8 +184,72 @@ def test_greedy_and_raced_texts_are_plain_decodings(family: str, size: int, draf
     assert static.trouble is None and static.why_rows_vary is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def recorded(model: Any) -> bool:
+    """Whether steps and sampling are graphs, all of them."""
+    launches = LAUNCHERS[model.device].launches.values()
+    return model.trouble is None and bool(launches) and all(launches)
+
+
+@pytest.mark.parametrize("coupling", ["race", "ratio"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_draft_writes_by_both_rules_with_recorded_sampling(
+    drafter: str, coupling: str
+) -> None:
+    static = accelerate(model_of())
+    for params in (
+        SamplingParams(),
+        SamplingParams(0.8),
+        SamplingParams(0.8, top_p=0.9),
+        SamplingParams(0.8, min_p=0.05),
+        SamplingParams(0.8, top_k=50, repetition_penalty=1.2),
+    ):
+        assert len(text_by(static, drafter, params, coupling=coupling)) == 60
+    assert recorded(static)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_cache_of_another_size_serves_after_the_first_was_dropped(family: str) -> None:
+    """Graphs of the dropped one have died; the text with a draft is plain decoding's."""
+    static = accelerate(model_of(family))
+    for prompt in (40, 700, 40, 1500):
+        texts = [
+            text_by(static, drafter, SamplingParams(), prompt=prompt)
+            for drafter in ("none", "exit")
+        ]
+        assert texts[0] == texts[1]
+        gc.collect()
+    assert recorded(static)
+
+
+def test_a_long_prompt_under_auto_writes_plain_decodings_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("Once upon a time there was a fox. " * 33, "--model", "tiny-llama", *SEEDED)
+    drafted, plain = (run(capsys, *asked, "--draft", draft) for draft in ("auto", "none"))
+    assert drafted["prompt_tokens"] > 300 and drafted["tokens"] == plain["tokens"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_the_second_gpu_has_its_graphs_there() -> None:
+    static = accelerate(model_of(device=torch.device("cuda", 1)))
+    for params in (SamplingParams(), SamplingParams(0.8, top_p=0.95)):
+        assert text_by(static, "exit", params) == text_by(static, "none", params)
+    assert recorded(static) and torch.cuda.current_device() == 0
+
+
+@torch.inference_mode()
+def test_a_distribution_has_the_same_bits_alone_and_among_others() -> None:
+    accelerate(model_of())
+    logits = torch.randn(5, VOCAB, device=CUDA, dtype=torch.bfloat16)
+    context = torch.tensor(ids(9), device=CUDA)
+    for params in (SamplingParams(0.8), SamplingParams(0.8, top_p=0.9, min_p=0.01)):
+        together = distribution(logits, context, params)
+        alone = [distribution(row[None], context, params) for row in logits]
+        assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
 def test_greedy_texts_in_other_dtypes_are_plain_decodings(family: str, dtype: torch.dtype) -> None:
     static = accelerate(model_of(family, dtype=dtype))
     assert text_by(static, "exit", SamplingParams()) == text_by(static, "none", SamplingParams())
@@ -155,7 +261,10 @@ def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
     probs = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
     probs[probs < 1e-3] = 0
     randomness, place = KeyedRandomness(3), Place(40, 1)
-    assert randomness.draw_each(probs.cuda(), place).tolist() == randomness.draw_each(probs, place).tolist()
+    assert (
+        randomness.draw_each(probs.cuda(), place).tolist()
+        == randomness.draw_each(probs, place).tolist()
+    )
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -189,7 +298,7 @@ def test_two_models_and_their_caches_do_not_disturb_each_other() -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
 def test_memory_stays_within_the_estimate_captures_included(family: str) -> None:
     model = accelerate(model_of(family, 128))
     needed = estimate(model.config, model.dtype, 600, prompt=540, fast_on=model.device)

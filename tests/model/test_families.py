@@ -1,4 +1,4 @@
-"""Parity of both families with transformers, in whole and with skipped sublayers."""
+"""Parity of all families with transformers, in whole and with skipped sublayers."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from tests.configs import LLAMA3_ROPE, small
+from model.fast import accelerate
+from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.oracle import (
-    FAMILIES,
     VOCAB,
     configs,
     cuts,
@@ -19,11 +19,12 @@ from tests.oracle import (
     oracle_model,
     our_model,
     plans,
+    rope_fields,
     silenced,
     texts,
 )
 
-both_families = pytest.mark.parametrize("family", FAMILIES)
+all_families = pytest.mark.parametrize("family", FAMILIES)
 over_configs = settings(max_examples=20, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
@@ -41,7 +42,7 @@ def drawn(data, family):
     return oracle, our_model(oracle)
 
 
-@both_families
+@all_families
 @over_configs
 @given(data=st.data())
 def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(family, data):
@@ -56,23 +57,26 @@ def test_float64_logits_equal_transformers_in_one_pass_in_steps_and_in_chunks(fa
     assert_close(in_chunks(ours, tokens, data.draw(cuts(length))), expected, 1e-9)
 
 
-@both_families
+@all_families
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 @pytest.mark.parametrize("transformers_version", [4, 5])
-def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, transformers_version):
+def test_every_rope_type_matches_transformers_far_past_the_window(
+    family, kind, transformers_version
+):
     rope: dict[str, object] = {"rope_type": kind}
     if kind != "default":
         rope["factor"] = 4.0
     if kind == "llama3":
         rope |= LLAMA3_ROPE | {"factor": 4.0, "original_max_position_embeddings": 24}
-    layout = {
-        4: {"rope_theta": 1000.0, "rope_scaling": rope},
-        5: {"rope_parameters": {"rope_theta": 1000.0, **rope}},
-    }[transformers_version]
-    sizes = {"vocab_size": VOCAB, "head_dim": 16, "max_position_embeddings": 96, "sliding_window": 8}
+    sizes = {
+        "vocab_size": VOCAB,
+        "head_dim": 16,
+        "max_position_embeddings": 96,
+        "sliding_window": 8,
+    }
     raw = small(family, hidden=32, pad_token_id=None, **sizes)
     del raw["rope_theta"]
-    raw |= layout
+    raw |= rope_fields(family, transformers_version, 1000.0, rope, local=50.0)
     tokens = (torch.arange(96) * 5 % VOCAB)[None]
     with lifted():
         oracle = oracle_model(raw)
@@ -82,7 +86,7 @@ def test_every_rope_type_matches_transformers_far_past_the_window(family, kind, 
     assert_close(in_chunks(ours, tokens, [(0, 5), (5, 6), (6, 30), (30, 96)]), expected, 1e-9)
 
 
-@both_families
+@all_families
 @over_configs
 @given(data=st.data())
 def test_a_skipped_sublayer_adds_exactly_nothing(family, data):
@@ -95,38 +99,69 @@ def test_a_skipped_sublayer_adds_exactly_nothing(family, data):
     assert_close(in_chunks(ours, tokens, data.draw(cuts(tokens.shape[1])), plan), expected, 1e-9)
 
 
-@both_families
+@all_families
 @over_configs
 @given(data=st.data())
 def test_a_draft_reads_the_full_models_cache_and_its_own_entries_after_it(family, data):
     with lifted():
         oracle, ours = drawn(data, family)
-        text, draft, plan = data.draw(texts()), data.draw(texts(max_size=5)), data.draw(plans(ours.num_layers))
+        text, draft, plan = (
+            data.draw(texts()),
+            data.draw(texts(max_size=5)),
+            data.draw(plans(ours.num_layers)),
+        )
         oracle_cache = DynamicCache()  # without a config it keeps every position of every layer
         oracle(text, past_key_values=oracle_cache)
         with silenced(oracle, plan):
-            expected = [oracle(token[None], past_key_values=oracle_cache).logits for token in draft[0].split(1)]
+            expected = [
+                oracle(token[None], past_key_values=oracle_cache).logits
+                for token in draft[0].split(1)
+            ]
     cache = ours.new_cache(text.shape[1] + draft.shape[1])
     ours.prefill(text, cache)
     for step, token in enumerate(draft[0].split(1)):
         assert_close(ours(token[None], cache, text.shape[1] + step, plan), expected[step], 1e-9)
 
 
-@both_families
+@all_families
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_is(family):
     sizes = {"vocab_size": 200, "head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
-    more = {"sliding_window": 16, "query_pre_attn_scalar": 24} if family == "gemma2" else {"mlp_bias": True}
+    more = {"sliding_window": 16, "query_pre_attn_scalar": 24, "mlp_bias": family == "llama"}
     raw = small(family, hidden=128, layers=4, pad_token_id=None, **sizes, **more)
     errors = torch.zeros(2, dtype=torch.float64)
     for seed in range(4):
         tokens = torch.randint(200, (1, 64), generator=torch.Generator().manual_seed(seed))
         oracle = oracle_model(raw, torch.bfloat16, seed)
         ours = our_model(oracle)
-        rounded = [in_chunks(ours, tokens, [(0, 32), (32, 63), (63, 64)]), oracle_logits(oracle, tokens)]
+        rounded = [
+            in_chunks(ours, tokens, [(0, 32), (32, 63), (63, 64)]),
+            oracle_logits(oracle, tokens),
+        ]
         with lifted():
             exact = oracle_model(raw, torch.float64, seed)
             exact.load_state_dict(oracle.state_dict())
             truth = oracle_logits(exact, tokens)
         errors += torch.stack([(logits.double() - truth).abs().mean() for logits in rounded])
     assert errors[0] > 0
-    assert errors[0] <= 1.2 * errors[1], f"ours {errors[0] / 4:.4g}, transformers {errors[1] / 4:.4g}"
+    assert errors[0] <= 1.2 * errors[1], (
+        f"ours {errors[0] / 4:.4g}, transformers {errors[1] / 4:.4g}"
+    )
+
+
+@all_families
+@torch.inference_mode()
+def test_a_hundred_greedy_tokens_are_those_of_transformers_generate(family):
+    """In float32, from a prompt longer than the windows, by the compiled step too."""
+    oracle = oracle_model(
+        small(family, hidden=32, layers=4, vocab_size=101, max_position_embeddings=256),
+        torch.float32,
+    )
+    prompt = (torch.arange(20) * 7 % 101)[None]
+    expected = oracle.generate(prompt, max_new_tokens=100, do_sample=False, eos_token_id=None)
+    for model in (our_model(oracle), accelerate(our_model(oracle))):
+        tokens, cache = prompt, model.new_cache(120)
+        model.prefill(tokens[:, :-1], cache)
+        while tokens.shape[1] < 120:
+            token = model(tokens[:, -1:], cache, cache.length).argmax(-1)
+            tokens = torch.cat((tokens, token), 1)
+        assert torch.equal(tokens, expected)

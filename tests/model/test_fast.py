@@ -14,16 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import Decoder, build, layers, parse_config
 from model.fast import accelerate
-from tests.configs import small
+from tests.configs import FAMILIES, small
 from tests.laws import tiny_model
 from tests.oracle import randomise
-
-FAMILIES = ["llama", "gemma2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, derandomize=True, deadline=None)
-@given(length=st.integers(18, 63), chunk=st.sampled_from([18, 25, 40, 63]), rows=st.sampled_from([3, 16, 128]))
+@given(
+    length=st.integers(18, 63),
+    chunk=st.sampled_from([18, 25, 40, 63]),
+    rows=st.sampled_from([3, 16, 128]),
+)
 @torch.inference_mode()
 def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
     family: str, length: int, chunk: int, rows: int
@@ -38,7 +40,9 @@ def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
         for model in (readable, fast):
             cache = model.new_cache(64, 2)
             model.prefill(text, cache)
-            for found, right in zip([*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True):
+            for found, right in zip(
+                [*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True
+            ):
                 torch.testing.assert_close(found, right, rtol=0, atol=2e-5)
 
 
@@ -47,9 +51,15 @@ class Largest(TorchDispatchMode):
 
     numbers = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, given: Any = (), named: Any = None
+    ) -> Any:
         made = function(*given, **(named or {}))
-        sizes = [each.numel() for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, Tensor)]
+        sizes = [
+            each.numel()
+            for each in (made if isinstance(made, tuple) else (made,))
+            if isinstance(each, Tensor)
+        ]
         self.numbers = max([self.numbers, *sizes])
         return made
 
@@ -57,7 +67,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("prepare", [lambda model: model, accelerate], ids=["readable", "prepared"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_a_prompt_makes_no_tensor_of_all_its_scores(family: str, prepare: Callable[[Decoder], Decoder]) -> None:
+def test_a_prompt_makes_no_tensor_of_all_its_scores(
+    family: str, prepare: Callable[[Decoder], Decoder]
+) -> None:
     """Neither a mask nor scores of all queries and keys: only those of a chunk."""
     count = 1024
     raw = small(family, max_position_embeddings=count, vocab_size=19)

@@ -23,9 +23,16 @@ def groups(x: Tensor) -> Tensor:
 
 
 @given(st.integers(1, 5), st.integers(1, 80), st.sampled_from(AFFINE), st.integers(0, 99))
-def test_a_groups_weighted_error_is_at_most_that_of_an_even_grid(rows: int, columns: int, bits: int, seed: int) -> None:
-    """That of rounding to the nearest of evenly spaced values between its least and largest weight: half a step."""
-    weight, importance = weights(rows, columns, seed), weights(1, columns, seed + 1)[0].square() + 0.01
+def test_a_groups_weighted_error_is_at_most_that_of_an_even_grid(
+    rows: int, columns: int, bits: int, seed: int
+) -> None:
+    """That of rounding to the nearest of evenly spaced values between its least and largest weight:
+    half a step.
+    """
+    weight, importance = (
+        weights(rows, columns, seed),
+        weights(1, columns, seed + 1)[0].square() + 0.01,
+    )
     found = quantise(weight, bits, importance)
     error = groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2)
     parts = [weight[:, first : first + GROUP] for first in range(0, columns, GROUP)]
@@ -34,7 +41,11 @@ def test_a_groups_weighted_error_is_at_most_that_of_an_even_grid(rows: int, colu
     # bfloat16 changes scale and zero by up to 2⁻⁹ of their size.
     bound = (step / 2 + (largest + step * 2**bits) / 256).square() * groups(importance[None]).sum(2)
     assert (error <= bound).all() and torch.equal(weight, weights(rows, columns, seed))
-    assert found.codes.shape == weight.shape and found.codes.dtype == torch.uint8 and found.codes.max() < 2**bits
+    assert (
+        found.codes.shape == weight.shape
+        and found.codes.dtype == torch.uint8
+        and found.codes.max() < 2**bits
+    )
     assert found.scale.shape == (rows, -(-columns // GROUP)) and found.scale.dtype == torch.bfloat16
 
 
@@ -42,14 +53,25 @@ def test_a_groups_weighted_error_is_at_most_that_of_an_even_grid(rows: int, colu
 def test_eight_bits_are_off_by_half_a_step_of_their_row(rows: int, columns: int, seed: int) -> None:
     weight = weights(rows, columns, seed)
     found = quantise(weight, 8)
-    assert found.codes.abs().max() == 127 and (found.zero == 0).all() and found.scale.shape == (rows, 1)
-    assert ((found.dequantised(torch.float32) - weight).abs() <= found.scale * (0.5 + 1e-4) + 1e-12).all()
+    assert (
+        found.codes.abs().max() == 127
+        and (found.zero == 0).all()
+        and found.scale.shape == (rows, 1)
+    )
+    assert (
+        (found.dequantised(torch.float32) - weight).abs() <= found.scale * (0.5 + 1e-4) + 1e-12
+    ).all()
 
 
 @pytest.mark.parametrize("bits", AFFINE)
 def test_fitted_grids_beat_the_even_grid_where_the_product_matters(bits: int) -> None:
-    """With normal weights and inputs of unequal size the weighted error falls by at least a tenth."""
-    weight, importance = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), torch.rand(256) ** 4 + 1e-3
+    """With normal weights and inputs of unequal size the weighted error falls by at least a
+    tenth.
+    """
+    weight, importance = (
+        torch.randn(64, 256, generator=torch.Generator().manual_seed(0)),
+        torch.rand(256) ** 4 + 1e-3,
+    )
     low, high = (groups(weight).amin(2)[..., None], groups(weight).amax(2)[..., None])
     step = (high - low) / (2**bits - 1)
     even = (((groups(weight) - low) / step).round() * step + low).flatten(1)
@@ -57,7 +79,9 @@ def test_fitted_grids_beat_the_even_grid_where_the_product_matters(bits: int) ->
     def error(values: Tensor) -> float:
         return ((values - weight).square() * importance).sum().item()
 
-    fitted, unweighted = (quantise(weight, bits, each).dequantised(torch.float32) for each in (importance, None))
+    fitted, unweighted = (
+        quantise(weight, bits, each).dequantised(torch.float32) for each in (importance, None)
+    )
     assert error(fitted) < 0.9 * error(even) and error(fitted) < 0.95 * error(unweighted)
 
 
@@ -65,7 +89,9 @@ def test_fitted_grids_beat_the_even_grid_where_the_product_matters(bits: int) ->
 @pytest.mark.parametrize("value", [0.0, 0.5, -3.0])
 def test_equal_weights_stay_as_they_are(bits: int, value: float) -> None:
     weight = torch.full((2, 40), value, dtype=torch.float64)
-    torch.testing.assert_close(quantise(weight, bits).dequantised(weight.dtype), weight, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        quantise(weight, bits).dequantised(weight.dtype), weight, rtol=1e-6, atol=0
+    )
 
 
 @given(st.integers(1, 70), st.integers(0, 99))
@@ -84,10 +110,15 @@ def test_compiled_rounding_is_as_good_as_the_readable_one(bits: int) -> None:
     pytest.importorskip("numba", reason="rounding is compiled by numba: pip install numba")
     from model.fast.cpu import rounding
 
-    weight, importance = weights(40, 100, 3), torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01
+    weight, importance = (
+        weights(40, 100, 3),
+        torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01,
+    )
     errors = []
     for judge in (model.quantise.judge, rounding.judge):
         found = quantise(weight, bits, importance, judge)
-        errors.append(groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2))
+        errors.append(
+            groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2)
+        )
         assert found.codes.max() == 2**bits - 1
     torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-7)

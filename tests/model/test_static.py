@@ -6,21 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
-from decoding.run.costs import measure_costs
-from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import Coupling
-from model import LayerPlan
+from model import KVCache, LayerPlan
 from model.fast import gpu
 from model.fast.gpu import ROWS, SMALLEST, StaticDecoder
+from tests.configs import FAMILIES
 from tests.laws import begun, plans, tiny_model
 
-FAMILIES = ["llama", "gemma2"]
 VOCAB = 19
 
 
@@ -31,7 +29,9 @@ def static(family: str = "llama") -> StaticDecoder:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8, derandomize=True, deadline=None)
 @given(
-    steps=st.lists(st.tuples(plans(), st.sampled_from([1, 2, 5, ROWS, ROWS + 1])), min_size=1, max_size=3),
+    steps=st.lists(
+        st.tuples(plans(), st.sampled_from([1, 2, 5, ROWS, ROWS + 1])), min_size=1, max_size=3
+    ),
     prompt=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
@@ -48,8 +48,14 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
     for each, cache in zip(models, caches, strict=True):
         each.prefill(text, cache)
     for plan, count in steps:
-        for tokens, under in ((torch.randint(VOCAB, (1, count), generator=generator), plan), (text[:, :1], None)):
-            expected, *found = (each(tokens, cache, prompt, under) for each, cache in zip(models, caches, strict=True))
+        for tokens, under in (
+            (torch.randint(VOCAB, (1, count), generator=generator), plan),
+            (text[:, :1], None),
+        ):
+            expected, *found = (
+                each(tokens, cache, prompt, under)
+                for each, cache in zip(models, caches, strict=True)
+            )
             for logits in found:
                 torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
             assert caches[0].lengths == caches[1].lengths == caches[2].lengths
@@ -63,7 +69,9 @@ def test_static_steps_give_the_readable_logits_at_any_position_and_plan(
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_one_compiled_block_serves_all_layers(family: str) -> None:
-    """In one graph without a break, with the readable block's logits; no layer compiles it again."""
+    """In one graph without a break, with the readable block's logits; no layer compiles it
+    again.
+    """
     torch._dynamo.reset()
     graphs = []
 
@@ -76,22 +84,13 @@ def test_one_compiled_block_serves_all_layers(family: str) -> None:
     cache = model.new_cache(32)
     for start in (0, 5):
         torch.testing.assert_close(
-            model(tokens, cache, start), model.model(tokens, copy.deepcopy(cache), start), rtol=0, atol=1e-8
+            model(tokens, cache, start),
+            model.model(tokens, copy.deepcopy(cache), start),
+            rtol=0,
+            atol=1e-8,
         )
     assert model.trouble is None and len(graphs) == 1
     torch._dynamo.reset()
-
-
-def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
-    """Costs are measured in inference mode, and torch refuses to write such tensors outside of it, in texts."""
-    model = static()
-    measure_costs(model, model, LayerPlan.early_exit(model.num_layers, 1), SamplingParams(), longest=2)
-    cache = model.new_cache(8)
-    assert not cache.keys[0].is_inference() and len(model.static_caches) <= 2
-    writer = Writer(model, 12)
-    writer.begin([1, 2, 3])
-    sample = writer.write(writer.new_text(Rules(5)), writer.plain, SamplingParams(), Coupling("ratio", 0))
-    assert len(sample.text.generated) == 5 and sample.trouble is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,7 +99,17 @@ def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
     for model in (tiny_model(family, vocab=VOCAB), static(family)):
         cache, drafter = begun(model, "exit", [1, 2, 3, 4])
         text = Text([1, 2, 3, 4], Rules(40), model)
-        list(speculate(model, cache, text, drafter, FixedLength(3), SamplingParams(0.9), SeededRandomness(5)))
+        list(
+            speculate(
+                model,
+                cache,
+                text,
+                drafter,
+                FixedLength(3),
+                SamplingParams(0.9),
+                SeededRandomness(5),
+            )
+        )
         texts.append(text.generated)
     assert texts[0] == texts[1]
 
@@ -116,9 +125,42 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
         del cache
         again = model.new_cache(30)
         assert model.in_use[again] is first and len(first.steps) == 1
-        assert again.lengths == [0] * model.num_layers and not any(each.any() for each in (*again.keys, *again.values))
-        assert (again.capacity, first.cache.capacity) == (30, SMALLEST)
+        assert again.lengths == [0] * model.num_layers and not any(
+            each.any() for each in (*again.keys, *again.values)
+        )
+        assert (again.capacity, first.cache.capacity) == (30, SMALLEST + SMALLEST // 2)
         assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
+
+
+def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, sizes = static(), set()
+    make = model.model.new_cache
+
+    def new_cache(size: int) -> KVCache:
+        sizes.add(size)
+        return make(1)
+
+    monkeypatch.setattr(model.model, "new_cache", new_cache)
+    for capacity in (*range(1, 131_072, 997), 131_072):
+        model.new_cache(capacity)
+        model.static_caches.clear()
+        assert max(sizes) >= capacity + ROWS
+    assert len(sizes) <= 8 and max(sizes) < 1.01 * 131_072
+
+
+@torch.inference_mode()
+def test_a_step_made_while_a_text_is_written_leaves_its_entries() -> None:
+    """The check of a new step writes into the cache, padded rows too, and restores it."""
+    model, tokens = static(), torch.arange(60)[None] % VOCAB
+    cache = model.new_cache(80)
+    model.prefill(tokens, cache)
+    before = [each.clone() for each in (*cache.keys, *cache.values)]
+    assert model.step_of(cache, LayerPlan.early_exit(3, 1)) and model.step_of(
+        cache, LayerPlan.full(3)
+    )
+    assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
 
 
 def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel() -> None:
@@ -126,9 +168,14 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
     plan = LayerPlan.full(model.num_layers).in_bits(4)
     with torch.inference_mode():
         cache = model.new_cache(20)
-        assert model.step_of(cache, plan).rows == 1 and model.step_of(cache, LayerPlan.full(3)).rows == ROWS
+        assert (
+            model.step_of(cache, plan).rows == 1
+            and model.step_of(cache, LayerPlan.full(3)).rows == ROWS
+        )
         tokens = torch.tensor([[1, 2, 3]])
-        torch.testing.assert_close(model(tokens, cache, 0, plan), model(tokens, cache, 0), rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            model(tokens, cache, 0, plan), model(tokens, cache, 0), rtol=0, atol=1e-10
+        )
     assert model.fast_bits == ()
 
 
@@ -137,9 +184,10 @@ def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel(
     [
         (RuntimeError("no\n  Triton"), "RuntimeError: no Triton"),
         (AssertionError(), "AssertionError"),
+        (FailOnRecompileLimitHit("too many"), "FailOnRecompileLimitHit: too many"),
         (None, "RuntimeError: a static step's logits are"),
     ],
-    ids=["compiler", "assertion", "wrong numbers"],
+    ids=["compiler", "assertion", "recompiles", "wrong numbers"],
 )
 def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
     broken: Exception | None, said: str
@@ -157,7 +205,10 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
         cache = model.new_cache(20)
         found, expected = model(tokens, cache, 0), model.model(tokens, model.model.new_cache(20), 0)
     assert torch.equal(found, expected) and cache.lengths == [3] * 3
-    assert model.trouble.startswith("steps are the readable blocks': " + said) and "\n" not in model.trouble
+    assert (
+        model.trouble.startswith("steps are the readable blocks': " + said)
+        and "\n" not in model.trouble
+    )
     assert not model.in_use.get(model.new_cache(5))
 
 
@@ -166,7 +217,15 @@ def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     run = model.run
 
     def mixes(block, weights, x, angles, mask, entries, *runs):
-        return run(block, weights, x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]), angles, mask, entries, *runs)
+        return run(
+            block,
+            weights,
+            x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]),
+            angles,
+            mask,
+            entries,
+            *runs,
+        )
 
     model.run = mixes
     with torch.inference_mode():

@@ -1,8 +1,13 @@
-"""Compiled step: the bits of a row do not depend on other rows, and its numbers are those of the readable blocks."""
+"""Compiled step: the bits of a row do not depend on other rows, and its numbers are those of the
+readable blocks.
+"""
 
 import copy
+import errno
 import math
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,9 @@ from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
 from tests.oracle import randomise
 
-numba = pytest.importorskip("numba", reason="the compiled step needs numba: pip install -r requirements.txt")
+numba = pytest.importorskip(
+    "numba", reason="the compiled step needs numba: pip install -r requirements.txt"
+)
 
 from model.fast import cpu  # noqa: E402
 from model.fast.cpu import dot, elements  # noqa: E402
@@ -29,25 +36,62 @@ from model.quantise import quantise, round_inputs  # noqa: E402
 
 VOCAB = 37
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPE_OF = {dot.BF16: torch.bfloat16, dot.F16: torch.float16, dot.F32: torch.float32}
 COUNTS = (*range(1, 18), 64, 65)
 
-GEMMA = {"family": "gemma2", "hidden": 72, "head_dim": 24, "sliding_window": 9, "num_attention_heads": 4}
+GEMMA = {
+    "family": "gemma2",
+    "hidden": 72,
+    "head_dim": 24,
+    "sliding_window": 9,
+    "num_attention_heads": 4,
+}
 ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "intermediate_size": 33}
+BIASED = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": False,
+    "intermediate_size": 33,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 72, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 2},
-    "single heads, linear rope": {"hidden": 64, "head_dim": 16, "num_key_value_heads": 2, "rope_scaling": LINEAR},
+    "single heads, linear rope": {
+        "hidden": 64,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "rope_scaling": LINEAR,
+    },
     "biased, untied, llama3 rope": {**BIASED, "hidden": 40, "head_dim": 64, "rope_scaling": ROPE},
     "gemma2": GEMMA,
-    "gemma2 without caps": {**GEMMA, "hidden": 32, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "mistral": {"family": "mistral", "hidden": 72, "head_dim": 24, "sliding_window": 9},
+    "qwen2": {
+        "family": "qwen2",
+        "hidden": 72,
+        "head_dim": 20,
+        "sliding_window": 9,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    "qwen3": {"family": "qwen3", "hidden": 40, "head_dim": 64, "attention_bias": True},
+    "gemma3": {**GEMMA, "family": "gemma3_text", "attention_bias": True},
+    "gemma2 without caps": {
+        **GEMMA,
+        "hidden": 32,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
 }
 
 
 def random_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
     """A readable model of three layers."""
     settings = {"vocab_size": VOCAB, "max_position_embeddings": 512, **CONFIGS[name], **changes}
-    model = build(parse_config(small(settings.pop("family", "llama"), **settings))).requires_grad_(False).eval()
+    model = (
+        build(parse_config(small(settings.pop("family", "llama"), **settings)))
+        .requires_grad_(False)
+        .eval()
+    )
     randomise(model, 0)
     return model.to(dtype)
 
@@ -56,9 +100,13 @@ def tokens_for(count: int, batch: int = 1) -> Tensor:
     return torch.randint(VOCAB, (batch, count), generator=torch.Generator().manual_seed(count))
 
 
-def one_by_one(model: Decoder, tokens: Tensor, start: int, cache: Any, plan: LayerPlan | None = None) -> Tensor:
+def one_by_one(
+    model: Decoder, tokens: Tensor, start: int, cache: Any, plan: LayerPlan | None = None
+) -> Tensor:
     """Logits of calls of one token each."""
-    return torch.cat([model(tokens[:, at : at + 1], cache, start + at, plan) for at in range(tokens.shape[1])], 1)
+    return torch.cat(
+        [model(tokens[:, at : at + 1], cache, start + at, plan) for at in range(tokens.shape[1])], 1
+    )
 
 
 def entries(cache: Any) -> list[Tensor]:
@@ -96,7 +144,7 @@ def test_nor_in_low_bits(bits: int) -> None:
         assert torch.equal(together, one_by_one(model, text, 0, model.new_cache(16), plan))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
 def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None:
     model, texts = accelerate(random_model(name)), tokens_for(40, batch=70)
@@ -109,10 +157,12 @@ def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
 def test_nor_on_calls_that_share_its_step(name: str) -> None:
-    """Calls of texts with separate caches, of any capacity and length, in more rows than a step takes."""
+    """Calls of texts with separate caches, of any capacity and length, in more rows than a step
+    takes.
+    """
     model = accelerate(random_model(name))
     calls, expected, alone = [], [], []
     for number in range(40):
@@ -137,26 +187,39 @@ def test_nor_on_calls_that_share_its_step(name: str) -> None:
     prompt=st.integers(0, 30),
 )
 @torch.inference_mode()
-def test_float32_logits_are_the_readable_blocks(name: str, plan: LayerPlan, lengths: list[int], prompt: int) -> None:
+def test_float32_logits_are_the_readable_blocks(
+    name: str, plan: LayerPlan, lengths: list[int], prompt: int
+) -> None:
     """Under any plan, including low bits with rounded inputs, after any prompt."""
     readable = random_model(name, torch.float32)
-    fast, text, start = accelerate(copy.deepcopy(readable)), tokens_for(prompt + sum(lengths)), prompt
+    fast, text, start = (
+        accelerate(copy.deepcopy(readable)),
+        tokens_for(prompt + sum(lengths)),
+        prompt,
+    )
     caches = readable.new_cache(80), fast.new_cache(80)
     for model, cache in zip((readable, fast), caches, strict=True):
         model.prefill(text[:, :prompt], cache)
     for length in lengths:
         chunk = text[:, start : start + length]
-        expected, found = readable(chunk, caches[0], start, plan), fast(chunk, caches[1], start, plan)
+        expected, found = (
+            readable(chunk, caches[0], start, plan),
+            fast(chunk, caches[1], start, plan),
+        )
         assert found.dtype == torch.float32 and caches[0].lengths == caches[1].lengths
         # An input halfway between two codes may take either.
-        assert (found - expected).abs().max() < (0.1 if plan.has_low_bits else 1e-4) * expected.abs().max()
+        assert (found - expected).abs().max() < (
+            0.1 if plan.has_low_bits else 1e-4
+        ) * expected.abs().max()
         start += length
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name: str, dtype: torch.dtype) -> None:
+def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(
+    name: str, dtype: torch.dtype
+) -> None:
     narrow, text = random_model(name, dtype), tokens_for(60)
     exact = copy.deepcopy(narrow).float()(text)
     readable, fast = narrow(text), accelerate(narrow)
@@ -165,10 +228,14 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(name
 
 
 @torch.inference_mode()
-def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
     step = model.step
-    monkeypatch.setattr(model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given))[1])
+    monkeypatch.setattr(
+        model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given))[1]
+    )
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100
@@ -184,7 +251,10 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
     monkeypatch.setattr("model.decoder.PREFILL_CHUNK", 40)
     model, text, ends = random_model("llama"), tokens_for(100), set()
     hidden = model.hidden
-    model.hidden = lambda tokens, cache, start: (ends.add(start + tokens.shape[1]), hidden(tokens, cache, start))
+    model.hidden = lambda tokens, cache, start: (
+        ends.add(start + tokens.shape[1]),
+        hidden(tokens, cache, start),
+    )
     model.prefill(text[:, :split], cache := model.new_cache(100))
     model.prefill(text[:, split:], cache, split)
     assert {40, 80, 100} <= ends <= {40, 80, 100, split} and cache.length == 100
@@ -197,11 +267,13 @@ def test_the_weights_are_not_copied() -> None:
     pointers = [parameter.data_ptr() for parameter in readable.parameters()]
     fast = accelerate(readable)
     fast(tokens_for(3), fast.new_cache(8), 0)
-    assert [parameter.data_ptr() for parameter in fast.model.parameters()] == pointers and not fast.low_bits
+    assert [
+        parameter.data_ptr() for parameter in fast.model.parameters()
+    ] == pointers and not fast.low_bits
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
 def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken: float) -> None:
     for dtype in DTYPES:
@@ -214,54 +286,72 @@ def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken:
             assert logits[0, :2].isfinite().all() and not logits[0, 2:].isfinite().any()
             cache.truncate(2)
             after = model(text[:, :1], cache, 2, plan)
-            assert torch.equal(after, one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)[:, 2:])
+            assert torch.equal(
+                after,
+                one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)[:, 2:],
+            )
 
 
-def dots(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., np.ndarray]:
-    """Function for dot products of a row of weights, given by address, with rows of inputs."""
-    function = dot.dot_function(forms)
+def dots(kind: int, x_kind: int) -> Callable[..., np.ndarray]:
+    """Function for dot products of weights, given by address, with rows of inputs."""
 
     @numba.njit
-    def multiply(kind, w, x, columns):
-        out = np.zeros(len(x), np.float32)
-        function(kind, w, x.ctypes.data, x.strides[0], len(x), columns, out.ctypes.data, 4)
+    def multiply(w, x, columns, count):
+        out = np.zeros((len(x), count), np.float32)
+        place, stride = out.ctypes.data, out.strides[0]
+        dot.dot(kind, x_kind, w, x.ctypes.data, x.strides[0], len(x), columns, place, stride, count)
         return out * np.float32(1)  # keeps "out" until it is written
 
     return multiply
 
 
-def test_every_form_of_a_dot_product_gives_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the processor's special instructions and without: the same integer sums, and the same bits in any tile."""
+@pytest.fixture(params=[True, False], ids=["special instructions", "none"])
+def special(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's special instructions, and without."""
+    for name in ("PAIRS", "BYTES"):
+        monkeypatch.setattr(dot, name, getattr(dot, name) and request.param)
 
+
+@pytest.mark.parametrize(
+    ("kind", "x_kind"), [(dot.BF16, dot.BF16), (dot.F16, dot.F32), (dot.F32, dot.F32)]
+)
+def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
+    special: None, kind: int, x_kind: int
+) -> None:
+    multiply, dtype = dots(kind, x_kind), DTYPE_OF[kind]
+    for columns in (5, 64, 200):
+        generator = torch.Generator().manual_seed(columns)
+        x = torch.randn(7, columns, generator=generator)
+        row = torch.randn(columns, generator=generator).to(dtype)
+        x = x.bfloat16() if x_kind == dot.BF16 else x
+        inputs = x.view(torch.int16).numpy() if x_kind == dot.BF16 else x.numpy()
+        rows = multiply(row.data_ptr(), inputs, columns, 1)
+        np.testing.assert_allclose(rows[:, 0], x.double() @ row.double(), atol=1e-4)
+        for number in range(7):
+            alone = multiply(row.data_ptr(), inputs[number : number + 1], columns, 1)
+            assert np.array_equal(alone[0], rows[number])
+
+
+@pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
+def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kind: int) -> None:
     @numba.njit
-    def operands(kind, x):
-        return elements.operands(kind, x)
+    def rounded_inputs(x):
+        found = np.zeros((len(x), 4 * x.shape[1] + 128), np.uint8)
+        for row in range(len(x)):
+            elements.round_to_int8(x[row], found[row].ctypes.data, bits == 8)
+        return found
 
-    found = {}
-    for special in (True, False):
-        for name in ("PAIRS", "BYTES"):
-            monkeypatch.setattr(dot, name, getattr(dot, name) and special)
-        low_bits = dict.fromkeys(dot.LOW_BITS.values(), (dot.INT8, (1,)))
-        tiles = {dot.BF16: (dot.BF16, (4, 1)), dot.F16: (dot.F32, (2, 1)), dot.F32: (dot.F32, (1,))}
-        multiply = dots({**tiles, **low_bits})
-        for columns in (5, 64, 200):
+    multiply = dots(kind, dot.INT8)
+    for columns in (5, 64, 200):
+        for count in (1, 13, 16):
             generator = torch.Generator().manual_seed(columns)
-            x, weight = torch.randn(7, columns, generator=generator), torch.randn(1, columns, generator=generator)
-            narrow, wide = x.bfloat16().view(torch.int16).numpy(), x.numpy()
-            for kind, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
-                inputs, row = narrow if kind == dot.BF16 else wide, weight[0].to(dtype)
-                rows = multiply(kind, row.data_ptr(), inputs, columns)
-                exact = (x.bfloat16() if kind == dot.BF16 else x).double() @ row.double()
-                np.testing.assert_allclose(rows, exact.numpy(), atol=1e-4)
-                alone = [multiply(kind, row.data_ptr(), inputs[number : number + 1], columns) for number in range(7)]
-                assert np.array_equal(np.concatenate(alone), rows)
-            for bits, kind in dot.LOW_BITS.items():
-                rounded = quantise(weight, bits)
-                operand = packed(rounded)
-                low = multiply(kind, operand.data_ptr(), operands(kind, wide), -(-columns // 64) * 64)
-                exact = round_inputs(x).double() @ rounded.dequantised(torch.float32)[0].double()
-                np.testing.assert_allclose(low, exact.numpy(), atol=0.02 * exact.abs().max().item())
-                assert np.array_equal(low, found.setdefault((columns, bits), low))
+            x = torch.randn(7, columns, generator=generator)
+            weight = torch.randn(count, columns, generator=generator)
+            rounded = quantise(weight, bits)
+            operand, width = packed(rounded), -(-columns // 32) * 32
+            low = multiply(operand.data_ptr(), rounded_inputs(x.numpy()), width, count)
+            exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
+            np.testing.assert_allclose(low, exact, atol=0.02 * exact.abs().max().item())
 
 
 def test_narrow_numbers_are_rounded_as_torch_rounds_them() -> None:
@@ -270,15 +360,26 @@ def test_narrow_numbers_are_rounded_as_torch_rounds_them() -> None:
     @numba.njit
     def run(x, narrow, half):
         for index in range(len(x)):
-            narrow[index], half[index] = elements.bfloat16_bits(x[index]), elements.float16_bits(x[index])
+            narrow[index], half[index] = (
+                elements.bfloat16_bits(x[index]),
+                elements.float16_bits(x[index]),
+            )
 
     x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     x[:100_000] &= np.uint32(0xFFFFF000)  # ties of float16
     x[:50_000] &= np.uint32(0xFFFF8000)  # and of bfloat16
-    x = np.concatenate([x.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8])])
+    x = np.concatenate(
+        [
+            x.view(np.float32),
+            np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8]),
+        ]
+    )
     narrow, half = np.empty((2, len(x)), np.uint16)
     run(x, narrow, half)
-    for found, right in ((narrow, torch.from_numpy(x).bfloat16()), (half, torch.from_numpy(x).half())):
+    for found, right in (
+        (narrow, torch.from_numpy(x).bfloat16()),
+        (half, torch.from_numpy(x).half()),
+    ):
         numbers, is_nan = torch.from_numpy(found.view(np.int16)).view(right.dtype), right.isnan()
         assert torch.equal(numbers.isnan(), is_nan)
         assert torch.equal(numbers[~is_nan].view(torch.int16), right[~is_nan].view(torch.int16))
@@ -289,7 +390,9 @@ def test_float16_numbers_are_widened_exactly() -> None:
 
     @numba.njit
     def run(halves, wide, one):
-        dot.sum_rows(dot.F16, halves.ctypes.data, 0, one.ctypes.data, 1, len(halves), wide.ctypes.data)
+        dot.sum_rows(
+            dot.F16, halves.ctypes.data, 0, one.ctypes.data, 1, len(halves), wide.ctypes.data
+        )
         return one[0] + wide[0] + halves[0]  # keeps all until they are read
 
     halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)
@@ -301,9 +404,14 @@ def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
     @numba.njit
     def run(x, power, tangent):
         for index in range(len(x)):
-            power[index], tangent[index] = elements.exponential(x[index]), elements.tangent(x[index])
+            power[index], tangent[index] = (
+                elements.exponential(x[index]),
+                elements.tangent(x[index]),
+            )
 
-    x = np.concatenate([np.linspace(-86, 86, 100_001), [0, np.nan, 200, -200, np.inf, -np.inf]]).astype(np.float32)
+    x = np.concatenate(
+        [np.linspace(-86, 86, 100_001), [0, np.nan, 200, -200, np.inf, -np.inf]]
+    ).astype(np.float32)
     power, tangent = np.empty_like(x), np.empty_like(x)
     run(x, power, tangent)
     np.testing.assert_allclose(power[:-5], np.exp(x[:-5].astype(np.float64)), rtol=2e-7)
@@ -316,18 +424,84 @@ def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
     folder = cpu.kernel_folder(sources)
-    assert folder.parent == tmp_path / "kept" and folder.is_dir() and cpu.kernel_folder(sources) == folder
+    assert (
+        folder.parent == tmp_path / "kept"
+        and folder.is_dir()
+        and cpu.kernel_folder(sources) == folder
+    )
     (sources / "dot.py").write_text("# edited")
     assert cpu.kernel_folder(sources) != folder
+
+
+def declared(number: int) -> Callable[[int], int]:
+    """A function whose compiled code is kept."""
+
+    @numba.njit(cache=True)
+    def plus(x: int) -> int:
+        return x + number
+
+    return plus
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", [b"", b"half", b"\0" * 99], ids=["empty", "half", "zeros"])
+def test_damaged_kept_code_is_compiled_again(
+    suffix: str, damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert declared(1)(1) == 2
+    (file,) = tmp_path.glob(f"*.{suffix}")
+    file.write_bytes(file.read_bytes()[:99] if damage == b"half" else damage)
+    assert declared(1)(1) == 2
+    again = declared(1)
+    assert again(1) == 2 and again.stats.cache_hits, "it is whole again"
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_used_cost_only_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left in the temporary folder."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as environment:  # which Numba reads again when it changes
+        environment.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
+        unusable = cpu.kernel_folder()
+    for folder in (unusable, tmp_path):
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
+        assert declared(2)(1) == 3
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "replace", full)
+    assert {path.name for path in tmp_path.rglob("*")} == {"temporary", "file"}
 
 
 def test_where_numba_is_missing_the_readable_blocks_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("model.fast.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "numba", None)
     model = random_model("llama")
-    assert accelerate(model) is model and "numba is not installed" in capsys.readouterr().err
+    assert (
+        accelerate(model) is model and "without numba: import of numba" in capsys.readouterr().err
+    )
     assert model.why_rows_vary and "\n" not in model.why_rows_vary
+
+
+def test_settings_under_which_numba_cannot_run_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> int:
+        raise ValueError("The threading layer requested 'foo' is unknown to Numba.\nHINT: none")
+
+    model = random_model("llama")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert accelerate(model) is model
+    monkeypatch.setattr(numba, "get_num_threads", refuse)
+    assert accelerate(model) is model
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "NUMBA_DISABLE_JIT" in said[0] and "'foo' is unknown" in said[1]
 
 
 def test_in_float64_the_readable_blocks_run() -> None:

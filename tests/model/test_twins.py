@@ -5,24 +5,29 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 
 from model import Decoder, LayerPlan, build
 from model.plan import FULL
 from model.quantise import quantise, round_inputs
+from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
-FAMILIES = ["llama", "gemma2"]
 TOKENS = torch.tensor([[0, 2, 1, 1, 0, 2]])
 
 
 @torch.inference_mode()
 def by_hand(model: Decoder, plan: LayerPlan) -> torch.Tensor:
-    """Logits of a model with rounded weights and inputs in the sublayers to which the plan gives low bits."""
+    """Logits of a model with rounded weights and inputs in the sublayers to which the plan gives
+    low bits.
+    """
     other = build(model.config).to(model.dtype)
     other.load_state_dict(model.state_dict())
     for block, attention, mlp in zip(other.layers, plan.attention, plan.mlp, strict=True):
         for sublayer, bits in ((block.self_attn, attention), (block.mlp, mlp)):
             for product in sublayer.children() if bits not in (0, FULL) else ():
+                if not isinstance(product, nn.Linear):
+                    continue
                 product.weight.data = quantise(product.weight, bits).dequantised(model.dtype)
                 product.register_forward_pre_hook(lambda _, given: (round_inputs(given[0]),))
     head = other.embed_tokens.weight if other.lm_head is None else other.lm_head.weight
@@ -49,9 +54,12 @@ def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
     assert not model.twins.blocks and not model.twins.products
     plan = LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8)
     model.prepare(plan)
-    assert sorted(bits for _, bits in model.twins.products) == [4] * 4 + [8] * 4  # four of attention; MLP and head
+    # four of attention; MLP and head
+    assert sorted(bits for _, bits in model.twins.products) == [4] * 4 + [8] * 4
     twin = model.twins.block(0, 4, FULL)
-    assert twin.input_layernorm is model.layers[0].input_layernorm and twin.mlp is model.layers[0].mlp
+    assert (
+        twin.input_layernorm is model.layers[0].input_layernorm and twin.mlp is model.layers[0].mlp
+    )
     assert model.twins.block(2, FULL, 0) is model.layers[2]
     assert len(list(model.parameters())) == len(list(build(model.config).parameters()))
 

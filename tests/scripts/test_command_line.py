@@ -1,7 +1,8 @@
-"""``generate.py`` as a user meets it: refusals in one line, the JSON contract, seeds, stops, Ctrl-C."""
+"""``generate.py`` as a user meets it: refusals in one line, the JSON contract, seeds, stops,
+Ctrl-C.
+"""
 
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import generate
-from decoding.run.bits import BitsTable
 from decoding.show.streaming import TextStream
 from tests.folders import GEMMA2, LLAMA, write_folder
+from weights.cli import device
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 
-FOUR_BITS = BitsTable((4,), (0.3,), (0.9,), (4,), (1.5,))
+ROOT = Path(__file__).parents[2]
 KEYS = [
     "text",
     "tokens",
@@ -75,6 +77,28 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_folder(tmp_path_factory.mktemp("models") / "draft", config, seed=5))
 
 
+def test_a_text_ends_with_its_context(run: Run, model: str) -> None:
+    outcome = run("a", "--model", model, "--context", "12", "--json", "--draft", "exit")
+    sample = json.loads(outcome.out.splitlines()[-1])
+    assert sample["finish_reason"] == "length"
+    assert sample["prompt_tokens"] + len(sample["tokens"]) == 12
+
+
+def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "NVIDIA", tmp_path)
+    for version, wanted in (
+        (None, "is built for CPUs"),
+        ("13.0", "13.0, which wants a newer"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert device.pick_device(None).type == "cpu"
+        assert wanted in capsys.readouterr().err
+    assert device.pick_device("cpu").type == "cpu" and not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -90,7 +114,8 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["a", "--min-p", "2"], "min-p must be from 0 to 1"),
         (["a", "--repetition-penalty", "0"], "repetition-penalty must be from 1e-6"),
         (["a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
-        (["a", "--num-samples", "0"], "num-samples and --together must be at least 1"),
+        (["a", "--num-samples", "0"], "num-samples, --together and --context must be at least 1"),
+        (["a", "--num-samples", "9" * 20], "num-samples and --together may be at most 65536"),
         (["a", "--stop", ""], "stop strings and banned words: give a list"),
         (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
@@ -110,15 +135,40 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["a", "--chat"], "no chat template"),
         (["a", "--system", "s"], "--system needs a chat"),
         (["a " * 300], "shorten the prompt"),
+        (["a " * 30, "--context", "20"], "of which 20 are used: shorten the prompt or raise --co"),
+        (["a", "--context", "-1"], "--context must be at least 1"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
-def test_wrong_input_is_one_clear_line_and_status_2(arguments: list[str], complaint: str, run: Run, model: str) -> None:
+def test_wrong_input_is_one_clear_line_and_status_2(
+    arguments: list[str], complaint: str, run: Run, model: str
+) -> None:
     outcome = run(*arguments, "--model", model)
     assert (outcome.status, outcome.out) == (2, "")
     assert outcome.err.startswith("error: ")
     assert complaint in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_a_budget_beyond_the_context_is_cut_with_a_line(run: Run, model: str) -> None:
+    outcome = run("abcd", "--model", model, "--draft", "none", "--max-new-tokens", "100000")
+    assert outcome.status == 0
+    assert "[the context of 256 tokens is full, so the text has 252 of" in outcome.err
+    assert "context" not in run("a", "--model", model, "--max-new-tokens", "9").err
+
+
+def test_help_ends_in_examples_and_names_existing_chapters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    said = capsys.readouterr().out
+    assert len(re.findall("^  python generate.py ", said.partition("\nexamples:\n")[2], re.M)) == 3
+    links = set(re.findall(r"(docs/\w+\.md)#([\w-]+)", re.sub(r"\s", "", said)))
+    assert len(links) == 2
+    for file, anchor in links:
+        titles = re.findall("^## (.+)", (ROOT / file).read_text("utf-8"), re.M)
+        assert anchor in {title.lower().replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +187,9 @@ def test_a_draft_model_that_does_not_suit_the_target_is_refused(
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
-    outcome = run("zebra", "--model", str(write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20})))
+    outcome = run(
+        "zebra", "--model", str(write_folder(tmp_path / "small", {**LLAMA, "vocab_size": 20}))
+    )
     assert outcome.status == 2 and "the tokenizer does not belong to this model" in outcome.err
 
 
@@ -160,7 +212,9 @@ def test_every_way_of_drafting_writes_the_plain_greedy_text_in_float64(
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"attn": [1], "mlp": [0, 3], "gamma": 3, "threshold": 0.2}')
-    extra = {"model": ["--draft-model", draft_model], "skip": ["--plan", str(plan)]}.get(draft[0], [])
+    extra = {"model": ["--draft-model", draft_model], "skip": ["--plan", str(plan)]}.get(
+        draft[0], []
+    )
     common = ["the hen the", "--model", model, "--dtype", "float64", "--max-new-tokens", "20"]
     outcome = run(*common, "--draft", *draft, *extra, "--compare")
     assert outcome.status == 0 and "same text" in outcome.err
@@ -183,15 +237,34 @@ def test_json_is_one_object_a_sample_and_alone_on_standard_output(run: Run, mode
         assert result["prompt_tokens"] == len(tokenizer.encode("the hen"))
         assert result["acceptance_rate"] == result["accepted"] / result["drafted"]
         assert result["tokens_per_round"] == 12 / result["rounds"]
-        assert sum(n * count for n, count in enumerate(result["accepted_histogram"])) == result["accepted"]
+        assert (
+            sum(n * count for n, count in enumerate(result["accepted_histogram"]))
+            == result["accepted"]
+        )
         assert result["tokens_per_second"] == pytest.approx(12 / result["seconds"])
     assert len({result["text"] for result in outcome.objects}) == 3
 
 
-def test_the_same_seed_writes_the_same_texts_whatever_is_only_displayed(run: Run, model: str) -> None:
-    common = ["the", "--model", model, "--draft", "exit", "--temperature", "1", "--num-samples", "2", "--json"]
+def test_the_same_seed_writes_the_same_texts_whatever_is_only_displayed(
+    run: Run, model: str
+) -> None:
+    common = [
+        "the",
+        "--model",
+        model,
+        "--draft",
+        "exit",
+        "--temperature",
+        "1",
+        "--num-samples",
+        "2",
+        "--json",
+    ]
     texts = [
-        [result["tokens"] for result in run(*common, "--max-new-tokens", "15", "--seed", seed, *more).objects]
+        [
+            result["tokens"]
+            for result in run(*common, "--max-new-tokens", "15", "--seed", seed, *more).objects
+        ]
         for seed, more in (("7", []), ("7", ["--compare"]), ("8", []))
     ]
     assert texts[0] == texts[1]
@@ -199,31 +272,60 @@ def test_the_same_seed_writes_the_same_texts_whatever_is_only_displayed(run: Run
 
 
 def test_without_a_seed_the_seed_is_shown_and_repeats_the_text(run: Run, model: str) -> None:
-    common = ["the", "--model", model, "--draft", "none", "--temperature", "1", "--max-new-tokens", "9"]
+    common = [
+        "the",
+        "--model",
+        model,
+        "--draft",
+        "none",
+        "--temperature",
+        "1",
+        "--max-new-tokens",
+        "9",
+    ]
     first = run(*common)
-    flags = re.search(r"(--seed \d+ --coupling ratio)\]", first.err)
+    flags = re.search(r"(--seed \d+ --coupling race)\]", first.err)
     assert flags
     assert run(*common, *flags[1].split()).out == first.out
 
 
-@pytest.mark.parametrize("more", [["--ban", "a", "--stop", "e"], ["--top-p", "0.8", "--repetition-penalty", "1.2"]])
+@pytest.mark.parametrize(
+    "more", [["--ban", "a", "--stop", "e"], ["--top-p", "0.8", "--repetition-penalty", "1.2"]]
+)
 def test_with_a_seed_every_drafter_writes_the_same_texts(
     run: Run, model: str, draft_model: str, more: list[str]
 ) -> None:
-    common = ["the hen in", "--model", model, "--temperature", "0.9", "--seed", "5", "--max-new-tokens", "12"]
+    common = [
+        "the hen in",
+        "--model",
+        model,
+        "--temperature",
+        "0.9",
+        "--seed",
+        "5",
+        "--max-new-tokens",
+        "12",
+    ]
     drafts = [["none"], ["lookup"], ["exit", "--exit-layer", "3"], ["exit", "--adaptive"], ["auto"]]
     drafts.append(["model", "--draft-model", draft_model, "--gamma", "2"])
     texts = []
     for draft in drafts:
-        outcome = run(*common, *more, "--dtype", "float64", "--num-samples", "2", "--json", "--draft", *draft)
+        outcome = run(
+            *common, *more, "--dtype", "float64", "--num-samples", "2", "--json", "--draft", *draft
+        )
         assert outcome.status == 0
-        assert all(result["repeat_with"] == "--seed 5 --coupling race --num-samples 2" for result in outcome.objects)
+        assert all(
+            result["repeat_with"] == "--seed 5 --coupling race --num-samples 2"
+            for result in outcome.objects
+        )
         texts.append([(result["tokens"], result["finish_reason"]) for result in outcome.objects])
     assert all(text == texts[0] for text in texts)
     assert texts[0][0] != texts[0][1]
 
 
-def test_a_stop_string_cuts_the_text_and_an_end_token_ends_it(run: Run, model: str, tmp_path: Path) -> None:
+def test_a_stop_string_cuts_the_text_and_an_end_token_ends_it(
+    run: Run, model: str, tmp_path: Path
+) -> None:
     common = ["the hen", "--draft", "lookup", "--max-new-tokens", "30", "--json"]
     whole = run(*common, "--model", model).objects[0]
     wanted = whole["text"][3:5]
@@ -241,7 +343,8 @@ def test_a_stop_string_cuts_the_text_and_an_end_token_ends_it(run: Run, model: s
 def test_a_banned_word_is_never_written_by_any_drafter(draft: str, run: Run, model: str) -> None:
     common = ["the hen", "--model", model, "--dtype", "float64", "--max-new-tokens", "30", "--json"]
     free = run(*common, "--draft", "none").objects[0]["text"]
-    words = re.findall("[!-~]{2}|[!-~]", free)[:2]  # whole ASCII characters: the model writes broken UTF-8 too
+    # whole ASCII characters: the model writes broken UTF-8 too
+    words = re.findall("[!-~]{2}|[!-~]", free)[:2]
     bans = [part for word in words for part in ("--ban", word)]
     result = run(*common, "--draft", draft, *bans).objects[0]
     assert not any(word in result["text"] for word in words)
@@ -249,7 +352,9 @@ def test_a_banned_word_is_never_written_by_any_drafter(draft: str, run: Run, mod
     assert result["text"] == run(*common, "--draft", "none", *bans).objects[0]["text"]
 
 
-def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_what_was_written_and_exits_130(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     production, calls = TextStream.pull, []
 
     def interrupted(self: TextStream, **end: bool) -> str:
@@ -262,7 +367,9 @@ def test_ctrl_c_prints_what_was_written_and_exits_130(run: Run, model: str, monk
     outcome = run("the", "--model", model, "--draft", "none", "--num-samples", "2", "--json")
     assert outcome.status == 130
     assert [result["finish_reason"] for result in outcome.objects] == ["interrupted"] * 2
-    assert len(outcome.objects[0]["tokens"]) == 4, "those of the round whose text was not shown yet included"
+    assert len(outcome.objects[0]["tokens"]) == 4, (
+        "those of the round whose text was not shown yet included"
+    )
     assert outcome.err.count("tokens/s") == 3 and outcome.err.count("-" * 20) == 1
 
 
@@ -275,12 +382,16 @@ def test_what_is_complete_is_printed_when_the_rest_is_broken_off(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "comparison", interrupted)
-    outcome = run("the", "--model", model, "--draft", "exit", "--max-new-tokens", "6", "--compare", "--json")
+    outcome = run(
+        "the", "--model", model, "--draft", "exit", "--max-new-tokens", "6", "--compare", "--json"
+    )
     assert outcome.status == 130
     assert [len(result["tokens"]) for result in outcome.objects] == [6]
 
 
-def test_a_draft_model_whose_numbers_break_is_never_accepted(run: Run, model: str, tmp_path: Path) -> None:
+def test_a_draft_model_whose_numbers_break_is_never_accepted(
+    run: Run, model: str, tmp_path: Path
+) -> None:
     broken = write_folder(tmp_path / "broken")
     state = load_file(broken / "model.safetensors")
     state["model.norm.weight"][0] = float("nan")
@@ -294,10 +405,14 @@ def test_a_draft_model_whose_numbers_break_is_never_accepted(run: Run, model: st
 def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(generate, "load_model")
+    monkeypatch.delattr("decoding.run.session.load_model")
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0
-    assert re.fullmatch(r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, free: .+ GB\n", whole.out)
+    memory, copies = whole.out.splitlines()
+    assert re.fullmatch(
+        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, free: .+ GB", memory
+    )
+    assert re.fullmatch(r"kept low-bit copies: .+ in .+low-bit", copies)
     short = run("the", "--model", model, "--dry-run", "--max-new-tokens", "5")
     assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
     monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)
@@ -309,39 +424,37 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
 def test_the_plan_in_the_models_folder_is_what_auto_drafts_with(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoding.run.costs.UNSTEADY", math.inf)  # whatever else computes on this machine
-    monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: FOUR_BITS)
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2]}')
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "12")
     assert "skipping 2 attention and 1 MLP sublayers" in outcome.err
-    costs = json.loads((folder / "costs.json").read_text())
-    assert len(costs) == 3, "of the plan, of bits, and of the best bits"
-    measured = run("the", "--model", str(folder), "--max-new-tokens", "12")
-    assert measured.status == 0
-    assert json.loads((folder / "costs.json").read_text()) == costs, "a kept table is not measured again"
+    assert not (folder / "costs.json").exists(), "costs are learned while writing"
 
 
 @pytest.mark.parametrize(
     ("dtype", "plan", "drafts"),
     [
-        ("bfloat16", {"attn": [1]}, "all layers in 4 bits; skipping 1 attention and 0 MLP sublayers; prompt"),
+        (
+            "bfloat16",
+            {"attn": [1]},
+            "all layers in 4 bits; skipping 1 attention and 0 MLP sublayers; prompt",
+        ),
         ("bfloat16", {"bits": 8}, "all layers in 4 bits; all layers in 8 bits; prompt lookup"),
         ("bfloat16", {"bits": 4, "head_bits": 8}, ": all layers in 4 bits; prompt lookup"),
     ],
 )
-def test_auto_drafts_with_measured_bits_and_with_a_plan_that_is_another(
+def test_auto_drafts_in_four_bits_and_with_a_plan_that_is_another(
     dtype: str, plan: dict, drafts: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: FOUR_BITS)
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text(json.dumps({"attn": [], "kept_share": 0.9} | plan))
     outcome = run("the", "--model", str(folder), "--max-new-tokens", "4", "--dtype", dtype)
     assert drafts in outcome.err.splitlines()[-1]
 
 
-def test_a_plan_that_says_no_draft_pays_is_obeyed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decoding.run.chooser.measure_bits", lambda *_: BitsTable())
+def test_a_plan_that_says_no_draft_pays_is_obeyed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_folder(tmp_path / "planned")
     (folder / "plan.json").write_text('{"attn": [1, 2], "mlp": [2], "gamma": 0}')
     options = ["the", "--model", str(folder), "--max-new-tokens", "6"]
@@ -354,7 +467,9 @@ def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path
     plan = tmp_path / "plan.json"
     for fingerprint in (model_fingerprint(Path(model)), "0123456789abcdef"):
         plan.write_text(json.dumps({"attn": [1], "mlp": [], "model": fingerprint}))
-        outcome = run("a", "--model", model, "--draft", "skip", "--plan", str(plan), "--max-new-tokens", "2")
+        outcome = run(
+            "a", "--model", model, "--draft", "skip", "--plan", str(plan), "--max-new-tokens", "2"
+        )
         assert (outcome.status == 2) == (fingerprint == "0123456789abcdef")
     assert f"{plan} was made for another model than {model}" in outcome.err
 
@@ -363,4 +478,7 @@ def test_a_plan_made_for_another_model_is_refused(run: Run, model: str, tmp_path
 def test_a_prompt_file_is_the_prompt(encoding: str, run: Run, model: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("the hen", encoding)
     common = ["--model", model, "--draft", "none", "--max-new-tokens", "5"]
-    assert run("--prompt-file", str(tmp_path / "prompt.txt"), *common).out == run("the hen", *common).out
+    assert (
+        run("--prompt-file", str(tmp_path / "prompt.txt"), *common).out
+        == run("the hen", *common).out
+    )

@@ -1,7 +1,10 @@
-"""Comparison with plain decoding: the same request, context and rules, in turns, after a warm-up."""
+"""Comparison with plain decoding: the same request, context and rules, in turns, after a
+warm-up.
+"""
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from unittest import mock
 import pytest
 
 import generate
+from decoding.policies import FixedLength
 from decoding.rounds import Round
 from decoding.run import writer
 from decoding.run.compare import TURNS, comparison
@@ -32,21 +36,58 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(writer, "speculate", watched):
         model = str(write_folder(Path(folder)))
-        options = ["the hen", "--model", model, "--draft", "exit", "--max-new-tokens", "9", "--compare"]
+        options = [
+            "the hen",
+            "--model",
+            model,
+            "--draft",
+            "exit",
+            "--max-new-tokens",
+            "9",
+            "--compare",
+        ]
         assert generate.main(options) == 0
     drafters, budgets, beyond_prompt = zip(*runs, strict=True)
     both = ("ModelDrafter", "NoDraft")
     assert drafters == (*both, "ModelDrafter", *both * TURNS) and TURNS >= 3
     assert budgets[:2] == (6, 6), "the warm-up is long enough for a draft of full length, 4 tokens"
     assert set(budgets[2:]) == {9}
-    assert beyond_prompt[0] == -1, "the first run finds the prompt but its last token, as speculate wants it"
+    assert beyond_prompt[0] == -1, (
+        "the first run finds the prompt but its last token, as speculate wants it"
+    )
 
 
 @pytest.mark.parametrize(("tokens", "draft"), [(1, "exit"), (4, "exit"), (2, "lookup")])
-def test_a_text_shorter_than_the_warm_up_can_be_compared(tokens: int, draft: str, tmp_path: Path) -> None:
+def test_a_text_shorter_than_the_warm_up_can_be_compared(
+    tokens: int, draft: str, tmp_path: Path
+) -> None:
     """The warm-up writes no further than the cache reaches."""
-    options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", draft, "--max-new-tokens", str(tokens)]
+    options = [
+        "the hen",
+        "--model",
+        str(write_folder(tmp_path)),
+        "--draft",
+        draft,
+        "--max-new-tokens",
+        str(tokens),
+    ]
     assert generate.main([*options, "--compare"]) == 0
+
+
+def idle(texts: writer.Writer) -> writer.Drafting:
+    """A way that may draft and never does, so that it takes as long as plain decoding."""
+    return replace(texts.plain, new_policy=lambda: FixedLength(1))
+
+
+@pytest.mark.parametrize("draft", [["none"], ["exit", "--gamma", "0"]], ids=" ".join)
+def test_plain_decoding_is_not_compared_with_itself(
+    draft: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise would be shown as a result."""
+    options = ["the hen", "--model", str(write_folder(tmp_path)), "--max-new-tokens", "60"]
+    assert generate.main([*options, "--draft", *draft, "--compare"]) == 0
+    said = capsys.readouterr().err
+    assert "both ways are plain decoding" in said and "times" not in said
 
 
 def test_texts_that_differ_are_reported_with_their_first_difference(tmp_path: Path) -> None:
@@ -54,14 +95,18 @@ def test_texts_that_differ_are_reported_with_their_first_difference(tmp_path: Pa
     model = load_model(write_folder(tmp_path))
     texts, greedy, coupling = writer.Writer(model, 40), SamplingParams(), Coupling("ratio", 0)
     texts.begin([5, 9, 2])
-    sample = texts.write(texts.new_text(Rules(8)), texts.plain, greedy, coupling)
-    said = comparison(texts, sample, texts.plain, greedy, coupling)
+    lookup = idle(texts)
+    sample = texts.write(texts.new_text(Rules(8)), lookup, greedy, coupling)
+    said = comparison(texts, sample, lookup, greedy, coupling)
     assert "same text" in said
-    sample.text.tokens[3 + 4] ^= 1
-    assert "the texts differ from token 4 on" in comparison(texts, sample, texts.plain, greedy, coupling)
+    sample.source.tokens[3 + 4] ^= 1
+    said = comparison(texts, sample, lookup, greedy, coupling)
+    assert "the texts differ from token 4 on" in said
 
 
-@pytest.mark.parametrize(("tokens", "seconds", "short"), [(8, 9.0, True), (60, 0.1, True), (60, 9.0, False)])
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "short"), [(8, 9.0, True), (60, 0.1, True), (60, 9.0, False)]
+)
 def test_speeds_are_compared_unless_the_text_is_too_short(
     tokens: int, seconds: float, short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,11 +116,14 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     texts.begin([5, 9, 2])
     ticks = count(step=seconds / tokens)  # one before each round and one after it
     monkeypatch.setattr(writer, "now", lambda device: next(ticks))
-    sample = texts.write(texts.new_text(Rules(tokens)), texts.plain, greedy, coupling)
-    said = comparison(texts, sample, texts.plain, greedy, coupling)
+    way = idle(texts)
+    sample = texts.write(texts.new_text(Rules(tokens)), way, greedy, coupling)
+    said = comparison(texts, sample, way, greedy, coupling)
     speeds = f"1.00 times plain decoding, which writes {tokens / seconds:.1f} tokens/s"
     speeds += f" (median of {TURNS} turns, 1.00 to 1.00)"
-    assert said.startswith("[same text; too short to compare speeds" if short else f"[{speeds}, same text]")
+    assert said.startswith(
+        "[same text; too short to compare speeds" if short else f"[{speeds}, same text]"
+    )
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -87,8 +135,17 @@ def test_the_same_law_is_promised_only_where_the_draft_states_its_distribution_t
         "from decoding.drafters import PromptLookup\n\n\nclass Own(PromptLookup):\n"
         "    def __init__(self, model, cache):\n        super().__init__(model.vocab_size)\n"
     )
-    options = ["the hen", "--model", str(write_folder(tmp_path)), "--draft", f"{file}:Own" if own else "lookup"]
+    options = [
+        "the hen",
+        "--model",
+        str(write_folder(tmp_path)),
+        "--draft",
+        f"{file}:Own" if own else "lookup",
+    ]
     sampled = ["--temperature", "1", "--coupling", "ratio", "--max-new-tokens", "9"]
     assert generate.main([*options, *sampled, "--compare"]) == 0
     said = capsys.readouterr().err
-    assert "another text of the same law" in said and ("if the drafter states its q truly" in said) == own
+    assert (
+        "another text of the same law" in said
+        and ("if the drafter states its q truly" in said) == own
+    )

@@ -1,4 +1,6 @@
-"""The documents' example: a drafter of your own, the proof that it is lossless, and a text written with it."""
+"""The documents' example: a drafter of your own, the proof that it is lossless, and a text written
+with it.
+"""
 
 import json
 import re
@@ -14,6 +16,7 @@ from decoding.drafters import Draft
 from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
 from tests.folders import write_folder
+from tests.serving import serving
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/own_drafter.md").read_text(encoding="utf-8")
 
@@ -42,7 +45,9 @@ def test_the_documents_drafter_is_lossless_however_bad(example: dict[str, Any]) 
 
 def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, Any]) -> None:
     class Flatterer(example["PopularTokens"]):  # type: ignore[misc]
-        """The same, but it claims to have been sure of what it drew: a lie that biases the output."""
+        """The same, but it claims to have been sure of what it drew: a lie that biases the
+        output.
+        """
 
         def propose(self, *request: Any) -> Draft:
             draft = super().propose(*request)
@@ -54,7 +59,14 @@ def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, 
 def test_generate_drafts_with_the_readers_own_class(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["the hen and the", "--model", str(write_folder(tmp_path / "model")), "--max-new-tokens", "12", "--json"]
+    command = [
+        "the hen and the",
+        "--model",
+        str(write_folder(tmp_path / "model")),
+        "--max-new-tokens",
+        "12",
+        "--json",
+    ]
     texts = []
     for draft in (f"{file}:PopularTokens", "none"):
         assert generate.main([*command, "--draft", draft]) == 0
@@ -72,8 +84,10 @@ def test_generate_drafts_with_the_readers_own_class(
         ("A = (", "A", "SyntaxError"),
         ("class A: pass", "B", "has no class B"),
         ("class A:\n  def __init__(self): pass", "A", "TypeError"),
+        ("import sys\nsys.exit(0)", "A", "mine.py:A, line 2: SystemExit: 0"),
+        ("class A:\n  def __init__(self, *_): exit()", "A", "line 2: SystemExit"),
     ],
-    ids=["no file", "broken", "no Python", "no such class", "takes nothing"],
+    ids=["no file", "broken", "no Python", "no such class", "takes nothing", "exits", "exits late"],
 )
 def test_a_class_that_cannot_be_had_is_one_clear_line(
     content: str | None, name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -86,3 +100,70 @@ def test_a_class_that_cannot_be_had_is_one_clear_line(
     error = capsys.readouterr().err
     assert error.startswith("error: --draft") and error.count("\n") == 1
     assert said in error
+
+
+FAILING = """
+from decoding.drafters import PromptLookup
+
+
+class Mine(PromptLookup):
+    def __init__(self, target, cache):
+        super().__init__(target.vocab_size)
+
+    def propose(self, text, *rest):
+        return super().propose(text, *rest)
+
+    def rollback(self, length):
+        super().rollback(length)
+"""
+
+
+def failing(folder: Path, method: str, error: str) -> tuple[str, str]:
+    """A drafter whose method fails late in the text, and the place of the error in words."""
+    length = {"propose": "len(text)", "rollback": "length"}[method]
+    lines = FAILING.splitlines()
+    at = next(n for n, line in enumerate(lines) if f"def {method}" in line) + 1
+    lines.insert(at, f"        if {length} > 12: {error}")
+    (folder / "mine.py").write_text("\n".join(lines))
+    return f"{folder / 'mine.py'}:Mine", f"mine.py:Mine, line {at + 1}: "
+
+
+@pytest.mark.parametrize("samples", ["1", "2"])
+@pytest.mark.parametrize("method", ["propose", "rollback"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("1 / 0", "ZeroDivisionError: division by zero"), ("exit(0)", "SystemExit: 0")],
+)
+def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
+    method: str,
+    error: str,
+    said: str,
+    samples: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draft, place = failing(tmp_path, method, error)
+    command = ["the hen", "--model", str(write_folder(tmp_path / "model")), "--json"]
+    command += ["--max-new-tokens", "30"]
+    assert generate.main([*command, "--draft", "none"]) == 0
+    whole = json.loads(capsys.readouterr().out)["tokens"]
+    assert generate.main([*command, "--draft", draft, "--num-samples", samples]) == 2
+    captured = capsys.readouterr()
+    written = [json.loads(line) for line in captured.out.splitlines()]
+    assert len(written) == int(samples)
+    for each in written:
+        assert each["finish_reason"] == "interrupted" and len(each["tokens"]) > 3
+        assert each["tokens"] == whole[: len(each["tokens"])]
+    *trace, last = captured.err.splitlines()
+    assert last.startswith("error: --draft ") and last.endswith(place + said)
+    assert f"in {method}" in "\n".join(trace), "the traceback comes before it"
+
+
+def test_clients_of_a_server_are_not_told_of_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft, place = failing(tmp_path, "propose", "text.rules.stop_strings and 1 / 0")
+    with serving("--model", str(write_folder(tmp_path / "model")), "--draft", draft) as running:
+        status, answer = running.ask("/v1/completions", {"prompt": "the hen", "stop": "zzz"})
+    assert status == 500 and b"mine" not in answer and b"Zero" not in answer
+    assert place in capsys.readouterr().err

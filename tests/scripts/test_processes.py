@@ -1,4 +1,6 @@
-"""The commands as processes: streams, exit status, signals; and every fault of a model folder in one line."""
+"""The commands as processes: streams, exit status, signals; and every fault of a model folder in
+one line.
+"""
 
 import json
 import signal
@@ -25,9 +27,22 @@ def command(*arguments: object) -> list[str]:
 
 def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model")
-    options = ["--draft", "exit", "--num-samples", "2", "--temperature", "1", "--seed", "3", "--max-new-tokens", "8"]
+    options = [
+        "--draft",
+        "exit",
+        "--num-samples",
+        "2",
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+        "--max-new-tokens",
+        "8",
+    ]
     run = subprocess.run(
-        command("the hen", "--model", model, *options, "--json", "--compare"), capture_output=True, check=True
+        command("the hen", "--model", model, *options, "--json", "--compare"),
+        capture_output=True,
+        check=True,
     )
     results = [json.loads(line) for line in run.stdout.decode().splitlines()]
     assert [len(result["tokens"]) for result in results] == [8, 8]
@@ -36,11 +51,15 @@ def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(tmp_path
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(samples: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(
+    samples: int, tmp_path: Path
+) -> None:
     model = write_folder(tmp_path / "model", LONG)
     options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", samples]
     with subprocess.Popen(
-        command("the hen", "--model", model, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command("the hen", "--model", model, *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)  # the text has begun, and is far from its end
@@ -52,11 +71,15 @@ def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(samples: int,
 
 
 @pytest.mark.parametrize("trace", [(), ("--trace",)])
-def test_a_reader_that_goes_away_ends_the_process_quietly(tmp_path: Path, trace: tuple[str, ...]) -> None:
+def test_a_reader_that_goes_away_ends_the_process_quietly(
+    tmp_path: Path, trace: tuple[str, ...]
+) -> None:
     """As in ``generate.py ... | head -c 1``."""
     model = write_folder(tmp_path / "model", LONG)
     with subprocess.Popen(
-        command("the hen", "--model", model, "--max-new-tokens", 1 << 16, "--draft", "none", *trace),
+        command(
+            "the hen", "--model", model, "--max-new-tokens", 1 << 16, "--draft", "none", *trace
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
@@ -95,24 +118,48 @@ def cut_short(name: str) -> Callable[[Path], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), "with a config.json, and weights/ holds"),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "with a config.json, and weights/ holds",
+    ),
     "half a config": (cut_short("config.json"), "config.json is not valid JSON"),
-    "unknown model type": (edit_config(model_type="mistral"), "'mistral' is not supported; this project runs 'llama'"),
-    "no model type": (edit_config(model_type=None, architectures=None), "this project runs 'llama' and 'gemma2'"),
+    "unknown model type": (
+        edit_config(model_type="falcon"),
+        "'falcon' is not supported; this project runs 'llama'",
+    ),
+    "no model type": (
+        edit_config(model_type=None, architectures=None),
+        "this project runs 'llama', 'mistral'",
+    ),
     "no context left": (edit_config(max_position_embeddings=1), "the model's context 1"),
     "another shape": (edit_config(hidden_size=64), "not those that its config.json describes"),
     "missing tensor": (drop_tensor, "Missing key(s) in state_dict: "),
     "half the weights": (cut_short("model.safetensors"), "is not a whole safetensors file"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "holds no model.safetensors",
+    ),
     "pickles": (only_pickles, "holds no model.safetensors"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "holds no tokenizer.json"),
-    "half a tokenizer": (cut_short("tokenizer.json"), "tokenizer.json is not a tokenizer that can be read"),
-    "half a plan": (lambda folder: (folder / "plan.json").write_text('{"attn": ['), "plan.json is not valid JSON"),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "holds no tokenizer.json",
+    ),
+    "half a tokenizer": (
+        cut_short("tokenizer.json"),
+        "tokenizer.json is not a tokenizer that can be read",
+    ),
+    "half a plan": (
+        lambda folder: (folder / "plan.json").write_text('{"attn": ['),
+        "plan.json is not valid JSON",
+    ),
     "a plan of gamma -1": (
         lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'),
         "gamma must be a whole number of at least 0, found -1",
     ),
-    "a plan of another model": (lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'), "skips layer 9"),
+    "a plan of another model": (
+        lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'),
+        "skips layer 9",
+    ),
 }
 
 

@@ -25,7 +25,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, str(ROOT / "generate.py"), "--serve", "0", "--model", str(folder), "--draft", "none"]
+    command = [
+        sys.executable,
+        str(ROOT / "generate.py"),
+        "--serve",
+        "0",
+        "--model",
+        str(folder),
+        "--draft",
+        "none",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         yield started
         started.kill()
@@ -39,10 +48,20 @@ def test_it_prints_its_address_serves_there_and_ends_on_ctrl_c_in_the_middle_of_
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
     with urllib.request.urlopen(address + "v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == "tiny"
-        assert answer.headers["X-Content-Type-Options"] == "nosniff" and "server" not in answer.headers
-    asked = {"prompt": "the hen", "max_tokens": 1 << 20, "ban": "q", "temperature": 1, "stream": True}
+        assert (
+            answer.headers["X-Content-Type-Options"] == "nosniff" and "server" not in answer.headers
+        )
+    asked = {
+        "prompt": "the hen",
+        "max_tokens": 1 << 20,
+        "ban": "q",
+        "temperature": 1,
+        "stream": True,
+    }
     json_type = {"Content-Type": "application/json"}
-    request = urllib.request.Request(address + "v1/completions", json.dumps(asked).encode(), json_type)
+    request = urllib.request.Request(
+        address + "v1/completions", json.dumps(asked).encode(), json_type
+    )
     with urllib.request.urlopen(request, timeout=60) as stream:
         assert stream.readline().startswith(b"data: ")
         process.send_signal(signal.SIGINT)
@@ -55,7 +74,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a refused command prints."""
     assert generate.main(list(arguments)) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert (
+        captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    )
     return captured.err
 
 
@@ -66,6 +87,7 @@ def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded
     for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
         said = complaint(capsys, "--serve", address, "--model", str(folder))
         assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
+    assert "--serve  :1: " in complaint(capsys, "--serve", "\udcff:1", "--model", str(folder))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"--serve {place}: " in complaint(capsys, "--serve", place, "--model", str(folder))
@@ -78,13 +100,17 @@ def test_without_its_libraries_one_line_says_how_to_get_them(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     said = complaint(capsys, "--serve", "0", "--model", str(folder))
     assert "needs uvicorn: run make serve, or pip install -r requirements-serve.txt" in said
-    assert "--together must be at least 1" in complaint(capsys, "--serve", "0", "--together", "0")
+    assert "--together and --context must be at least 1" in complaint(
+        capsys, "--serve", "0", "--together", "0"
+    )
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    said = complaint(capsys, "--serve", "0", "--model", str(folder), "--draft", "exit", "--exit-layer", "9")
+    said = complaint(
+        capsys, "--serve", "0", "--model", str(folder), "--draft", "exit", "--exit-layer", "9"
+    )
     assert "exit layer 9 is not in 1..4" in said
     file = tmp_path / "own.py"
     file.write_text("class Lazy:\n    def __init__(self, model, cache): pass\n")

@@ -1,4 +1,6 @@
-"""Checkpoints that ship with the project: they work by name, also in transformers, and their plans fit them."""
+"""Checkpoints that ship with the project: they work by name, also in transformers, and their plans
+fit them.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,9 @@ def folder(request: pytest.FixtureRequest) -> Path:
 @torch.inference_mode()
 def test_its_logits_and_tokens_are_those_of_transformers(folder: Path) -> None:
     """The text is longer than Gemma-2's sliding window."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": PROMPT * 10}]
     ids = Tokenizer(folder).encode_chat(messages)
@@ -37,10 +41,17 @@ def test_its_logits_and_tokens_are_those_of_transformers(folder: Path) -> None:
     torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_it_writes_by_name_and_drafting_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_by_name_and_drafting_changes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = next(name for name in NAMES if name != folder.name)
     texts = []
-    for draft in (["none"], ["skip"], ["exit", "--exit-layer", str(EARLY)], ["model", "--draft-model", other]):
+    for draft in (
+        ["none"],
+        ["skip"],
+        ["exit", "--exit-layer", str(EARLY)],
+        ["model", "--draft-model", other],
+    ):
         options = [PROMPT, "--model", folder.name, "--dtype", "float32", "--max-new-tokens", "40"]
         assert generate.main([*options, "--json", "--draft", *draft]) == 0
         result = json.loads(capsys.readouterr().out)
@@ -54,11 +65,17 @@ def test_it_writes_by_name_and_drafting_changes_nothing(folder: Path, capsys: py
 def test_its_early_layers_speak_better_the_deeper_the_exit(folder: Path) -> None:
     """Greedy agreement with the full model on a short story."""
     model, tokenizer = load_model(folder, torch.float32), Tokenizer(folder)
-    text = "Write a story about a bear.\n\nOnce upon a time, a little bear named Max lived in the woods."
+    text = (
+        "Write a story about a bear.\n\nOnce upon a time, a little bear named Max lived in the"
+        " woods."
+    )
     tokens = torch.tensor([tokenizer.encode(text)])
     full = model(tokens).argmax(-1)
     agreement = [
-        (model(tokens, plan=LayerPlan.early_exit(model.num_layers, layer)).argmax(-1) == full).float().mean().item()
+        (model(tokens, plan=LayerPlan.early_exit(model.num_layers, layer)).argmax(-1) == full)
+        .float()
+        .mean()
+        .item()
         for layer in (1, EARLY, MIDDLE, model.num_layers)
     ]
     assert agreement == sorted(agreement) and agreement[1] > 0.6 and agreement[-1] == 1

@@ -1,4 +1,6 @@
-"""Parity with transformers on the real checkpoint: logits, greedy texts, tokenizer, chat template."""
+"""Parity with transformers on the real checkpoint: logits, greedy texts, tokenizer, chat
+template.
+"""
 
 import math
 from collections.abc import Sequence
@@ -21,14 +23,24 @@ from weights.tokenizer import Tokenizer
 transformers.logging.set_verbosity_error()
 
 NEW_TOKENS = 24
-PROMPT_TOKENS = 16  # each of the eight prompts is cut to this, so that a batch of them needs no padding
+# each of the eight prompts is cut to this, so that a batch of them needs no padding
+PROMPT_TOKENS = 16
 PROMPTS = [
     "Once upon a time, in a small village at the foot of a mountain, there lived an old woman",
-    "The three laws of thermodynamics can be stated as follows, beginning with the first one, which says",
-    "def fibonacci(n):\n    # returns the n-th Fibonacci number, counting from zero, without recursion\n",
+    (
+        "The three laws of thermodynamics can be stated as follows, beginning with the first one,"
+        " which says"
+    ),
+    (
+        "def fibonacci(n):\n    # returns the n-th Fibonacci number, counting from zero, without"
+        " recursion\n"
+    ),
     "Ingredients: 200 g flour, 3 eggs, 50 ml milk, 1 pinch of salt. First, mix the flour and",
     "In 1969, the Apollo 11 mission landed the first humans on the Moon; the crew of the mission",
-    "Q: What is the difference between a virus and a bacterium, in simple words?\nA: The difference is",
+    (
+        "Q: What is the difference between a virus and a bacterium, in simple words?\nA: The"
+        " difference is"
+    ),
     "Der schnelle braune Fuchs springt über den faulen Hund, und dann läuft er weiter in den Wald",
     "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610,",
 ]
@@ -90,9 +102,11 @@ def test_logits_of_a_long_prompt_equal_transformers(
 def test_greedy_texts_of_eight_prompts_equal_transformers(
     ours: Decoder, theirs: transformers.PreTrainedModel, tokenizer: Tokenizer
 ) -> None:
-    """A text is transformers' greedy text if and only if each token is its choice after all tokens before.
+    """A text is transformers' greedy text if and only if each token is its choice after all tokens
+    before.
 
-    So one pass of transformers over the finished texts is enough, at a fraction of the cost of generating.
+    So one pass of transformers over the finished texts is enough, at a fraction of the cost of
+    generating.
     """
     tokens = torch.tensor([tokenizer.encode(prompt)[:PROMPT_TOKENS] for prompt in PROMPTS])
     cache = ours.new_cache(PROMPT_TOKENS + NEW_TOKENS, batch=len(PROMPTS))
@@ -104,7 +118,9 @@ def test_greedy_texts_of_eight_prompts_equal_transformers(
     assert tokens[:, PROMPT_TOKENS:].tolist() == choices.tolist()
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"])
+@pytest.mark.parametrize(
+    "conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"]
+)
 @torch.inference_mode()
 def test_plain_decoding_of_a_chat_is_transformers_greedy_text_up_to_and_with_the_end_of_turn(
     ours: Decoder,
@@ -125,7 +141,7 @@ def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> li
     writer = Writer(model, len(prompt) + NEW_TOKENS)
     writer.begin(prompt)
     text = writer.new_text(Rules(NEW_TOKENS, eos_ids))
-    return writer.write(text, writer.plain, SamplingParams(), Coupling("ratio", 0)).text.generated
+    return writer.write(text, writer.plain, SamplingParams(), Coupling("ratio", 0)).tokens
 
 
 def test_text_ends_at_every_id_that_generate_ends_at(
@@ -150,13 +166,17 @@ def test_any_ids_have_the_text_of_transformers(
     assert tokenizer.decode(ids) == their_tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"])
+@pytest.mark.parametrize(
+    "conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"]
+)
 def test_a_chat_has_the_ids_of_transformers(
     tokenizer: Tokenizer,
     their_tokenizer: transformers.PreTrainedTokenizerBase,
     conversation: list[dict[str, str]],
 ) -> None:
-    expected = their_tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    expected = their_tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
     assert tokenizer.encode_chat(conversation) == expected
 
 
@@ -167,17 +187,25 @@ def test_a_chat_about_any_text_has_the_ids_of_transformers_but_for_typed_control
     conversation = [{"role": "user", "content": text}]
     ids = tokenizer.encode_chat(conversation)
     if not any(name in text for name in tokenizer.special):
-        expected = their_tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        expected = their_tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, return_dict=False
+        )
         assert ids == expected
     harmless = tokenizer.encode_chat([{"role": "user", "content": "x"}])
     control = set(tokenizer.special.values())
-    assert [number for number in ids if number in control] == [number for number in harmless if number in control]
+    assert [number for number in ids if number in control] == [
+        number for number in harmless if number in control
+    ]
     assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("user\nx", f"user\n{text}")
 
 
 def test_the_loaded_model_predicts_real_text(ours: Decoder, tokenizer: Tokenizer) -> None:
-    """A floor that no mistake shared with transformers passes: English costs less than 4 nats a token."""
-    ids = torch.tensor([tokenizer.encode(PROMPTS[0] + " who told stories to the children every evening.")])
+    """A floor that no mistake shared with transformers passes: English costs less than 4 nats a
+    token.
+    """
+    ids = torch.tensor(
+        [tokenizer.encode(PROMPTS[0] + " who told stories to the children every evening.")]
+    )
     with torch.inference_mode():
         loss = torch.nn.functional.cross_entropy(ours(ids)[0, :-1], ids[0, 1:]).item()
     assert loss < 4 < math.log(ours.vocab_size) / 2

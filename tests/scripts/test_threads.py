@@ -25,6 +25,10 @@ def test_threads_wait_awake_in_every_command(module: str) -> None:
     """Read when torch is loaded, so it must be there by then."""
     environment = {"PATH": ""}
     run = subprocess.run(
-        [sys.executable, "-c", WATCH.format(module=module)], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", WATCH.format(module=module)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.stdout.strip() == "200000", run.stderr

@@ -1,4 +1,6 @@
-"""The training recipe against values computed by hand, and the run: reproducible, resumable, shared."""
+"""The training recipe against values computed by hand, and the run: reproducible, resumable,
+shared.
+"""
 
 import argparse
 import json
@@ -27,7 +29,13 @@ TEXT = "\n".join(
 
 def recipe(**changed: Any) -> argparse.Namespace:
     """Options of the recipe, for 12 steps."""
-    given = {"steps": 12, "layer_dropout": 0.2, "start_from": None, "exit_scale": 1.0, "exit_power": 1.0}
+    given = {
+        "steps": 12,
+        "layer_dropout": 0.2,
+        "start_from": None,
+        "exit_scale": 1.0,
+        "exit_power": 1.0,
+    }
     return argparse.Namespace(**given | {"curriculum": "rotational", "rotation": 1} | changed)
 
 
@@ -47,21 +55,27 @@ def test_layer_dropout_grows_over_depth_and_from_scratch_over_time() -> None:
 
 
 def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
-    # L = 4, e_scale = 1/2: below the last 0, 1/2, 3/2; the last 3 + 1/2·(0+1+2) = 9/2; together 13/2
+    # L = 4, e_scale = 1/2: below the last 0, 1/2, 3/2; the last 3 + 1/2·(0+1+2) = 9/2; together
+    # 13/2
     assert exits(4, 0, exit_scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
 
 
 def test_the_rotational_curriculum_takes_every_rth_exit_and_shifts_by_one_a_step() -> None:
     on = [[bool(weight) for weight in exits(8, step, rotation=3)] for step in range(4)]
-    assert on[0] == [False, False, False, True, False, False, True, True]  # layer 0 weighs nothing by its sum
+    # layer 0 weighs nothing by its sum
+    assert on[0] == [False, False, False, True, False, False, True, True]
     assert on[1] == [False, True, False, False, True, False, False, True]
     assert on[2] == [False, False, True, False, False, True, False, True]
     assert on[3] == on[0]
 
 
 def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_the_run() -> None:
-    # L = 4 of T = 12 steps: layer l is on from step (4 - l)·12/8, that is 6, 4.5, 3 for layers 0, 1, 2
-    first_on = [next(s for s in range(12) if exits(4, s, curriculum="gradual")[layer]) for layer in (1, 2, 3)]
+    # L = 4 of T = 12 steps: layer l is on from step (4 - l)·12/8, that is 6, 4.5, 3 for layers 0,
+    # 1, 2
+    first_on = [
+        next(s for s in range(12) if exits(4, s, curriculum="gradual")[layer])
+        for layer in (1, 2, 3)
+    ]
     assert first_on == [5, 3, 0]
 
 
@@ -77,7 +91,9 @@ def test_a_layers_output_is_what_an_early_exit_speaks_from(raw: dict[str, Any]) 
 
     model, tokens = tiny(raw)
     for layer, hidden in enumerate(train.layer_outputs(model, tokens)):
-        torch.testing.assert_close(model.logits(hidden), model(tokens, plan=LayerPlan.early_exit(3, layer + 1)))
+        torch.testing.assert_close(
+            model.logits(hidden), model(tokens, plan=LayerPlan.early_exit(3, layer + 1))
+        )
 
 
 def test_a_dropped_layer_is_dropped_whole_for_its_sample_alone() -> None:
@@ -93,14 +109,21 @@ def test_a_dropped_layer_is_dropped_whole_for_its_sample_alone() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.75])
-def test_an_exits_target_is_the_text_mixed_with_a_share_of_the_last_layers_probabilities(share: float) -> None:
-    """The loss is the weighted sum of the exits' losses; its gradients are those of a loss computed by hand."""
+def test_an_exits_target_is_the_text_mixed_with_a_share_of_the_last_layers_probabilities(
+    share: float,
+) -> None:
+    """The loss is the weighted sum of the exits' losses; its gradients are those of a loss computed
+    by hand.
+    """
     model, tokens = tiny()
     model.requires_grad_()
     total = train.recipe_loss(model, tokens, None, [0.25, 0.0, 0.75], taught=share)
-    first, _, last = (model.logits(hidden).float() for hidden in train.layer_outputs(model, tokens[:, :-1]))
+    first, _, last = (
+        model.logits(hidden).float() for hidden in train.layer_outputs(model, tokens[:, :-1])
+    )
     text = torch.nn.functional.one_hot(tokens[:, 1:], model.vocab_size)
-    target = (1 - share) * text + share * torch.softmax(last, -1).detach()  # no gradient teaches the teacher
+    # no gradient teaches the teacher
+    target = (1 - share) * text + share * torch.softmax(last, -1).detach()
     pairs = (target, first), (text, last)
     early, late = (-(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in pairs)
     by_hand = 0.25 * early + 0.75 * late
@@ -143,12 +166,19 @@ def arguments(text: Path, out: Path, **changed: Any) -> list[str]:
         "device": "cpu",
         **changed,
     }
-    given = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items() if value is not None)
+    given = (
+        (f"--{name.replace('_', '-')}", str(value))
+        for name, value in options.items()
+        if value is not None
+    )
     return [*(part for pair in given for part in pair), "--no-autocast"]
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "training" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (out / "training" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def state_of(out: Path) -> dict[str, Any]:
@@ -157,17 +187,23 @@ def state_of(out: Path) -> dict[str, Any]:
 
 def assert_same_state(out: Path, other: Path) -> None:
     """Weights and moments, bit for bit."""
-    one, same = ([part.get("state", part) for part in state_of(each)["parts"]] for each in (out, other))
+    one, same = (
+        [part.get("state", part) for part in state_of(each)["parts"]] for each in (out, other)
+    )
     torch.testing.assert_close(one, same, rtol=0, atol=0)
 
 
-def test_a_run_learns_and_leaves_an_ordinary_model_folder(data: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_learns_and_leaves_an_ordinary_model_folder(
+    data: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "run"
     assert train.main(arguments(data, out, steps=40, save_every=20, learning_rate=0.01)) == 0
     losses = [row["loss"] for row in log_of(out) if "loss" in row]
     assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
     judged = [row for row in log_of(out) if "agreement" in row][-1]
-    assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3 and judged["agreement"][-1] == 1
+    assert (
+        judged["step"] == 40 and len(judged["held_out_loss"]) == 3 and judged["agreement"][-1] == 1
+    )
     model = load_model(out)
     assert model.dtype == torch.bfloat16 and model.num_layers == 3
     assert "loss" in capsys.readouterr().err
@@ -193,7 +229,9 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     assert_same_state(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_run_never_replaces_a_model_that_it_did_not_make(data: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_never_replaces_a_model_that_it_did_not_make(
+    data: Path, tmp_path: Path, capsys: Any
+) -> None:
     other = write_folder(tmp_path / "other", {**LLAMA, **SHAPE, "head_dim": 8}, eos_ids=(263,))
     before = (other / "model.safetensors").read_bytes()
     for start in ({}, {"tokenizer": other}, {"config": None, "start_from": other}):
@@ -211,10 +249,14 @@ def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, c
     state = tmp_path / "run" / train.STATE
     whole = state.read_bytes()
     state.write_bytes(whole[:99])
-    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2 and "is damaged" in one_line(capsys)
+    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2 and "is damaged" in one_line(
+        capsys
+    )
     state.write_bytes(whole)
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, "the run itself still goes on"
+    assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, (
+        "the run itself still goes on"
+    )
 
 
 def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path) -> None:
@@ -229,14 +271,20 @@ def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path)
     )
 
 
-def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(data: Path, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
+    data: Path, tmp_path: Path
+) -> None:
     start = write_folder(tmp_path / "start", {**GEMMA2, **SHAPE, "head_dim": 8}, eos_ids=(263,))
-    options = arguments(data, tmp_path / "run", config=None, start_from=start, learning_rate=1e-9, steps=2)
+    options = arguments(
+        data, tmp_path / "run", config=None, start_from=start, learning_rate=1e-9, steps=2
+    )
     assert train.main(options) == 0
     before, after = load_model(start, torch.float32), load_model(tmp_path / "run", torch.float32)
     for name, parameter in before.named_parameters():
         torch.testing.assert_close(after.get_parameter(name), parameter, rtol=1e-2, atol=1e-2)
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (
+        start / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
@@ -259,7 +307,9 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
 
 
 def one_line(capsys: Any) -> str:
-    """The last line said: the whole of an error, so no traceback and no message of several lines."""
+    """The last line said: the whole of an error, so no traceback and no message of several
+    lines.
+    """
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.splitlines()[-1].startswith("error: ")
     return said.splitlines()[-1]
@@ -281,7 +331,12 @@ def one_line(capsys: Any) -> str:
     ],
 )
 def test_wrong_input_is_refused_in_one_line(
-    data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], complaint: str
+    data: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    complaint: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")

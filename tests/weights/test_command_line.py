@@ -1,4 +1,6 @@
-"""Shared behaviour of command lines in a shell: exit status, one line per failure, closed streams."""
+"""Shared behaviour of command lines in a shell: exit status, one line per failure, closed
+streams.
+"""
 
 import os
 import signal
@@ -17,7 +19,7 @@ from weights.cli.command_line import run_command
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, time, types
-model = sys.modules["model"] = types.ModuleType("model")  # without torch, which takes seconds to import
+model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
 from weights.cli.command_line import OneLineParser, run_command
 from weights.cli.start import start
@@ -56,10 +58,14 @@ def shell(tmp_path: Path) -> Shell:
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def run(line: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
-        command = " ".join(f"'{part}'" for part in (sys.executable, tmp_path / "script.py", *arguments))
+        command = " ".join(
+            f"'{part}'" for part in (sys.executable, tmp_path / "script.py", *arguments)
+        )
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | more
         line = line.replace("$RUN", command)
-        return subprocess.run(["bash", "-o", "pipefail", "-c", line], env=environment, capture_output=True, timeout=60)
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line], env=environment, capture_output=True, timeout=60
+        )
 
     return run
 
@@ -67,7 +73,15 @@ def shell(tmp_path: Path) -> Shell:
 # Failures
 
 
-def outcome(work: Callable[[], int | None], capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+def test_a_deleted_working_directory_is_one_line(shell: Shell) -> None:
+    done = shell("cd $(mktemp -d); rmdir $PWD; $RUN", "little")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"error: the working directory was deleted: change to another\n"
+
+
+def outcome(
+    work: Callable[[], int | None], capsys: pytest.CaptureFixture[str], *more: str
+) -> tuple[int, str]:
     """Exit status and text on standard error; standard output is empty."""
     status = run_command(work, *more)
     said = capsys.readouterr()
@@ -91,8 +105,14 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
     ("error", "line"),
     [
         (InputError("'a\nb\x1b[31m' is wrong:\nfix it"), "error: 'a b [31m' is wrong: fix it\n"),
-        (FileNotFoundError(2, "No such file", "a\nb"), "error: a b cannot be read or written: No such file\n"),
-        (OSError(5, "Input error"), "error: standard output cannot be read or written: Input error\n"),
+        (
+            FileNotFoundError(2, "No such file", "a\nb"),
+            "error: a b cannot be read or written: No such file\n",
+        ),
+        (
+            OSError(5, "Input error"),
+            "error: standard output cannot be read or written: Input error\n",
+        ),
         (
             torch.OutOfMemoryError("CUDA out of memory.\nTried"),
             "error: out of memory: ask for less, or free some first (CUDA out of memory. Tried)\n",
@@ -100,7 +120,9 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
     ],
     ids=["input", "file", "no file", "device memory"],
 )
-def test_a_failure_is_one_line_and_status_2(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_one_line_and_status_2(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert outcome(raising(error), capsys) == (2, line)
 
 
@@ -116,9 +138,14 @@ def test_a_mistake_of_ours_keeps_its_traceback() -> None:
         run_command(raising(SystemExit(2)))
 
 
-def test_ctrl_c_is_130_with_the_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_130_with_the_line_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert outcome(raising(KeyboardInterrupt()), capsys) == (130, "")
-    assert outcome(raising(KeyboardInterrupt()), capsys, "go on with it") == (130, "go on with it\n")
+    assert outcome(raising(KeyboardInterrupt()), capsys, "go on with it") == (
+        130,
+        "go on with it\n",
+    )
     (tmp_path / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
         [sys.executable, tmp_path / "script.py", "sleep"],
@@ -144,11 +171,16 @@ sys.meta_path.insert(0, Interrupt())
 
 
 @pytest.mark.parametrize("command", [["generate.py"], ["-m", "weights.fetch"]], ids=" ".join)
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(
+    command: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": "torch.nn"}
-    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")  # 130 in a shell
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True
+    )
+    # 130 in a shell
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 # Standard streams
@@ -163,7 +195,9 @@ def test_a_full_disk_is_one_line(work: str, shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_gone_is_met_with_silence_and_status_0(unbuffered: str, shell: Shell) -> None:
+def test_a_reader_that_has_gone_is_met_with_silence_and_status_0(
+    unbuffered: str, shell: Shell
+) -> None:
     done = shell("$RUN | head -n 1", "much", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"line 0\n", b"")
 
@@ -188,7 +222,9 @@ def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: 
     assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ? ?\n", b"caf?\n")
 
 
-def test_a_mistyped_option_is_one_line_that_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_option_is_one_line_that_names_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         fetch.main(["--wrong"])
     assert ended.value.code == 2

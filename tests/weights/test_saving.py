@@ -13,21 +13,56 @@ from transformers import AutoModelForCausalLM
 
 from model import Decoder, InputError, build, parse_config
 from model.fast import accelerate
-from tests.oracle import FAMILIES, VOCAB, configs, lifted, oracle_logits, oracle_model, our_model, randomise
+from tests.configs import FAMILIES
+from tests.oracle import (
+    VOCAB,
+    configs,
+    lifted,
+    oracle_logits,
+    oracle_model,
+    our_model,
+    randomise,
+)
 from weights.load import load_model
 from weights.save import save_model
 
-both_families = pytest.mark.parametrize("family", FAMILIES)
+all_families = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = torch.arange(14)[None] % VOCAB
 ONE_FILE, SHARDS = 10**9, 3000  # bytes a shard
 
 
 def raw_config(family: str, **more: object) -> dict[str, object]:
-    raw = {"model_type": family, "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
-    raw |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 5}
-    raw |= {"pad_token_id": None, "tie_word_embeddings": family == "gemma2", "max_position_embeddings": 64}
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return raw | {"rope_theta": 5000.0, "rope_scaling": scaling | {"original_max_position_embeddings": 32}} | more
+    raw = {
+        "model_type": family,
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "head_dim": 4,
+    }
+    raw |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "sliding_window": 5,
+    }
+    if family == "gemma3_text":
+        raw |= {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0}
+    raw |= {
+        "pad_token_id": None,
+        "tie_word_embeddings": family.startswith("gemma"),
+        "max_position_embeddings": 64,
+    }
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    return (
+        raw
+        | {"rope_theta": 5000.0, "rope_scaling": scaling | {"original_max_position_embeddings": 32}}
+        | more
+    )
 
 
 def random_model(raw: dict[str, object], dtype: torch.dtype = torch.float64) -> Decoder:
@@ -40,15 +75,23 @@ def as_transformers_4(folder: Path) -> None:
     """Rewrite config.json the way transformers 4 lays it out."""
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.pop("rope_parameters")
+    if "full_attention" in rope:
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
-    raw["rope_scaling"] = None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    raw["rope_scaling"] = (
+        None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
+    )
     raw["torch_dtype"] = raw.pop("dtype")
-    raw.pop("layer_types", None)
+    if raw["model_type"] != "gemma3_text":
+        raw.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(raw))
 
 
 def transformers_logits(folder: Path) -> Tensor:
-    """Logits of transformers for the folder, without its float32 casts; every weight must be found there."""
+    """Logits of transformers for the folder, without its float32 casts; every weight must be found
+    there.
+    """
     with lifted():
         oracle, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
@@ -57,11 +100,14 @@ def transformers_logits(folder: Path) -> Tensor:
         return oracle_logits(oracle, TOKENS).detach()
 
 
-@both_families
+@all_families
 @pytest.mark.parametrize(
-    ("layout", "shard_bytes", "rope"), [(4, ONE_FILE, "llama3"), (5, SHARDS, "llama3"), (4, SHARDS, "default")]
+    ("layout", "shard_bytes", "rope"),
+    [(4, ONE_FILE, "llama3"), (5, SHARDS, "llama3"), (4, SHARDS, "default")],
 )
-def test_what_transformers_saves_loads_here_with_the_same_logits(family, layout, shard_bytes, rope, tmp_path):
+def test_what_transformers_saves_loads_here_with_the_same_logits(
+    family, layout, shard_bytes, rope, tmp_path
+):
     raw = raw_config(family) if rope == "llama3" else raw_config(family, rope_scaling=None)
     with lifted():
         oracle = oracle_model(raw)
@@ -75,7 +121,7 @@ def test_what_transformers_saves_loads_here_with_the_same_logits(family, layout,
     torch.testing.assert_close(ours(TOKENS), expected, rtol=0, atol=1e-9)
 
 
-@both_families
+@all_families
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_what_is_saved_here_loads_in_transformers_with_the_same_logits(family, tied, tmp_path):
     """Also in place of another model; and a model prepared for speed has the same tensors."""
@@ -88,7 +134,7 @@ def test_what_is_saved_here_loads_in_transformers_with_the_same_logits(family, t
     assert load_file(tmp_path / "model.safetensors").keys() == names
 
 
-@both_families
+@all_families
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory):
@@ -99,7 +145,9 @@ def test_every_config_survives_saving_and_loading(family, data, tmp_path_factory
     assert again.config == ours.config
     assert torch.equal(again(TOKENS), ours(TOKENS))
     oracle = oracle_model(json.loads((folder / "config.json").read_text()), seed=1)
-    torch.testing.assert_close(our_model(oracle)(TOKENS), oracle_logits(oracle, TOKENS), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        our_model(oracle)(TOKENS), oracle_logits(oracle, TOKENS), rtol=0, atol=1e-4
+    )
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, monkeypatch):
@@ -118,7 +166,9 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it_untouched(tmp_path, 
 def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path):
     source, folder = tmp_path / "source", tmp_path / "saved"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps({"eos_token_id": [7, 9], "bos_token_id": 3, "hidden_size": 99}))
+    (source / "config.json").write_text(
+        json.dumps({"eos_token_id": [7, 9], "bos_token_id": 3, "hidden_size": 99})
+    )
     (source / "tokenizer.json").write_text("{}")
     (source / "notes.txt").write_text("not the tokenizer's")
     model = random_model(raw_config("llama"))
@@ -126,7 +176,11 @@ def test_the_tokenizer_and_the_ids_that_end_a_text_go_with_the_weights(tmp_path)
     raw = json.loads((folder / "config.json").read_text())
     assert (raw["eos_token_id"], raw["bos_token_id"], raw["hidden_size"]) == ([7, 9], 3, 16)
     assert (folder / "tokenizer.json").read_text() == "{}"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     save_model(model, folder, tokenizer_from=folder)
     assert (folder / "tokenizer.json").read_text() == "{}"
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [7, 9]

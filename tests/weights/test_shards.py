@@ -15,7 +15,15 @@ from weights.memory import estimate
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gemma2": GEMMA2,
-    "biases and a tied head": {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "biases and a tied head": {
+        **LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "attention_bias": True},
+    "gemma3_text": {**GEMMA2, "model_type": "gemma3_text"},
     "one key head": {**GEMMA2, "num_key_value_heads": 1, "vocab_size": 263},
 }
 
@@ -29,7 +37,9 @@ def test_a_process_reads_its_shard_as_estimated_and_nothing_more(
     for rank in range(2):
         shard, read = Shard(whole.config, rank, 2), {}
 
-        def counted(tensor: StoredTensor, cut: Cut, read: dict[str, torch.Tensor] = read) -> torch.Tensor:
+        def counted(
+            tensor: StoredTensor, cut: Cut, read: dict[str, torch.Tensor] = read
+        ) -> torch.Tensor:
             return read.setdefault(tensor.name, read_one(tensor, cut))
 
         with monkeypatch.context() as patch:

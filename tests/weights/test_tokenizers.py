@@ -1,7 +1,10 @@
-"""Tokenizers of both families: ids and texts as the libraries and transformers have them, whatever a user types."""
+"""Tokenizers of both families: ids and texts as the libraries and transformers have them, whatever
+a user types.
+"""
 
 import io
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,16 @@ import sentencepiece
 import transformers
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Library
 
 from model import InputError
@@ -33,12 +45,14 @@ GEMMA_TURNS = (
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 LLAMA_2_TURNS = (
-    "{% for message in messages %}{% if message.role == 'user' %}{{ bos_token + '[INST] ' + message.content + "
-    "' [/INST]' }}{% else %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{{ bos_token + '[INST] ' +"
+    " message.content + ' [/INST]' }}{% else %}{{ ' ' + message.content + ' ' + eos_token }}{%"
+    " endif %}{% endfor %}"
 )
 LLAMA_3_TURNS = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
-    "{{ message.content | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role"
+    " }}<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor"
+    " %}<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 
 
@@ -76,15 +90,23 @@ def unigram_model() -> bytes:
 @cache
 def gemma_model() -> bytes:
     return sentencepiece_model(
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3, pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>",
-        add_dummy_prefix=False, user_defined_symbols=[*GEMMA_CONTROL, "\n\n", "▁▁", "<b>"],
-    )  # fmt: skip
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        eos_piece="<eos>",
+        bos_piece="<bos>",
+        add_dummy_prefix=False,
+        user_defined_symbols=[*GEMMA_CONTROL, "\n\n", "▁▁", "<b>"],
+    )
 
 
 def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Vocabulary and merges of a sentencepiece model, as the tokenizers library wants them.
 
-    A piece is merged from any two pieces it is made of; the better a piece's score, the earlier its merges.
+    A piece is merged from any two pieces it is made of; the better a piece's score, the earlier its
+    merges.
     """
     library = sentencepiece.SentencePieceProcessor(model_proto=model)
     vocabulary = {library.IdToPiece(number): number for number in range(library.GetPieceSize())}
@@ -92,27 +114,49 @@ def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
     for piece, number in vocabulary.items():
         if not (library.IsByte(number) or library.IsControl(number) or library.IsUnknown(number)):
             pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-            merges += [(-library.GetScore(number), pair) for pair in pairs if set(pair) <= set(vocabulary)]
+            merges += [
+                (-library.GetScore(number), pair) for pair in pairs if set(pair) <= set(vocabulary)
+            ]
     return vocabulary, [pair for _, pair in sorted(merges, key=lambda entry: entry[0])]
 
 
 def llama_2_sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(llama_2_model())
-    write(folder, add_bos_token=True, bos_token="<s>", eos_token="</s>", chat_template=LLAMA_2_TURNS)
+    write(
+        folder, add_bos_token=True, bos_token="<s>", eos_token="</s>", chat_template=LLAMA_2_TURNS
+    )
 
 
 def llama_2_json(folder: Path) -> None:
     """As transformers 4 converted it: a normalizer puts the mark before every stretch of text."""
     vocabulary, merges = bpe_of(llama_2_model())
-    library = Library(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library = Library(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    library.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    library.add_special_tokens(
+        [AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")]
+    )
     library.save(str(folder / "tokenizer.json"))
-    write(folder, bos_token="<s>", eos_token={"__type": "AddedToken", "content": "</s>"}, chat_template=LLAMA_2_TURNS)
+    write(
+        folder,
+        bos_token="<s>",
+        eos_token={"__type": "AddedToken", "content": "</s>"},
+        chat_template=LLAMA_2_TURNS,
+    )
 
 
 def llama_2_saved_by_transformers_5(folder: Path) -> None:
@@ -124,15 +168,31 @@ def llama_2_saved_by_transformers_5(folder: Path) -> None:
 
 def gemma_sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(gemma_model())
-    control = {str(number): {"content": name, "special": True} for number, name in enumerate(GEMMA_CONTROL, 4)}
+    control = {
+        str(number): {"content": name, "special": True}
+        for number, name in enumerate(GEMMA_CONTROL, 4)
+    }
     plain = {"6": {"content": "\n\n", "special": False}}
-    tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    write(folder, add_bos_token=True, added_tokens_decoder=control | plain, chat_template=GEMMA_TURNS, **tokens)
+    tokens = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+    }
+    write(
+        folder,
+        add_bos_token=True,
+        added_tokens_decoder=control | plain,
+        chat_template=GEMMA_TURNS,
+        **tokens,
+    )
 
 
 def gemma_json(folder: Path) -> None:
     vocabulary, merges = bpe_of(gemma_model())
-    tokenizer = transformers.GemmaTokenizer(vocab=vocabulary, merges=merges, mask_token="<unk>", add_bos_token=True)
+    tokenizer = transformers.GemmaTokenizer(
+        vocab=vocabulary, merges=merges, mask_token="<unk>", add_bos_token=True
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": GEMMA_CONTROL})
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("\n\n", "▁▁", "<b>")])
     tokenizer.chat_template = GEMMA_TURNS
@@ -153,15 +213,24 @@ def byte_level_library(split: pre_tokenizers.PreTokenizer, control: list[str]) -
 
 
 def llama_3(folder: Path) -> None:
-    control = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    control = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     words = pre_tokenizers.Split(Regex(r"\s?\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}\s]+|\s+"), "isolated")
     library = byte_level_library(words, control)
-    library.add_tokens([AddedToken("日本", normalized=False)])  # plain text that no piece spells like this
+    # plain text that no piece spells like this
+    library.add_tokens([AddedToken("日本", normalized=False)])
     first = library.token_to_id(control[0])
     library.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single=f"{control[0]} $A", special_tokens=[(control[0], first)]),
+            processors.TemplateProcessing(
+                single=f"{control[0]} $A", special_tokens=[(control[0], first)]
+            ),
         ]
     )
     library.save(str(folder / "tokenizer.json"))
@@ -170,11 +239,15 @@ def llama_3(folder: Path) -> None:
 
 
 def smollm(folder: Path) -> None:
-    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
+    digits = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
     library = byte_level_library(digits, ["<|im_start|>", "<|im_end|>"])
     library.pre_tokenizer = digits
     library.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
     named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     write(folder, tokenizer_class="PreTrainedTokenizerFast", chat_template=template, **named)
 
@@ -188,7 +261,10 @@ KINDS = {
     "llama-3": llama_3,
     "smollm": smollm,
 }
-SENTENCEPIECE_TWIN = {"llama-2, sentencepiece": "llama-2, json", "gemma, sentencepiece": "gemma, json"}
+SENTENCEPIECE_TWIN = {
+    "llama-2, sentencepiece": "llama-2, json",
+    "gemma, sentencepiece": "gemma, json",
+}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -202,7 +278,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return made
 
 
-# "▁" is a space to sentencepiece, before and after: the one character that does not come back as itself.
+# "▁" is a space to sentencepiece, before and after: the one character that does not come back as
+# itself.
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
 FRAGMENTS = ["the", " fox", "  ", "   ", "\n", "\n\n", " <b>", "<", "s>", "é", "日本", "語"]
 FRAGMENTS += ["👩\u200d👩\u200d👧", "\u0301", "<0x41>", "\0", "12345"]
@@ -221,7 +298,9 @@ def loaded_oracle(folder: Path) -> Any:
 
 
 def oracle(folders: dict[str, Path], kind: str) -> Any:
-    """transformers' tokenizer of the kind. It cannot read tokenizer.model alone, so the twin in json stands in."""
+    """transformers' tokenizer of the kind. It cannot read tokenizer.model alone, so the twin in
+    json stands in.
+    """
     return loaded_oracle(folders[SENTENCEPIECE_TWIN.get(kind, kind)])
 
 
@@ -232,7 +311,8 @@ def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(folde
     tokenizer = loaded(folders[kind])
     ids = tokenizer.encode(text)
     assert ids == oracle(folders, kind).encode(text, split_special_tokens=True)
-    assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))  # that one gives "a" and " a" equal ids
+    # that one gives "a" and " a" equal ids
+    assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))
     assert tokenizer.decode(ids) == text
     space = b" " if text and tokenizer.adds_space else b""
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == space + text.encode()
@@ -240,7 +320,11 @@ def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(folde
 
 @pytest.mark.parametrize("model", [llama_2_model, gemma_model])
 @settings(max_examples=150)
-@given(text=st.lists(fragments | st.sampled_from([*CORPUS, "▁", "<b>", "</s>"]) | st.text(max_size=6)).map("".join))
+@given(
+    text=st.lists(
+        fragments | st.sampled_from([*CORPUS, "▁", "<b>", "</s>"]) | st.text(max_size=6)
+    ).map("".join)
+)
 def test_ids_of_a_text_are_those_of_the_sentencepiece_library(folders, model, text):
     """Its own, but for the names of control tokens, which no text here holds."""
     library = sentencepiece.SentencePieceProcessor(model_proto=model())
@@ -256,7 +340,9 @@ def test_any_tokens_that_spell_a_text_spell_that_of_transformers(folders, kind, 
     ids = data.draw(st.lists(st.integers(0, len(tokenizer.pieces) - 1), max_size=9))
     spelt = b"".join(map(tokenizer.token_bytes, ids))
     assume(spelt == spelt.decode(errors="replace").encode())
-    expected = oracle(folders, kind).decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    expected = oracle(folders, kind).decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     assert tokenizer.decode(ids) == expected
 
 
@@ -289,7 +375,9 @@ def copy_of(source: Path, folder: Path) -> dict[str, Any]:
 def test_the_name_of_a_control_token_is_text_when_a_user_types_it(folders, kind, data):
     tokenizer = loaded(folders[kind])
     names = st.sampled_from(sorted(tokenizer.special))
-    pieces = st.lists(names | st.sampled_from(["a", "the", "<", "|>", "\n"]), min_size=1, max_size=5)
+    pieces = st.lists(
+        names | st.sampled_from(["a", "the", "<", "|>", "\n"]), min_size=1, max_size=5
+    )
     text = data.draw(pieces.map("".join))
     ids = tokenizer.encode(text)
     assert not control_ids(tokenizer) & set(ids[1:])
@@ -299,7 +387,8 @@ def test_the_name_of_a_control_token_is_text_when_a_user_types_it(folders, kind,
 
 conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
     lambda contents: [
-        {"role": "assistant" if turn % 2 else "user", "content": content} for turn, content in enumerate(contents)
+        {"role": "assistant" if turn % 2 else "user", "content": content}
+        for turn, content in enumerate(contents)
     ]
 )
 
@@ -308,11 +397,15 @@ conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
 @over_texts
 @given(messages=conversations)
 def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, messages):
-    """Not where the name of a control token is typed: transformers then makes it one, which ours must not."""
+    """Not where the name of a control token is typed: transformers then makes it one, which ours
+    must not.
+    """
     tokenizer = loaded(folders[kind])
     control = tokenizer.special
     assume(not any(name in message["content"] for message in messages for name in control))
-    expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert tokenizer.encode_chat(messages) == expected
 
 
@@ -323,12 +416,16 @@ def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
     """The control tokens of a conversation are those of the template; typed text stays whole."""
     tokenizer = loaded(folders[kind])
     names = st.sampled_from(sorted(tokenizer.special))
-    content = data.draw(st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1))
+    content = data.draw(
+        st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1)
+    )
     content = "a" + "".join(content) + "b"  # templates may trim
     ids = tokenizer.encode_chat([{"role": "user", "content": content}])
     innocent = tokenizer.encode_chat([{"role": "user", "content": "ab"}])
     control = control_ids(tokenizer)
-    assert [token for token in ids if token in control] == [token for token in innocent if token in control]
+    assert [token for token in ids if token in control] == [
+        token for token in innocent if token in control
+    ]
     assert content.encode() in b"".join(map(tokenizer.token_bytes, ids))
 
 
@@ -349,9 +446,28 @@ def test_a_template_that_fails_is_one_line(folders, tmp_path, template, message)
     assert "\n" not in str(refusal.value)
 
 
+def test_marks_of_answers_for_training_change_nothing(folders, tmp_path):
+    """Neither the text between them nor the blanks around them; a name set within ends there."""
+    marked = (
+        "{% set x = 'a' %}{% for message in messages %}{{ message.role }}\n"
+        "{%- generation %}{% set x = 'b' %}{{ message.content }}{% endgeneration %}{{ x }}\n"
+        "{% endfor %}"
+    )
+    settings_, ids = copy_of(folders["smollm"], tmp_path), []
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    plain = marked.replace("generation", "if true").replace("endif true", "endif")
+    for template in (marked, plain.replace("set x = 'b'", "set y = 'b'")):
+        write(tmp_path, **settings_ | {"chat_template": template})
+        ids.append(loaded(tmp_path).encode_chat([{"role": "user", "content": "why?"}]))
+    assert ids[0] == ids[1]
+
+
 def test_the_template_beside_the_settings_and_the_default_of_several(folders, tmp_path):
     settings_ = copy_of(folders["smollm"], tmp_path)
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    several = [
+        {"name": "tool_use", "template": "x"},
+        {"name": "default", "template": "{{ messages[0].content }}!"},
+    ]
     write(tmp_path, **settings_ | {"chat_template": several})
     messages = [{"role": "user", "content": "fox"}]
     tokenizer = Tokenizer(tmp_path)
@@ -364,7 +480,13 @@ def test_the_template_beside_the_settings_and_the_default_of_several(folders, tm
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"generation_config.json": {"eos_token_id": [3, 5]}, "config.json": {"eos_token_id": 7}}, {3, 5}),
+        (
+            {
+                "generation_config.json": {"eos_token_id": [3, 5]},
+                "config.json": {"eos_token_id": 7},
+            },
+            {3, 5},
+        ),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, {7}),
         ({"config.json": {"eos_token_id": [7, 9]}}, {7, 9}),
         ({"config.json": {"eos_token_id": None}}, {"<|im_end|>"}),
@@ -382,12 +504,19 @@ def test_a_text_ends_at_every_id_that_the_folder_names(folders, tmp_path, files,
 def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, tmp_path):
     settings_ = copy_of(folders["llama-2, sentencepiece"], tmp_path)
     size = len(loaded(folders["llama-2, sentencepiece"]).pieces)
-    added = {str(size + n): {"content": name, "special": True} for n, name in enumerate(["<|im_start|>", "<|im_end|>"])}
+    added = {
+        str(size + n): {"content": name, "special": True}
+        for n, name in enumerate(["<|im_start|>", "<|im_end|>"])
+    }
     template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
     write(tmp_path, **settings_ | {"added_tokens_decoder": added, "chat_template": template})
     tokenizer = Tokenizer(tmp_path)
     plain = loaded(folders["llama-2, sentencepiece"]).encode("The fox")[1:]
-    assert tokenizer.encode_chat([{"role": "user", "content": "The fox"}]) == [size, *plain, size + 1]
+    assert tokenizer.encode_chat([{"role": "user", "content": "The fox"}]) == [
+        size,
+        *plain,
+        size + 1,
+    ]
     assert tokenizer.decode([size, *plain, size + 1]) == "The fox"
     assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "a<|im_end|>b"
     assert size + 1 not in tokenizer.encode("a<|im_end|>b")
@@ -409,11 +538,31 @@ def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_pat
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
     [
-        ("llama-3", "tokenizer.json", b'{"decoder": null}', "tokenizer.json is not a tokenizer that can be read"),
-        ("llama-3", "tokenizer_config.json", b"[]", "tokenizer_config.json must hold one JSON object"),
+        (
+            "llama-3",
+            "tokenizer.json",
+            b'{"decoder": null}',
+            "tokenizer.json is not a tokenizer that can be read",
+        ),
+        (
+            "llama-3",
+            "tokenizer_config.json",
+            b"[]",
+            "tokenizer_config.json must hold one JSON object",
+        ),
         ("llama-3", "chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
-        ("llama-2, sentencepiece", "tokenizer.model", b"garbage", "tokenizer.model is not a tokenizer"),
-        ("llama-2, sentencepiece", "tokenizer.model", unigram_model(), "tokenizer.model is no byte-pair encoding"),
+        (
+            "llama-2, sentencepiece",
+            "tokenizer.model",
+            b"garbage",
+            "tokenizer.model is not a tokenizer",
+        ),
+        (
+            "llama-2, sentencepiece",
+            "tokenizer.model",
+            unigram_model(),
+            "tokenizer.model is no byte-pair encoding",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
@@ -422,3 +571,64 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
     with pytest.raises(InputError, match=message) as refusal:
         Tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+TEXT = "tokenizer_config.json is damaged: "
+EOS = "eos_token_id must be a token id or a list of them, found "
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(
+            (name, {"eos_token_id": eos}, f"{name}: {EOS}")
+            for name in ("config.json", "generation_config.json")
+            for eos in ("2", [2.5], -1, {}, [[1]], True, 2**40)
+        ),
+        *(
+            ("tokenizer_config.json", {key: value}, TEXT)
+            for key, value in [
+                ("chat_template", 5),
+                ("chat_template", [5]),
+                ("chat_template", [{"name": "x"}]),
+                ("chat_template", {"default": "x"}),
+                ("chat_template", "\ud800"),
+                ("eos_token", 5),
+                ("eos_token", {"content": ["x"]}),
+                ("added_tokens_decoder", {"1": 5}),
+                ("added_tokens_decoder", {"1": {"content": 5, "special": True}}),
+                ("added_tokens_decoder", {"x": {"content": "x", "special": True}}),
+                ("added_tokens_decoder", [1]),
+            ]
+        ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"4000000000": {"content": "x", "special": True}}},
+            "added_tokens_decoder must be a token id",
+        ),
+    ],
+    ids=str,
+)
+def test_a_side_file_with_wrong_values_is_one_line(folders, tmp_path, name, content, message):
+    settings_ = copy_of(folders["smollm"], tmp_path)
+    (tmp_path / name).write_text(json.dumps(settings_ | content))
+    with pytest.raises(InputError, match=re.escape(message)) as refusal:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_template_that_writes_half_a_character_is_one_line(folders, tmp_path):
+    copy_of(folders["smollm"], tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(r"{{ '\ud800' }}")
+    with pytest.raises(InputError, match="chat template fails"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "a"}])
+
+
+def test_a_chat_may_hold_every_private_character(folders):
+    tokenizer = loaded(folders["smollm"])
+    content = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    assert content in tokenizer.decode(ids)
+    assert ids.count(tokenizer.special["<|im_end|>"]) == tokenizer.encode_chat(
+        [{"role": "user", "content": "a"}]
+    ).count(tokenizer.special["<|im_end|>"])

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -11,11 +12,19 @@ from model.errors import InputError
 from weights.cli.files import one_line
 
 
-class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with the default of every option, unless it is none or off, or is in the option's help text already."""
+class DefaultsFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
+    """Help with the default of every option, unless it is none or off, or is in the option's help
+    text already.
+    """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is False or action.default in (None, "", []) or "default" in (action.help or ""):
+        if (
+            action.default is False
+            or action.default in (None, "", [])
+            or "default" in (action.help or "")
+        ):
             return action.help
         return super()._get_help_string(action)
 
@@ -38,9 +47,10 @@ def say(line: str) -> None:
 def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     """Exit status of the ``work`` of a command line; every failure is printed as one line.
 
-    The result of ``work``, by default 0. 2 after wrong input, too little memory, and failed reading or writing. 130
-    after Ctrl-C, which prints the line ``interrupted``, if any. 0 without a message when the output is a closed pipe,
-    as after ``| head``. ``work`` includes parsing the arguments; the parser's SystemExit passes through.
+    The result of ``work``, by default 0. 2 after wrong input, too little memory, and failed reading
+    or writing. 130 after Ctrl-C, which prints the line ``interrupted``, if any. 0 without a message
+    when the output is a closed pipe, as after ``| head``. ``work`` includes parsing the arguments;
+    the parser's SystemExit passes through.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,7 +63,9 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         finally:
             sys.stdout.flush()  # while a failure can still be reported
     except InputError as error:
-        complaint = f"error: {error}"
+        # of code of the user's
+        trace = traceback.format_exception(error.__cause__) if error.__cause__ else []
+        complaint = f"{''.join(trace)}error: {error}"
     except KeyboardInterrupt:
         status, complaint = 130, interrupted
     except (BrokenPipeError, SystemExit) as error:
@@ -62,10 +74,15 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         status = 0  # a closed pipe; rich ends with 1 then
     except OSError as error:
         place = "standard output" if error.filename is None else error.filename
-        complaint = f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
+        complaint = (
+            f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
+        )
     except (RuntimeError, MemoryError) as error:
         # Of a GPU, by name, since torch may not be loaded; of the host.
-        if type(error).__name__ not in ("OutOfMemoryError", "MemoryError") and "DefaultCPUAllocator" not in str(error):
+        if type(error).__name__ not in (
+            "OutOfMemoryError",
+            "MemoryError",
+        ) and "DefaultCPUAllocator" not in str(error):
             raise
         complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
     for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):

@@ -1,6 +1,7 @@
 """Devices: choice by name, the name of the CPU, and settings of the CPU's memory allocator."""
 
 import ctypes
+import os
 import platform
 import re
 from contextlib import suppress
@@ -9,18 +10,31 @@ from pathlib import Path
 import torch
 
 from model import InputError
+from weights.cli.command_line import say
 
+NVIDIA = Path("/proc/driver/nvidia/version")  # of a driver that is loaded
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # numbers of mallopt's settings
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Device of this name; None is a GPU where there is one. Raises InputError when the device is not available."""
-    with suppress(RuntimeError, AssertionError):  # torch's for an unknown name and for a missing GPU
+    """Device of this name; None is a GPU where there is one. Raises InputError when the device is
+    not available.
+    """
+    if name is None and not torch.cuda.is_available() and NVIDIA.exists():
+        cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
+        built = f"torch {torch.__version__} is built for {cuda or 'CPUs'}"
+        say(f"the CPU is used although there is an NVIDIA GPU: {built}")
+    # torch's for an unknown name and for a missing GPU
+    with suppress(RuntimeError, AssertionError):
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type in ("cpu", "cuda"):
+        if device.type in ("cpu", "cuda", "mps"):
             torch.empty(1, device=device)
+            if platform.system() != "Linux" or device.type == "mps":
+                say(f"untested: {platform.system()} with device {device.type}")
             return device
-    raise InputError(f"device {name!r} is not there: give cpu, or cuda on a machine with a GPU")
+    raise InputError(
+        f"device {name!r} is not there: give cpu, cuda on a machine with a GPU, or mps on a Mac"
+    )
 
 
 def processor() -> str:
@@ -31,8 +45,19 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def machine(device: torch.device) -> str:
+    """Name of the machine as far as speed depends on it: processor or GPU, threads, version of
+    torch.
+    """
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{processor()}, {threads}, torch {torch.__version__}"
+
+
 def keep_freed_memory() -> None:
-    """Set the C library to keep freed memory for the next step, which makes a step on a CPU half as fast again.
+    """Set the C library to keep freed memory for the next step, which makes a step on a CPU half as
+    fast again.
 
     By default large blocks go back to the system, which clears them again page by page.
     """

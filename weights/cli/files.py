@@ -19,11 +19,15 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
     except InputError:
         raise
     except errors as error:
-        raise InputError(f"{trouble}: {one_line(getattr(error, 'strerror', None) or error)}") from None
+        raise InputError(
+            f"{trouble}: {one_line(getattr(error, 'strerror', None) or error)}"
+        ) from None
 
 
 def one_line(error: object) -> str:
-    """Message of an error in one line of up to 300 characters; the name of its type where it has none."""
+    """Message of an error in one line of up to 300 characters; the name of its type where it has
+    none.
+    """
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -40,8 +44,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Place ("FILE, line 3") and value of each line of a JSON Lines file. Raises InputError with the place."""
-    for number, line in enumerate(read_text(path).split("\n"), start=1):  # splitlines would cut at U+2028 too
+    """Place ("FILE, line 3") and value of each line of a JSON Lines file. Raises InputError with
+    the place.
+    """
+    # splitlines would cut at U+2028 too
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         place = f"{path}, line {number}"
         if line.strip():
             with explaining(f"{place} is not valid JSON", (ValueError, RecursionError)):
@@ -50,7 +57,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file, empty when the file is absent. Raises InputError when it holds anything else."""
+    """JSON object of a file, empty when the file is absent. Raises InputError when it holds
+    anything else.
+    """
     value = read_json(path) if path.exists() else {}
     if not isinstance(value, dict):
         raise InputError(f"{path} must hold one JSON object")
@@ -58,21 +67,26 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def check_place(path: Path) -> None:
-    """Raises InputError when no file can be written at ``path``: a folder, a device, or below a read-only folder."""
+    """Raises InputError when no file can be written at ``path``: a folder, a device, or below a
+    read-only folder.
+    """
     if not path.name:
         raise InputError("the name of a file to write is empty or '.': give the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is a folder or a device: name another file")
     if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):
-        raise InputError(f"{path} cannot be written: the folder {path.parent} does not exist or is read-only")
+        raise InputError(
+            f"{path} cannot be written: the folder {path.parent} does not exist or is read-only"
+        )
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Temporary path beside ``path``, moved onto it when the block succeeds and deleted when it fails.
+    """Temporary path beside ``path``, moved onto it when the block succeeds and deleted when it
+    fails.
 
-    Where ``path`` is a link, its target is written. The file gets the permissions of a new file, even when a library
-    replaces the temporary file. Raises InputError for a folder or a device.
+    Where ``path`` is a link, its target is written. The file gets the permissions of a new file,
+    even when a library replaces the temporary file. Raises InputError for a folder or a device.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,4 +105,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically."""
     with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )

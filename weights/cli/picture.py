@@ -10,12 +10,19 @@ from matplotlib.figure import Figure
 from weights.cli.files import atomic_path
 
 INK, MUTED, RULE, RED = "#22242a", "#5d636e", "#e2e3e6", "#c8453a"
-SCALE = LinearSegmentedColormap.from_list("amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"])  # few to many
+# few to many
+SCALE = LinearSegmentedColormap.from_list(
+    "amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"]
+)
 STYLE = Path(__file__).with_name("pictures.mplstyle")
 
 
 def write_picture(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw in this style and write the file atomically, in the format of its suffix. Raises OSError on failure."""
+    """Draw in this style and write the file atomically, in the format of its suffix. Raises OSError
+    on failure.
+    """
     form = path.suffix[1:]
     with rc_context(fname=STYLE), atomic_path(path) as temporary:
-        draw().savefig(temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+        draw().savefig(
+            temporary, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None
+        )

@@ -1,7 +1,9 @@
 """Prompts: their text, their token ids, and a check of their length."""
 
+import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from model import InputError, ModelConfig
@@ -10,7 +12,8 @@ from weights.tokenizer import Tokenizer
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
-    """Text of the prompt: ``argument``, or the contents of ``file`` ("-": standard input) without a byte order mark.
+    """Text of the prompt: ``argument``, or the contents of ``file`` ("-": standard input) without a
+    byte order mark.
 
     Raises InputError when it is missing, given twice, empty or not readable as UTF-8.
     """
@@ -21,30 +24,76 @@ def read_prompt(argument: str | None, file: str | None) -> str:
         if file is None:
             text = argument
         else:
-            text = (sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")).removeprefix("\ufeff")
+            text = (
+                sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+            ).removeprefix("\ufeff")
         text.encode()  # fails for bytes of an argument that are not UTF-8
     if not text.strip():
         raise InputError("the prompt is empty: give it at least one character")
     return text
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    chat: bool | None = None,
+    system: str | None = None,
+    schema: str | None = None,
+) -> list[int]:
     """Token ids of the prompt, as a user's turn of a chat or as plain text.
 
-    ``chat`` None is a chat where the model has a chat template. Raises InputError for a ``system`` message without one.
+    ``chat`` None is a chat where the model has a chat template. In a chat the model is told the
+    JSON ``schema``. Raises InputError for a ``system`` message without one.
     """
     if not (tokenizer.chat_template is not None if chat is None else chat):
         if system is not None:
-            raise InputError("--system needs a chat: leave out --no-chat, or use a model with a chat template")
+            raise InputError(
+                "--system needs a chat: leave out --no-chat, or use a model with a chat template"
+            )
         return tokenizer.encode(text)
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+    messages.append({"role": "user", "content": text})
+    return tokenizer.encode_chat(tell_schema(tokenizer, messages, schema))
 
 
-def check_prompt(ids: Sequence[int], config: ModelConfig, folder: Path) -> None:
-    """Raises InputError for ids outside the vocabulary of the model in ``folder``, and for more than its context."""
+def tell_schema(
+    tokenizer: Tokenizer, messages: Sequence[dict[str, str]], schema: str | None
+) -> Sequence[dict[str, str]]:
+    """The messages of a conversation with a JSON ``schema``, if any, which the model is told at the
+    end of the system message or, where the chat template refuses one, of the first message.
+    """
+    if schema is None:
+        return messages
+    line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
+    if messages[0]["role"] != "system":
+        with_system = [{"role": "system", "content": line}, *messages]
+        with suppress(InputError):
+            tokenizer.encode_chat(with_system)
+            return with_system
+    first = {**messages[0], "content": f"{messages[0]['content']}\n{line}"}
+    return [first, *messages[1:]]
+
+
+def check_prompt(
+    ids: Sequence[int], config: ModelConfig, folder: Path, context: int | None = None
+) -> None:
+    """Raises InputError for ids outside the vocabulary of the model in ``folder``, and for as many
+    as the context or more, by default the model's.
+    """
     if not ids or max(ids) >= config.vocab_size:
-        raise InputError(f"{folder}: the tokenizer does not belong to this model: it gives ids that the model lacks")
-    if len(ids) >= config.max_positions:
-        limit = f"{len(ids)} tokens, the model's context {config.max_positions}"
-        raise InputError(f"the prompt has {limit}: shorten the prompt")
+        raise InputError(
+            f"{folder}: the tokenizer does not belong to this model: it gives ids that the model"
+            " lacks"
+        )
+    context = context or config.max_positions
+    if len(ids) >= context:
+        raise too_long(f"{len(ids)} tokens", config, context)
+
+
+def too_long(size: str, config: ModelConfig, context: int) -> InputError:
+    """Error of a prompt of this size that does not fit ``context`` positions."""
+    used = f", of which {context} are used" if context < config.max_positions else ""
+    remedy = "shorten the prompt" + (used and " or raise --context")
+    limit = f"the model's context {config.max_positions} tokens{used}"
+    return InputError(f"the prompt has {size}, {limit}: {remedy}")

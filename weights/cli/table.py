@@ -13,7 +13,9 @@ FORMATS |= dict.fromkeys(("accepted", "acceptance predicted"), "{:.0%}")
 def table(rows: list[Row], title: str | None = None) -> Table:
     """Table with a column per key of the rows, without keys whose values are lists."""
     shown = Table(title=title)
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list))
+    keys = dict.fromkeys(
+        key for row in rows for key, value in row.items() if not isinstance(value, list)
+    )
     for key in keys:
         shown.add_column(key, justify="left" if isinstance(rows[0].get(key), str) else "right")
     for row in rows:

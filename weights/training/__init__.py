@@ -1,1 +1,3 @@
-"""Text for training, and a sample of it. Begin with ``train.py``, which holds the recipe and its loop."""
+"""Text for training, and a sample of it. Begin with ``train.py``, which holds the recipe and its
+loop.
+"""

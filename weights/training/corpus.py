@@ -16,7 +16,8 @@ from model import InputError
 from weights.cli.files import atomic_path, read_json_lines, read_text, write_json
 from weights.tokenizer import Tokenizer, byte_level_tokenizer
 
-TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)  # whole lines, cut only where one is longer
+# whole lines, cut only where one is longer
+TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)
 HELD_OUT_SHARE = 50  # one document in 50 is held out
 BEGIN, END = "<s>", "</s>"  # ids 0 and 1
 TOKENIZER_SETTINGS = {
@@ -24,12 +25,16 @@ TOKENIZER_SETTINGS = {
     "bos_token": BEGIN,
     "eos_token": END,
     # A turn is its text and an empty line, as read_documents joins a prompt and its response.
-    "chat_template": "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{% endfor %}",
+    "chat_template": (
+        "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n\\n' }}{%"
+        " endfor %}"
+    ),
 }
 
 
 def read_documents(paths: Sequence[Path]) -> list[str]:
-    """Documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or ``prompt`` and ``response``.
+    """Documents of ``.txt`` and ``.jsonl`` files; a jsonl line holds ``text``, or ``prompt`` and
+    ``response``.
 
     Raises InputError with file and line for unreadable input.
     """
@@ -45,32 +50,42 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
                 case {"prompt": str(prompt), "response": str(response)}:
                     documents.append(f"{prompt.strip()}\n\n{response.strip()}")
                 case _:
-                    raise InputError(f'{place} needs "text", or "prompt" and "response", each a string')
+                    raise InputError(
+                        f'{place} needs "text", or "prompt" and "response", each a string'
+                    )
     return [document for document in documents if document.strip()]
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> None:
-    """Train a byte-level BPE tokenizer of up to ``vocab_size`` tokens, at least 258, and write it into ``folder``.
+    """Train a byte-level BPE tokenizer of up to ``vocab_size`` tokens, at least 258, and write it
+    into ``folder``.
 
-    It can encode any text: its first tokens are the control tokens and all bytes. A short text supports fewer tokens.
+    It can encode any text: its first tokens are the control tokens and all bytes. A short text
+    supports fewer tokens.
     """
     tokenizer = byte_level_tokenizer(models.BPE())
     alphabet, control = pre_tokenizers.ByteLevel.alphabet(), [BEGIN, END]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=control, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=control,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)]
+    )
     write_json(folder / "tokenizer_config.json", TOKENIZER_SETTINGS)
     with atomic_path(folder / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
 
 
 class Rows:
-    """Rows of ``width`` tokens from token ids ``[n]``, n >= width. The id ``end`` ends a document (None: no id does).
+    """Rows of ``width`` tokens from token ids ``[n]``, n >= width. The id ``end`` ends a document
+    (None: no id does).
 
-    A row begins where a document does, so that no response is trained on without its prompt, or a whole number of rows
-    later in a longer document. It continues into the next document.
+    A row begins where a document does, so that no response is trained on without its prompt, or a
+    whole number of rows later in a longer document. It continues into the next document.
     """
 
     def __init__(self, tokens: np.ndarray, end: int | None, width: int) -> None:
@@ -82,7 +97,9 @@ class Rows:
     def pick(self, rows: int, generator: torch.Generator) -> Tensor:
         """Random rows, ``[rows, width]`` int64."""
         starts = self.starts[torch.randint(len(self.starts), (rows,), generator=generator).numpy()]
-        return torch.from_numpy(self.tokens[starts[:, None] + np.arange(self.width)].astype(np.int64))
+        return torch.from_numpy(
+            self.tokens[starts[:, None] + np.arange(self.width)].astype(np.int64)
+        )
 
 
 def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tuple[Rows, Rows]:
@@ -97,7 +114,8 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
         ids.extend([*tokenizer.encode(document), *([] if end is None else [end])])
     if min(len(train), len(held_out)) <= context:
         raise InputError(
-            f"{len(set(documents))} different documents, with {len(train)} tokens to train on and {len(held_out)} held "
-            f"out, are too few for --context {context}: give at least {4 * HELD_OUT_SHARE} documents, or lower it"
+            f"{len(set(documents))} different documents, with {len(train)} tokens to train on and"
+            f" {len(held_out)} held out, are too few for --context {context}: give at least"
+            f" {4 * HELD_OUT_SHARE} documents, or lower it"
         )
     return Rows(np.asarray(train), end, context + 1), Rows(np.asarray(held_out), end, context + 1)

@@ -1,17 +1,20 @@
-"""Dot products of a row of weights with one or more rows of inputs, written as vectors of 16 lanes in LLVM's IR.
+"""Dot products of a row of weights with one or more rows of inputs, written as vectors of 16 lanes
+in LLVM's IR.
 
-Steps are row-invariant by construction: the instructions that sum a row's products are spelled out here, and their
-order does not depend on the other rows of the call. Two accumulators of 16 lanes alternate, and a fixed tree adds the
-lanes. LLVM splits such a vector into the registers that a processor has, so the bits are the same on every processor,
-except where vdpbf16ps is used, which rounds differently.
+Steps are row-invariant by construction: the instructions that sum a row's products are spelled out
+here, and their order does not depend on the other rows of the call. Two accumulators of 16 lanes
+alternate, and a fixed tree adds the lanes. LLVM splits such a vector into the registers that a
+processor has, so the bits are the same on every processor, except where vdpbf16ps is used, which
+rounds differently.
 
     kind          inputs                                       product
     BF16          bfloat16 where the processor has vdpbf16ps   pairs of bfloat16
                   float32 elsewhere                            fused multiply-add of widened weights
     F16, F32      float32                                      fused multiply-add of widened weights
-    INT4 to INT8  int8 with a scale per 32 inputs              exact integer sums (vpdpbusd where available)
+    INT4, INT8    int8 with a scale per 32 inputs              exact integer sums (vpdpbusd)
 
-Weights and inputs are passed by address: the weights stay in the tensors that torch reads for a prompt.
+Weights and inputs are passed by address: the weights stay in the tensors that torch reads for a
+prompt.
 """
 
 from __future__ import annotations
@@ -27,21 +30,31 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-BF16, F16, F32, INT4, INT6, INT8 = range(6)
-LOW_BITS = {4: INT4, 6: INT6, 8: INT8}
+BF16, F16, F32, INT4, INT8 = range(5)
+LOW_BITS = {4: INT4, 8: INT8}
+PACKED = {INT4: 320, INT8: 512}  # bytes of a group of 16 rows of weights
+# Rows of inputs that share one reading of the weights. A loop takes time to compile, so rare kinds
+# have smaller ones.
+TILES = {BF16: (4, 1), F16: (2, 1), F32: (2, 1), INT4: (1,), INT8: (1,)}
 
 LANES = 16
-BLOCK = 64  # columns: two groups, whose low bits are packed together
-GROUP = 32  # inputs per scale; weights too, in four and six bits
-AHEAD = 2048  # bytes of prefetching: with many rows of inputs a processor does not read weights ahead by itself
+BLOCK = 64  # columns that are summed side by side
+GROUP = 32  # inputs per scale; weights too, in four bits
+# bytes of prefetching: with many rows of inputs a processor does not read weights ahead by itself
+AHEAD = 2048
 
-FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # instruction sets that Numba compiles for
+# instruction sets that Numba compiles for
+FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
 PAIRS = "+avx512bf16" in FEATURES  # vdpbf16ps
 BYTES = "+avx512vnni" in FEATURES  # vpdpbusd
 
+# kind of the inputs of weights
+INPUTS = {BF16: BF16 if PAIRS else F32, F16: F32, F32: F32, INT4: INT8, INT8: INT8}
+
 I8, I16, I32, I64, FLOAT = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
 WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
-NUMBERS = {BF16: (I16, 2), F16: (I16, 2), F32: (FLOAT, 4)}  # type and bytes of a number of each kind
+# type and bytes of a number of each kind
+NUMBERS = {BF16: (I16, 2), F16: (I16, 2), F32: (FLOAT, 4)}
 
 
 class BFloat(ir.Type):
@@ -55,7 +68,9 @@ BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 class Value:
-    """Number or vector of LLVM's IR with Python's operators; a Python number beside it is a constant of its type."""
+    """Number or vector of LLVM's IR with Python's operators; a Python number beside it is a
+    constant of its type.
+    """
 
     def __init__(self, builder: ir.IRBuilder, raw: ir.Value) -> None:
         self.builder, self.raw = builder, raw
@@ -67,10 +82,14 @@ class Value:
         return Value(self.builder, ir.Constant(self.raw.type, value))
 
     def combine(self, operation: str, other: Value | float) -> Value:
-        """Result of a builder's method; of its variant for floating point where the numbers are float32."""
+        """Result of a builder's method; of its variant for floating point where the numbers are
+        float32.
+        """
         other = other if isinstance(other, Value) else self.constant(other)
         is_float = getattr(self.raw.type, "element", self.raw.type) == FLOAT
-        return Value(self.builder, getattr(self.builder, "f" * is_float + operation)(self.raw, other.raw))
+        return Value(
+            self.builder, getattr(self.builder, "f" * is_float + operation)(self.raw, other.raw)
+        )
 
     __add__, __sub__, __mul__ = map(partial(partialmethod, combine), ("add", "sub", "mul"))
     __floordiv__, __and__, __or__ = map(partial(partialmethod, combine), ("sdiv", "and_", "or_"))
@@ -114,7 +133,9 @@ class Sum:
 
 @contextmanager
 def turns(count: Value) -> Iterator[Value]:
-    """Loop of ``count`` turns, which yields its index; not unrolled, since that would take long to compile."""
+    """Loop of ``count`` turns, which yields its index; not unrolled, since that would take long to
+    compile.
+    """
     with cgutils.for_range(count.builder, count.raw) as loop:
         yield Value(count.builder, loop.index)
     module, (_, last) = count.builder.module, loop.index.incomings[1]
@@ -128,12 +149,16 @@ def pointer(address: Value, kind: ir.Type) -> Value:
 
 
 def load(address: Value, kind: ir.Type, count: Value | None = None) -> Value:
-    """Value of this type at an address, aligned or not; with ``count``, only its first lanes, the others 0."""
+    """Value of this type at an address, aligned or not; with ``count``, only its first lanes, the
+    others 0.
+    """
     place = pointer(address, kind)
     if count is None:
         return Value(place.builder, place.builder.load(place.raw, align=1))
     name = f"llvm.masked.load.v{kind.count}{'f32' if kind.element == FLOAT else 'i16'}.p0"
-    return place.call(name, kind, ir.Constant(I32, 1), first_lanes(kind.count, count), ir.Constant(kind, None))
+    return place.call(
+        name, kind, ir.Constant(I32, 1), first_lanes(kind.count, count), ir.Constant(kind, None)
+    )
 
 
 def store(address: Value, value: Value, count: Value | None = None) -> None:
@@ -143,7 +168,9 @@ def store(address: Value, value: Value, count: Value | None = None) -> None:
         place.builder.store(value.raw, place.raw, align=1)
     else:
         mask = first_lanes(LANES, count)
-        value.call(f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), place, ir.Constant(I32, 1), mask)
+        value.call(
+            f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), place, ir.Constant(I32, 1), mask
+        )
 
 
 def first_lanes(lanes: int, count: Value) -> Value:
@@ -169,7 +196,9 @@ def add_lanes(values: Value) -> Value:
 
 
 def widen(kind: int, values: Value) -> Value:
-    """Exact float32 of 16 weights, by integer operations, since not every processor converts float16."""
+    """Exact float32 of 16 weights, by integer operations, since not every processor converts
+    float16.
+    """
     if kind == F32:
         return values
     builder = values.builder
@@ -190,12 +219,18 @@ def fused_multiply_add(total: Value, a: Value, b: Value) -> Value:
 
 
 def add_pairs(total: Value, a: Value, b: Value) -> Value:
-    """Instruction vdpbf16ps: adds to each of 16 lanes the products of two neighbouring bfloat16 numbers of 32."""
-    return total.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, a.bitcast(BFLOATS), b.bitcast(BFLOATS))
+    """Instruction vdpbf16ps: adds to each of 16 lanes the products of two neighbouring bfloat16
+    numbers of 32.
+    """
+    return total.call(
+        "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, a.bitcast(BFLOATS), b.bitcast(BFLOATS)
+    )
 
 
 def add_bytes(total: Value, codes: Value, x: Value) -> Value:
-    """Instruction vpdpbusd: adds to each of 16 int32 lanes the products of four unsigned codes and signed inputs."""
+    """Instruction vpdpbusd: adds to each of 16 int32 lanes the products of four unsigned codes and
+    signed inputs.
+    """
     if BYTES:
         codes, x = (each.bitcast(ir.VectorType(I8, 4 * LANES)) for each in (codes, x))
         return total.call("llvm.x86.avx512.vpdpbusd.512", WORDS, codes, x)
@@ -207,7 +242,8 @@ def add_bytes(total: Value, codes: Value, x: Value) -> Value:
 def multiply_floats(
     kind: int, w: Value, x_kind: int, rows: list[Value], columns: Value, ahead: Value | None = None
 ) -> list[Value]:
-    """Dot products of ``columns`` weights at ``w`` with the inputs at each of ``rows``, as 16 partial sums each.
+    """Dot products of ``columns`` weights at ``w`` with the inputs at each of ``rows``, as 16
+    partial sums each.
 
     Weights ``ahead`` bytes further on are prefetched.
     """
@@ -233,7 +269,10 @@ def multiply_floats(
         first = turn * (2 * lanes)
         for line in range(0, 2 * lanes * size, 64) if ahead else ():
             place = pointer(w + ahead + first * size + line, I8)
-            place.call("llvm.prefetch.p0", ir.VoidType(), *(ir.Constant(I32, each) for each in (0, 3, 1)))  # to read
+            # to read
+            place.call(
+                "llvm.prefetch.p0", ir.VoidType(), *(ir.Constant(I32, each) for each in (0, 3, 1))
+            )
         add_two(first, partly=False)
     rest = whole * (2 * lanes)
     with w.builder.if_then(rest < columns):
@@ -242,116 +281,110 @@ def multiply_floats(
 
 
 def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
-    """Dot product of a packed row of low-bit weights with a row of int8 inputs, as 16 partial sums.
+    """Dot products of 16 packed rows of low-bit weights with a row of int8 inputs: one per lane.
 
-    ``columns`` are whole blocks. A row of weights (``model.fast.cpu.decoder.packed``) has unsigned codes first. Behind
-    them are, in four and six bits, a scale and a zero per group in bfloat16, the zeros padded to whole vectors; in
-    eight bits one float32 scale. For a row of inputs see ``model.fast.cpu.elements.round_to_int8``.
+    ``columns`` are whole groups. For the weights see ``model.fast.cpu.decoder.packed``, for the
+    inputs ``model.fast.cpu.elements.round_to_int8``.
     """
-    bits = next(bits for bits, each in LOW_BITS.items() if each == kind)
     groups = columns // GROUP
-    scales, sums, input_scales = w + columns * bits // 8, x + columns, x + columns * 2
-    total = Sum(w.builder)
-    with turns(columns // BLOCK) as turn:
-        at = turn * BLOCK
-        codes, inputs = load_codes(kind, w, turn, columns), load(x + at, WORDS)
-        # Codes of eight bits are stored plus 128: 128 times the sum of the inputs is subtracted.
-        begin = load(sums + at, WORDS) if kind == INT8 else codes.constant(0)
-        products = add_bytes(begin, codes, inputs)
-        scale = load(input_scales + turn * 8, ir.VectorType(FLOAT, 2)).shuffle([0, 1] * (LANES // 2))
-        if kind != INT8:
-            both = broadcast(load(scales + turn * 4, I32))
-            scale *= ((both << both.constant(16, 0)) & 0xFFFF0000).bitcast(FLOATS)  # bfloat16 of even and odd lanes
-        total.add(fused_multiply_add, Value(w.builder, w.builder.sitofp(products.raw, FLOATS)), scale)
-    if kind == INT8:
-        return total.value * broadcast(load(scales, FLOAT))
-    zeros, group_sums = scales + groups * 2, input_scales + groups * 4
-    with turns((groups + (LANES - 1)) // LANES) as turn:
-        zero = widen(BF16, load(zeros + turn * (2 * LANES), ir.VectorType(I16, LANES)))
-        total.add(fused_multiply_add, zero, load(group_sums + turn * (4 * LANES), FLOATS))
-    return total.value
+    scales, totals = x + columns, x + columns + groups * 4
+    total, size = Sum(w.builder), PACKED[kind]
+    with turns(groups) as group:
+        at, group_x, number = w + group * size, x + group * GROUP, group * 4
+        products = broadcast(load(totals + number, I32))
+        if kind == INT4:
+            group_total, products = products.bitcast(FLOATS), products.constant(0)
+        for vector in range(GROUP // 4 if kind == INT8 else GROUP // 8):
+            codes = load(at + 4 * LANES * vector, WORDS)
+            parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
+            for half, part in enumerate(parts):
+                inputs = broadcast(load(group_x + 4 * vector + half * (GROUP // 2), I32))
+                products = add_bytes(products, part, inputs)
+        values = Value(w.builder, w.builder.sitofp(products.raw, FLOATS))
+        scale = broadcast(load(scales + number, FLOAT))
+        if kind == INT4:
+            halves = ir.VectorType(I16, LANES)
+            scale *= widen(BF16, load(at + (size - 4 * LANES), halves))
+            zero = widen(BF16, load(at + (size - 2 * LANES), halves))
+            total.add(fused_multiply_add, zero, group_total)
+        total.add(fused_multiply_add, values, scale)
+    return total.value * load(w + groups * size, FLOATS) if kind == INT8 else total.value
 
 
-def load_codes(kind: int, w: Value, block: Value, columns: Value) -> Value:
-    """Codes of a block, 64 bytes in the order of the inputs: ``[16]`` int32."""
-    if kind == INT8:
-        return load(w + block * BLOCK, WORDS)
+@intrinsic(prefer_literal=True)
+def dot(
+    typing: Any,
+    kind: Any,
+    x_kind: Any,
+    w: Any,
+    x: Any,
+    stride: Any,
+    rows: Any,
+    columns: Any,
+    out: Any,
+    out_stride: Any,
+    count: Any,
+):
+    """Dot products of the row of weights at ``w`` with ``rows`` rows of inputs at ``x``; in low
+    bits those of the first ``count`` rows of 16.
 
-    def spread(plane: Value, bits: int, left: list[int]) -> Value:
-        """Plane of ``bits`` bits per code, repeated to fill a vector, each repeat rotated by its number in ``left``."""
-        lanes = LANES * bits // 8
-        loaded = load(plane + block * (BLOCK * bits // 8), ir.VectorType(I32, lanes))
-        whole = loaded.shuffle(list(range(lanes)) * (LANES // lanes))
-        by = whole.constant(*(each for each in left for _ in range(lanes)))
-        return whole.call(f"llvm.fshl.v{LANES}i32", WORDS, whole, by)
-
-    low = spread(w, 4, [0, 28]) & 0x0F0F0F0F
-    if kind == INT4:
-        return low
-    return low | spread(w + columns // 2, 2, [4, 2, 0, 30]) & 0x30303030
-
-
-def dot_function(forms: dict[int, tuple[int, tuple[int, ...]]]) -> Callable[..., None]:
-    """Function ``(kind, w, x, stride, rows, columns, out, out_stride)`` for Numba: products with a row of weights.
-
-    It reads weights of that kind at ``w``, and ``rows`` rows of inputs at ``x``, ``stride`` bytes apart, in tiles that
-    share one reading of the weights. It writes float32 numbers to ``out``, ``out_stride`` bytes apart. ``forms`` maps
-    each kind of weights to the kind of inputs and the sizes of tiles. Each kind and size has separate loops, without
-    the constants of the others. Loops take time to compile, so rare kinds have fewer sizes.
+    Both kinds are constants: each has loops of its own. Rows of inputs are ``stride`` bytes apart,
+    and the float32 numbers at ``out`` are ``out_stride`` bytes apart.
     """
 
-    @intrinsic
-    def dot(typing: Any, kind: Any, w: Any, x: Any, stride: Any, rows: Any, columns: Any, out: Any, out_stride: Any):
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
-            kind, w, x, stride, count, columns, out, out_stride = (Value(builder, each) for each in arguments)
-            many = builder.icmp_signed(">", count.raw, ir.Constant(I64, 4))
-            ahead = Value(builder, builder.select(many, ir.Constant(I64, AHEAD), ir.Constant(I64, 0)))
+    def generate(
+        context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]
+    ) -> ir.Value:
+        w, x, stride, rows, columns, out, out_stride, count = (
+            Value(builder, each) for each in arguments[2:]
+        )
+        many = builder.icmp_signed(">", rows.raw, ir.Constant(I64, 4))
+        ahead = Value(builder, builder.select(many, ir.Constant(I64, AHEAD), ir.Constant(I64, 0)))
+        weights, inputs = kind.literal_value, x_kind.literal_value
 
-            def tile(each: int, first: Value, size: int) -> None:
-                numbers = [first + number for number in range(size)]
-                rows = [x + stride * number for number in numbers]
-                if each in LOW_BITS.values():
-                    terms = [multiply_codes(each, w, rows[0], columns)]
-                else:
-                    terms = multiply_floats(each, w, forms[each][0], rows, columns, ahead if size > 2 else None)
-                for number, values in zip(numbers, terms, strict=True):
-                    store(out + out_stride * number, add_lanes(values))
+        def tile(first: Value, size: int) -> None:
+            numbers = [first + number for number in range(size)]
+            places = [x + stride * number for number in numbers]
+            if inputs == INT8:
+                store(
+                    out + out_stride * first, multiply_codes(weights, w, places[0], columns), count
+                )
+                return
+            terms = multiply_floats(
+                weights, w, inputs, places, columns, ahead if size > 2 else None
+            )
+            for number, values in zip(numbers, terms, strict=True):
+                store(out + out_stride * number, add_lanes(values))
 
-            for each, (_, tiles) in forms.items():
-                with builder.if_then(builder.icmp_signed("==", kind.raw, ir.Constant(I64, each))):
-                    done = kind.constant(0)
-                    for size in tiles:
-                        whole = (count - done) // size
-                        with turns(whole) as turn:
-                            tile(each, done + turn * size, size)
-                        done += whole * size
-            return context.get_dummy_value()
+        done = rows.constant(0)
+        for size in TILES[weights]:
+            whole = (rows - done) // size
+            with turns(whole) as turn:
+                tile(done + turn * size, size)
+            done += whole * size
+        return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
-
-    return dot
-
-
-dot_rows = dot_function(
-    {
-        BF16: (BF16 if PAIRS else F32, (4, 1)),
-        F16: (F32, (2, 1)),
-        F32: (F32, (2, 1)),
-        **dict.fromkeys(LOW_BITS.values(), (INT8, (1,))),
-    }
-)
-dot_keys = dot_function({BF16: (BF16, (4, 1)), F16: (F16, (1,)), F32: (F32, (1,))})  # a query with keys of the cache
+    return types.void(kind, x_kind, *[types.int64] * 8), generate
 
 
-@intrinsic
-def sum_rows(typing: Any, kind: Any, rows: Any, stride: Any, weights: Any, count: Any, columns: Any, out: Any):
-    """Weighted sum, in float32, of ``count`` rows of numbers of this kind, in order, by their float32 ``weights``.
+@intrinsic(prefer_literal=True)
+def sum_rows(
+    typing: Any, kind: Any, rows: Any, stride: Any, weights: Any, count: Any, columns: Any, out: Any
+):
+    """Weighted sum, in float32, of ``count`` rows of numbers of this kind, in order, by their
+    float32 ``weights``.
 
-    Rows have ``columns`` numbers and begin ``stride`` bytes apart. Four vectors of 16 columns are summed side by side.
+    Rows have ``columns`` numbers and begin ``stride`` bytes apart. Four vectors of 16 columns are
+    summed side by side.
     """
+    kinds = [kind.literal_value] if isinstance(kind, types.Literal) else list(NUMBERS)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
-        rows, stride, weights, count, columns, out = (Value(builder, each) for each in arguments[1:])
+    def generate(
+        context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]
+    ) -> ir.Value:
+        rows, stride, weights, count, columns, out = (
+            Value(builder, each) for each in arguments[1:]
+        )
 
         def add_block(kind: int, first: Value, *, partly: bool) -> None:
             number, size = NUMBERS[kind]
@@ -361,13 +394,15 @@ def sum_rows(typing: Any, kind: Any, rows: Any, stride: Any, weights: Any, count
             with turns(count) as turn:
                 row, weight = rows + turn * stride, broadcast(load(weights + turn * 4, FLOAT))
                 for column, total, rest in zip(at, totals, left, strict=True):
-                    found = widen(kind, load(row + column * size, ir.VectorType(number, LANES), rest))
+                    found = widen(
+                        kind, load(row + column * size, ir.VectorType(number, LANES), rest)
+                    )
                     total.add(fused_multiply_add, found, weight)
             for column, total, rest in zip(at, totals, left, strict=True):
                 store(out + column * 4, total.value, rest)
 
         whole = columns // BLOCK
-        for each in (BF16, F16, F32):
+        for each in kinds:
             with builder.if_then(builder.icmp_signed("==", arguments[0], ir.Constant(I64, each))):
                 with turns(whole) as turn:
                     add_block(each, turn * BLOCK, partly=False)
@@ -375,4 +410,4 @@ def sum_rows(typing: Any, kind: Any, rows: Any, stride: Any, weights: Any, count
                     add_block(each, whole * BLOCK, partly=True)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), generate
+    return types.void(kind, *[types.int64] * 6), generate

@@ -1,8 +1,9 @@
 """Element-wise functions, norms and rounding of a step, as loops that vectorise.
 
-Numbers are float32. Inputs of products and cache entries are rounded to the model's dtype by integer operations on
-their bits, ties to even. NaN and infinity stay, so that non-finite numbers are still found. Nothing here is compiled
-with fast-math, so the bits are the same on every processor.
+Numbers are float32. Inputs of products and cache entries are rounded to the model's dtype by
+integer operations on their bits, ties to even. NaN and infinity stay, so that non-finite numbers
+are still found. Nothing here is compiled with fast-math, so the bits are the same on every
+processor.
 """
 
 from functools import partial
@@ -12,30 +13,39 @@ import numpy as np
 from numba import carray, njit, types, uint32
 from numba.extending import intrinsic
 
-from model.fast.cpu.dot import BF16, BLOCK, F32, GROUP, I8, INT4, LANES, PAIRS, sum_rows
+from model.fast.cpu.dot import BF16, F32, GROUP, I8, LANES
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
 LARGEST_EXPONENT = np.float32(88.0)
 BYTES_OF = np.array([2, 2, 4])  # per number, by kind: BF16, F16, F32
-ONE = np.ones(1, np.float32)
 
 # Division by zero gives infinity: Python's check for it would prevent vectorisation.
-compiled = partial(njit, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+compiled = partial(
+    njit, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 @intrinsic
 def pointer_to(typing: Any, address: Any):
     """Pointer to an address, for ``carray``."""
     kind = I8.as_pointer()
-    return types.voidptr(types.int64), lambda context, builder, signature, given: builder.inttoptr(given[0], kind)
+    return types.voidptr(types.int64), lambda context, builder, signature, given: builder.inttoptr(
+        given[0], kind
+    )
 
 
 @compiled()
 def array_at(place: int, count: int, dtype: type) -> np.ndarray:
     """Array of ``count`` numbers at an address."""
     return carray(pointer_to(place), count, dtype)
+
+
+@compiled()
+def address(array: np.ndarray) -> int:
+    """Address of an array's first number, signed as all integers here."""
+    return np.int64(array.ctypes.data)
 
 
 @compiled()
@@ -52,10 +62,13 @@ def float16_bits(number: float) -> int:
     """Bits of ``number`` rounded to float16, as uint32."""
     bits = np.float32(number).view(np.uint32)
     sign, magnitude = (bits >> uint32(16)) & uint32(0x8000), bits & uint32(0x7FFFFFFF)
-    if magnitude < uint32(0x38800000):  # below 2⁻¹⁴ float16 has multiples of 2⁻²⁴, as float32 has from .5 to 1
+    # below 2⁻¹⁴ float16 has multiples of 2⁻²⁴, as float32 has from .5 to 1
+    if magnitude < uint32(0x38800000):
         shifted = np.uint32(magnitude).view(np.float32) + np.float32(0.5)
         return sign | (np.float32(shifted).view(np.uint32) - uint32(0x3F000000))
-    rounded = (magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1)) - uint32(0x38000000)) >> uint32(13)
+    rounded = (
+        magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1)) - uint32(0x38000000)
+    ) >> uint32(13)
     if magnitude > uint32(0x7F800000):
         return sign | uint32(0x7E00)
     return sign | (rounded if rounded < uint32(0x7C00) else uint32(0x7C00))
@@ -63,7 +76,9 @@ def float16_bits(number: float) -> int:
 
 @compiled()
 def exponential(x: float) -> float:
-    """Exponential e^x to two units in the last place, with x limited to -87 ... 88: no overflow, no underflow."""
+    """Exponential e^x to two units in the last place, with x limited to -87 ... 88: no overflow, no
+    underflow.
+    """
     x = LARGEST_EXPONENT if x > LARGEST_EXPONENT else x
     x = -np.float32(87) if x < -np.float32(87) else x
     shifted = x * LOG2_E + ROUNDER
@@ -76,7 +91,9 @@ def exponential(x: float) -> float:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1)
-    return p * np.uint32((np.float32(shifted).view(np.uint32) << uint32(23)) + uint32(0x3F800000)).view(np.float32)
+    return p * np.uint32(
+        (np.float32(shifted).view(np.uint32) << uint32(23)) + uint32(0x3F800000)
+    ).view(np.float32)
 
 
 @compiled()
@@ -88,12 +105,17 @@ def tangent(x: float) -> float:
 @compiled()
 def store(kind: int, numbers: np.ndarray, place: int) -> None:
     """Store numbers at an address, rounded to the dtype of this kind of weights."""
-    floats, halves = array_at(place, len(numbers), np.float32), array_at(place, len(numbers), np.uint16)
+    floats, halves = (
+        array_at(place, len(numbers), np.float32),
+        array_at(place, len(numbers), np.uint16),
+    )
     for index in range(len(numbers)):
         if kind == F32:
             floats[index] = numbers[index]
         else:
-            halves[index] = bfloat16_bits(numbers[index]) if kind == BF16 else float16_bits(numbers[index])
+            halves[index] = (
+                bfloat16_bits(numbers[index]) if kind == BF16 else float16_bits(numbers[index])
+            )
 
 
 @compiled()
@@ -113,7 +135,9 @@ def total(numbers: np.ndarray) -> float:
 
 @compiled()
 def exponentials(scores: np.ndarray) -> None:
-    """Exponentials of ``scores`` less the largest, in place: a softmax but for its divisor, which is their total."""
+    """Exponentials of ``scores`` less the largest, in place: a softmax but for its divisor, which
+    is their total.
+    """
     largest = np.float32(-np.inf)
     for index in range(len(scores)):
         largest = scores[index] if scores[index] > largest else largest
@@ -146,7 +170,9 @@ def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 @compiled()
 def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
-    """Product activation(gate) · up, SiLU or tanh GELU: ``[rows, 2 · size]`` -> ``[rows, size]``."""
+    """Product activation(gate) · up, SiLU or tanh GELU: ``[rows, 2 · size]`` -> ``[rows,
+    size]``.
+    """
     size = gate_up.shape[1] // 2
     out = np.empty((len(gate_up), size), np.float32)
     for row in range(len(out)):
@@ -158,7 +184,9 @@ def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
                 product[index] = np.float32(0.5) * x * (np.float32(1) + tangent(inner)) * up[index]
         else:
             for index in range(size):
-                product[index] = gate[index] / (np.float32(1) + exponential(-gate[index])) * up[index]
+                product[index] = (
+                    gate[index] / (np.float32(1) + exponential(-gate[index])) * up[index]
+                )
     return out
 
 
@@ -170,59 +198,52 @@ def soft_cap(numbers: np.ndarray, cap: float) -> None:
 
 
 @compiled()
-def in_blocks(columns: int) -> int:
-    """Number of columns, rounded up to whole blocks."""
-    return (columns + BLOCK - 1) // BLOCK * BLOCK
-
-
-@compiled()
-def operands(kind: int, x: np.ndarray) -> np.ndarray:
-    """Inputs ``x`` ``[rows, columns]`` of a product of this kind in the form that it reads, ``[rows, bytes]``."""
-    columns = x.shape[1]
-    found = np.empty((len(x), 4 * in_blocks(columns) + 4 * LANES), np.uint8)  # enough for any kind
+def add(x: np.ndarray, out: np.ndarray) -> None:
+    """Add ``x`` ``[rows, size]`` to ``out``."""
     for row in range(len(x)):
-        place, upper = found[row].ctypes.data, found[row].ctypes.data + 2 * columns
-        if kind >= INT4:  # low bits
-            round_to_int8(x[row], place)
-        elif kind == F32 or (kind == BF16 and PAIRS):
-            store(kind, x[row], place)
-        else:  # rounded, but float32: as a sum of one row, from the upper half of the bytes to both halves
-            store(kind, x[row], upper)
-            sum_rows(kind, upper, 0, ONE.ctypes.data, 1, columns, place)
-    return found
+        for column in range(x.shape[1]):
+            out[row, column] += x[row, column]
 
 
 @compiled()
-def round_to_int8(x: np.ndarray, place: int) -> None:
-    """Round one row of inputs to int8 with a scale per group: an operand of ``dot.multiply_codes``, at an address.
+def whole(count: int, size: int) -> int:
+    """Number of blocks of this size that hold ``count``."""
+    return (count + size - 1) // size
 
-    First come the codes, the words of four codes of two groups alternating; then -128 times the sum of each word,
-    int32; the scales, float32; and the sum of each group times its scale, float32, padded to whole vectors.
+
+@compiled()
+def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
+    """Round one row of inputs to int8 with a scale per group: an operand of ``dot.multiply_codes``,
+    at an address.
+
+    First come the codes, then a float32 scale per group, then a total per group: the sum of its
+    codes, in float32 times its scale or, for weights whose codes are stored ``plus_128``, in int32
+    times -128.
     """
     columns = len(x)
-    padded = in_blocks(columns)
-    groups = padded // GROUP
-    words = array_at(place, padded // 4, np.int32)
-    sums = array_at(place + padded, padded // 4, np.int32)
-    scales = array_at(place + 2 * padded, groups, np.float32)
-    totals = array_at(place + 2 * padded + 4 * groups, (groups + LANES - 1) // LANES * LANES, np.float32)
-    numbers, codes = np.zeros(padded, np.float32), np.empty(GROUP, np.int8)
-    group_words = codes.view(np.int32)
-    bits, numbers[:columns] = numbers.view(np.uint32), x
-    totals[:] = 0
+    groups = whole(columns, GROUP)
+    padded = groups * GROUP
+    codes = array_at(place, padded, np.int8)
+    scales = array_at(place + padded, groups, np.float32)
+    totals = array_at(place + padded + 4 * groups, groups, np.float32)
+    corrections = array_at(place + padded + 4 * groups, groups, np.int32)
+    numbers = np.zeros(padded, np.float32)
+    bits = numbers.view(np.uint32)
+    for column in range(columns):
+        numbers[column] = x[column]
     for group in range(groups):
         first, largest = group * GROUP, uint32(0)
         for index in range(GROUP):  # as integers, of which NaN and infinity are the largest
             largest = max(largest, bits[first + index] & uint32(0x7FFFFFFF))
         scale = np.uint32(largest).view(np.float32) / np.float32(127)
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-        for index in range(GROUP):
-            codes[index] = np.int32(numbers[first + index] * inverse + ROUNDER - ROUNDER)
-        total_code = 0
-        for word in range(GROUP // 4):
-            at, byte = group // 2 * (BLOCK // 4) + 2 * word + group % 2, 4 * word
-            word_sum = codes[byte] + codes[byte + 1] + codes[byte + 2] + codes[byte + 3]
-            words[at], sums[at] = group_words[word], -128 * word_sum
-            total_code += word_sum
+        total_code = np.int32(0)
+        for index in range(first, first + GROUP):
+            code = np.int32(numbers[index] * inverse + ROUNDER - ROUNDER)
+            codes[index] = code
+            total_code += code
         scales[group] = scale
-        totals[group] = scale * np.float32(total_code)
+        if is_plus_128:
+            corrections[group] = -128 * total_code
+        else:
+            totals[group] = scale * np.float32(total_code)

@@ -1,47 +1,68 @@
-"""Compiled grids of weights in four or six bits: ``model.quantise.judge``, many times as fast."""
+"""Compiled grids of weights in four bits: ``model.quantise.judge``, many times as fast."""
+
+from functools import cache
 
 import numpy as np
 import torch
-from numba import prange
 from torch import Tensor
 
-from model.fast.cpu.elements import compiled
+from model.fast.cpu import team
+from model.fast.cpu.dot import INT4
+from model.fast.cpu.elements import array_at, compiled
 from model.quantise import GROUP
 
 
-def judge(weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def judge(
+    weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int
+) -> tuple[Tensor, Tensor]:
     """Codes of a grid, and four means: see ``model.quantise.judge``."""
     codes, means = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(4, *scale.shape)
-    judge_rows(*(each.numpy() for each in (weight, importance, scale, zero)), levels, codes.numpy(), means.numpy())
+    tensors = [each.contiguous() for each in (weight, importance, scale, zero)]
+    addresses = [each.data_ptr() for each in (*tensors, codes, means)]
+    with team.gathered() as board:
+        run(board, judge_task(), len(weight), 1, (*addresses, levels, *scale.shape))
     return codes, means
 
 
-# Sums may be reordered, so that they vectorise: the weights of a draft need not have the same bits on all machines.
-@compiled(fastmath={"reassoc", "contract", "nsz"}, parallel=True, cache=True, no_cpython_wrapper=False)
-def judge_rows(
-    weights: np.ndarray, importances: np.ndarray, scales: np.ndarray, zeros: np.ndarray, levels: int,
-    codes: np.ndarray, means: np.ndarray,
-) -> None:  # fmt: skip
-    """``judge``, into ``codes`` and ``means``."""
-    most = np.float32(levels)
-    for index in prange(len(weights)):
-        row = np.int64(index)
-        for group in range(weights.shape[1]):
-            weight, importance, scale, zero = (
-                weights[row, group],
-                importances[group],
-                scales[row, group],
-                zeros[row, group],
-            )
-            inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
-            error = mean = mean_square = mean_product = np.float32(0)
-            for column in range(GROUP):
-                code = min(max(np.floor((weight[column] - zero) * inverse + np.float32(0.5)), np.float32(0)), most)
-                off, weighted = code * scale + zero - weight[column], importance[column] * code
-                codes[row, group, column] = np.uint8(code)
-                error += importance[column] * off * off
-                mean += weighted
-                mean_square += weighted * code
-                mean_product += weighted * weight[column]
-            means[0, row, group], means[1, row, group] = error, mean
-            means[2, row, group], means[3, row, group] = mean_square, mean_product
+@compiled(cache=True, no_cpython_wrapper=False)
+def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[int, ...]) -> None:
+    """``team.run``, for Python."""
+    team.run(board, task, pieces, least, arguments)
+
+
+@cache
+def judge_task() -> int:
+    """Address of the task of ``judge``; a piece is a row of weights."""
+
+    def judge_rows(board: int, first: int, end: int) -> None:
+        weights, importances, scales, zeros, codes, means, levels, rows, groups = array_at(
+            board + 8 * team.ARGUMENTS, 9, np.int64
+        )
+        most, shape = np.float32(levels), (groups, GROUP)
+        importance = array_at(importances, shape, np.float32)
+        mean = array_at(means, (4, rows, groups), np.float32)
+        for row in range(first, end):
+            weight = array_at(weights + row * groups * GROUP * 4, shape, np.float32)
+            found = array_at(codes + row * groups * GROUP, shape, np.uint8)
+            scale_row = array_at(scales + row * groups * 4, groups, np.float32)
+            zero_row = array_at(zeros + row * groups * 4, groups, np.float32)
+            for group in range(groups):
+                scale, zero = scale_row[group], zero_row[group]
+                inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
+                error = mean_code = mean_square = mean_product = np.float32(0)
+                for column in range(GROUP):
+                    number, share = weight[group, column], importance[group, column]
+                    code = np.floor((number - zero) * inverse + np.float32(0.5))
+                    code = min(max(code, np.float32(0)), most)
+                    off, weighted = code * scale + zero - number, share * code
+                    found[group, column] = np.uint8(code)
+                    error += share * off * off
+                    mean_code += weighted
+                    mean_square += weighted * code
+                    mean_product += weighted * number
+                mean[0, row, group], mean[1, row, group] = error, mean_code
+                mean[2, row, group], mean[3, row, group] = mean_square, mean_product
+
+    # Sums may be reordered, so that they vectorise: the weights of a draft need not have the same
+    # bits on all machines.
+    return team.compiled_task(judge_rows, INT4, fastmath={"reassoc", "contract", "nsz"})

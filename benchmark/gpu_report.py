@@ -1,0 +1,76 @@
+"""Report of a GPU, in one file to read and to send: do the tests pass there, and how fast is it?
+
+``make gpu`` takes up to ten minutes. Each part is a command of its own, so that one that fails or
+takes too long does not stop the others.
+"""
+
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from weights.cli.command_line import OneLineParser, run_command, say
+from weights.cli.files import atomic_path
+
+
+def parts(model: str) -> list[tuple[str, list[str], int]]:
+    """Title, command and most seconds of each part; a model is a folder, or a name under
+    ``weights/``.
+    """
+    python = [sys.executable, "-m"]
+    bench = [*python, "benchmark", "--model", model, "--quick", "--only"]
+    against = ["--against", "transformers"] if find_spec("transformers") else []
+    tests = ["pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"]
+    text = ["Why is the sky blue?", "--compare", "--model", model]
+    return [
+        ("Driver", ["nvidia-smi"], 20),
+        ("Versions", [*python, "torch.utils.collect_env"], 40),
+        ("First text", [sys.executable, "generate.py", *text], 90),
+        ("Tests", [*python, *tests], 200),
+        ("Speed, greedy", [*bench, "speed", "first-token", "floor", *against], 150),
+        ("Speed at temperature 0.7", [*bench, "speed", "--temperature", "0.7"], 100),
+    ]
+
+
+def section(title: str, command: list[str], seconds: int) -> str:
+    """Markdown of a part: how its command ended, and its output, also where it failed."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        done = subprocess.run(command, **both, timeout=seconds, check=False)
+        end, output = f"ended with status {done.returncode}", done.stdout
+    except subprocess.TimeoutExpired as error:
+        end, output = f"was stopped after {seconds} seconds", error.output or b""
+    except OSError as error:
+        end, output = "could not start", str(error).encode()
+    shown = output.decode(errors="replace").strip()
+    return f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns its exit status, 0 also without a GPU."""
+    parser = OneLineParser(prog="python -m benchmark.gpu_report", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="of the benchmark")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report.md"), metavar="FILE")
+    options = parser.parse_args(arguments)
+
+    def work() -> None:
+        sections = ["# Report of a GPU\n"]
+        if not torch.cuda.is_available():
+            print(f"There is no GPU that torch {torch.__version__} can use. On one this would run:")
+        for title, command, seconds in parts(options.model):
+            if not torch.cuda.is_available():
+                print(f"  {title}, up to {seconds} seconds: {shlex.join(command)}")
+                continue
+            say(f"{title}: up to {seconds} seconds")
+            sections.append(section(title, command, seconds))
+            with atomic_path(options.out) as temporary:  # also of a report that is cut off
+                temporary.write_text("\n".join(sections), encoding="utf-8")
+
+    return run_command(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

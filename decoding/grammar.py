@@ -1,0 +1,233 @@
+"""Grammars: JSON schemas, regular expressions and Lark grammars as constraints, by llguidance.
+
+A grammar is a constraint like any other: its mask is a function of the tokens so far. The library's
+matcher has a state, though, which moves with every token. ``GrammarConstraint`` hides it: asked for
+any text, it rolls the matcher back to the longest common prefix and consumes the rest. So a
+rejected draft needs no care, and a draft's masks are those of its verification.
+
+Bytes that the grammar forces must be written in the tokens that the tokenizer gives them: a model
+has seen no other. There the mask has one token, which is drafted without a model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.errors import InputError
+
+Kind = Literal["json_schema", "regex", "lark"]
+
+# the one style of JSON: without it a model may fill its budget with spaces
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+KEPT_MASKS = 64  # places whose masks are kept, more than the longest draft has
+
+
+class Vocabulary:
+    """Tokens of a tokenizer as llguidance reads them.
+
+    ``tokens``: the bytes of each id of the model's vocabulary, none for control tokens;
+    ``eos_ids`` end a text; ``encode`` gives the ids of a text that continues another one.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        eos_ids: frozenset[int],
+        encode: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Raises InputError without an end-of-text token: a text could not end where its grammar
+        ends.
+        """
+        if not eos_ids:
+            raise InputError("a grammar needs a model with an end-of-text token: this one has none")
+        self.encode = encode
+        # The token after a whole text adds no bytes to it, and one within it must not end it.
+        self.eos_ids = {token for token in eos_ids if not tokens[token]} or eos_ids
+        self.tokens = [b"" if token in eos_ids else data for token, data in enumerate(tokens)]
+        self.special_token_ids = [token for token, data in enumerate(self.tokens) if not data]
+        self.eos_token_id = min(self.eos_ids)
+        self.ids = {data: token for token, data in enumerate(self.tokens) if data}
+        self.longest = max(map(len, self.tokens))
+        self.library = llguidance.LLTokenizer(self, len(tokens), sorted(self.eos_ids))
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids with exactly the bytes of ``text``: the longest matches, where the tokenizer
+        gives other bytes, as one that normalises does.
+        """
+        ids, rest = list(self.encode(text)), text.encode()
+        if b"".join(self.tokens[token] for token in ids) == rest:
+            return ids
+        ids = []
+        while rest:
+            sizes = range(min(self.longest, len(rest)), 0, -1)
+            size = next((size for size in sizes if rest[:size] in self.ids), 0)
+            if not size:
+                raise InputError(f"no token of the model writes the byte {rest[:1]!r}")
+            ids.append(self.ids[rest[:size]])
+            rest = rest[size:]
+        return ids
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Grammar of the output of texts. Called with the length of a prompt, it makes a text's
+    constraint.
+
+    ``source`` is a JSON schema as JSON, a regular expression in the syntax of Rust, which the whole
+    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the longest that all
+    masks of a text may take. Raises InputError for a source that is wrong, not supported or that no
+    text satisfies.
+    """
+
+    kind: Kind
+    source: str
+    vocabulary: Vocabulary
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        constraint = self(0)
+        first = constraint([])  # some that nothing satisfies show it only here
+        if constraint.trouble:
+            raise InputError(constraint.trouble)
+        first[list(self.vocabulary.eos_ids)] = False
+        if not first.any():
+            raise InputError(f"{self.option}: only the empty text satisfies it")
+
+    @property
+    def option(self) -> str:
+        """The command line's option of this kind."""
+        return {"json_schema": "--json-schema", "regex": "--regex", "lark": "--grammar"}[self.kind]
+
+    @cached_property
+    def pristine(self) -> llguidance.LLMatcher:
+        """A matcher that is only copied: an error never leaves a matcher."""
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        return llguidance.LLMatcher(
+            self.vocabulary.library, self._compiled(), log_level=0, limits=limits
+        )
+
+    def _compiled(self) -> str:
+        """The source in the library's format."""
+        if self.kind == "json_schema":
+            try:
+                schema = json.loads(self.source)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{self.option} is no JSON: {error}") from None
+            if not isinstance(schema, dict):
+                raise InputError(f"{self.option}: a schema is an object, found {schema!r:.80}")
+            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+        return getattr(llguidance.LLMatcher, f"grammar_from_{self.kind}")(self.source)
+
+    def new_matcher(self) -> llguidance.LLMatcher:
+        """A matcher at the beginning of the output."""
+        return self.pristine.deep_copy()
+
+    def __call__(self, prompt_length: int) -> GrammarConstraint:
+        return GrammarConstraint(self, prompt_length)
+
+
+class GrammarConstraint:
+    """Constraint of one text by a grammar: a mask that depends on the tokens after the prompt only.
+
+    The matcher has consumed ``consumed``. ``masks`` holds masks after the first n tokens of
+    ``path``, by n, so that verification finds those of the draft.
+    """
+
+    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
+        self.grammar, self.prompt_length = grammar, prompt_length
+        self.matcher = grammar.new_matcher()
+        self.consumed: list[int] = []
+        self.path: list[int] = []
+        self.masks: dict[int, Tensor] = {}
+        self.seconds = 0.0
+        self.trouble: str | None = None  # the reason why the last mask allows nothing
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """Mask, bool ``[vocab]``, of the tokens that may follow. Nothing may where the library
+        fails.
+
+        Raises InputError where the masks of the text have taken too long.
+        """
+        written = list(tokens[self.prompt_length :])
+        kept = common_prefix(self.path, written)
+        if kept < len(written):
+            self.path = written
+            self.masks = {at: mask for at, mask in self.masks.items() if at <= kept}
+        if len(written) not in self.masks:
+            if len(self.masks) == KEPT_MASKS:
+                del self.masks[min(self.masks)]
+            self.masks[len(written)] = self._compute(written)
+        return self.masks[len(written)]
+
+    def guess(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens of the bytes that the grammar forces next, in the tokenizer's own way to write
+        them.
+        """
+        self._move_to(list(tokens[self.prompt_length :]))
+        forced = self.matcher.compute_ff_bytes()
+        return self.grammar.vocabulary.library.tokenize_bytes(forced) if forced else []
+
+    def _compute(self, written: list[int]) -> Tensor:
+        """Mask after these tokens, by the matcher."""
+        began = time.perf_counter()
+        self.trouble = None
+        for _ in range(2):
+            self._move_to(written)
+            bits = self.matcher.compute_bitmask()
+            if not self.matcher.is_error():
+                break
+            # A matcher never leaves an error. Other branches may have used up a limit: once more.
+            self.trouble = f"{self.grammar.option}: {reason(self.matcher)}"
+            self.matcher, self.consumed = self.grammar.new_matcher(), []
+        else:
+            bits = bytes(len(bits))
+        self.seconds += time.perf_counter() - began
+        if self.seconds > self.grammar.seconds:
+            raise InputError(
+                f"{self.grammar.option}: its masks took more than {self.grammar.seconds:g} s:"
+                " simplify it"
+            )
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+        return torch.from_numpy(allowed[: len(self.grammar.vocabulary.tokens)]).view(torch.bool)
+
+    def _move_to(self, written: list[int]) -> None:
+        """Let the matcher have consumed these tokens, from the common prefix on."""
+        kept = common_prefix(self.consumed, written)
+        self.matcher.rollback(len(self.consumed) - kept)
+        self.matcher.consume_tokens(written[kept:])
+        self.consumed = written
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Number of tokens with which both begin. Texts differ in their last tokens, so it starts from
+    the end.
+    """
+    length = min(len(first), len(second))
+    while first[:length] != second[:length]:
+        length -= 1
+    return length
+
+
+def reason(matcher: llguidance.LLMatcher) -> str:
+    """The library's reason for an error in one line, without its state."""
+    lines = matcher.get_error().splitlines()
+    if "no token of the model" in lines[0]:  # raised by the vocabulary, within the library
+        return "it forces a byte that no token of the model writes"
+    found = next(
+        (line.removeprefix("error: ") for line in lines if line.startswith("error:")), None
+    )
+    return "no text satisfies it" if lines[0].startswith("NoExtension") else found or lines[0]

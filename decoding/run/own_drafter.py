@@ -1,0 +1,54 @@
+"""Drafter of a class in a file of the user. An error in it says in which line of the file it
+arose.
+"""
+
+import runpy
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from decoding.drafters import Drafter
+from model import Decoder, InputError, KVCache
+from weights.cli.files import one_line
+
+METHODS = ("propose", "rollback")
+
+
+def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
+    """Maker of instances of a ``FILE.py:Class``, from the target's cache. Raises InputError where
+    there is no such class. So does whatever the instances raise, the original error as its cause.
+    """
+    file, _, name = kind.rpartition(":")
+    with blaming(kind):
+        found = runpy.run_path(file).get(name)
+    if found is None:
+        raise InputError(f"--draft {kind}: {file} has no class {name}")
+
+    def make(cache: KVCache) -> Drafter:
+        with blaming(kind):
+            drafter = found(model, cache)
+        for method in METHODS:
+            with suppress(AttributeError):  # absent, which the loop reports, or not to be set
+                setattr(drafter, method, blaming(kind, in_text=True)(getattr(drafter, method)))
+        return drafter
+
+    return make
+
+
+@contextmanager
+def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
+    """Context that turns any error of the user's class into an InputError with its line.
+
+    The error is the cause of one ``in_text``, so that its traceback is shown.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = kind.rpartition(":")[0]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        place = f"{kind}, line {lines[-1]}" if lines else kind
+        said = InputError(f"--draft {place}: {type(error).__name__}: {one_line(error)}")
+        raise said from (error if in_text else None)

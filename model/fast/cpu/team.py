@@ -1,0 +1,170 @@
+"""Threads of a step: the calling thread and its helpers claim small pieces of work.
+
+Beside another program a thread may lose its core for milliseconds, and a loop of OpenMP waits for
+every thread at its end, a hundred times per step. Here the caller waits for pieces that a helper
+has claimed, never for a helper that has not begun: without any it does all pieces itself. Who does
+a piece does not change its bits.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from model.fast.cpu.dot import I64
+from model.fast.cpu.elements import address, compiled
+
+# Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
+# regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.
+CLAIMS, DONE, TASK, PIECES, LEAST, HELPERS, ARGUMENTS = 0, 8, 16, 17, 18, 19, 20
+REGION = 1 << 20  # more than the pieces of a region
+SHARES = 2  # a thread claims this part of an equal share of the pieces that nobody has claimed
+AWAKE = 2000  # looks for work before a thread lets other programs run between two of them
+PATIENCE = 6000  # looks for work before a helper sleeps
+YIELD = "sched_yield" if os.name == "posix" else "SwitchToThread"
+
+one_at_a_time = threading.Lock()
+board = np.zeros(64, np.int64)
+pool = ThreadPoolExecutor(os.cpu_count(), "step")
+helpers: list[Future] = []
+
+
+@contextmanager
+def gathered() -> Iterator[np.ndarray]:
+    """Board for one compiled function at a time, with as many helpers awake as torch has threads
+    beside the caller's.
+    """
+    with one_at_a_time:
+        board[HELPERS] = torch.get_num_threads() - 1
+        for number in range(board[HELPERS]):
+            if number == len(helpers):
+                helpers.append(pool.submit(help_with, board))
+            elif helpers[number].done():
+                helpers[number] = pool.submit(help_with, board)
+        yield board
+
+
+def compiled_task(task: Callable[[int, int, int], None], kind: int, **options: Any) -> int:
+    """Address of a compiled task ``(board, first, end)`` for one kind of numbers."""
+    # The name tells kinds apart where compiled code is kept.
+    task.__qualname__ = f"{task.__name__}_{kind}"
+    options |= {"cache": True, "error_model": "numpy"}
+    return cfunc("void(int64, int64, int64)", **options)(task).address
+
+
+def word(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
+    return builder.inttoptr(place, I64.as_pointer())
+
+
+@intrinsic
+def read(typing: Any, place: Any):
+    """Word at an address, read before all that follows."""
+    return types.int64(types.int64), lambda context, builder, signature, given: builder.load_atomic(
+        word(builder, given[0]), "seq_cst", 8
+    )
+
+
+@intrinsic
+def add(typing: Any, place: Any, number: Any):
+    """Add to the word at an address, after all that precedes."""
+    return types.int64(
+        types.int64, types.int64
+    ), lambda context, builder, signature, given: builder.atomic_rmw(
+        "add", word(builder, given[0]), given[1], "seq_cst"
+    )
+
+
+@intrinsic
+def replace(typing: Any, place: Any, old: Any, new: Any):
+    """Whether the word at an address was ``old``, and is now ``new``."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        orders = ("seq_cst", "seq_cst")
+        found = builder.cmpxchg(word(builder, given[0]), given[1], given[2], *orders)
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def call(typing: Any, task: Any, board: Any, first: Any, end: Any):
+    """Call of a task by its address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 3).as_pointer()
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        builder.call(builder.inttoptr(given[0], kind), given[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def let_others_run(typing: Any):
+    """Yield of the core to another thread or program."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, YIELD), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@compiled()
+def work(board: np.ndarray) -> int:
+    """Claim pieces until none is left, and do them: their number."""
+    place, done = address(board), 0
+    while True:
+        claims = read(place)
+        task, pieces, least = board[TASK], board[PIECES], board[LEAST]
+        left = claims % REGION
+        if left == 0:
+            return done
+        taken = min(left, max(least, left // (SHARES * (board[HELPERS] + 1))))
+        # Nobody has claimed a piece in between, so all that was read is of the claims' region.
+        if replace(place, claims, claims - taken):
+            call(task, place, pieces - left, pieces - left + taken)
+            done += taken
+
+
+@compiled()
+def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[int, ...]) -> None:
+    """Run all pieces of a task, ``least`` or more at a time. It finds ``arguments`` on the
+    board.
+    """
+    place = address(board)
+    for index in range(len(arguments)):
+        board[ARGUMENTS + index] = arguments[index]
+    if pieces <= least or board[HELPERS] == 0:
+        call(task, place, 0, pieces)
+        return
+    board[TASK], board[PIECES], board[LEAST] = task, pieces, least
+    board[DONE] = 0
+    add(place + 8 * CLAIMS, REGION + pieces)
+    by_helpers, looks = pieces - work(board), 0
+    while read(place + 8 * DONE) < by_helpers:
+        looks += 1
+        if looks > AWAKE:
+            let_others_run()
+
+
+@compiled(cache=True, no_cpython_wrapper=False)
+def help_with(board: np.ndarray) -> None:
+    """Work of a helper, until there has been none for a while."""
+    looks = 0
+    while looks < PATIENCE:
+        done = work(board)
+        looks = 0 if done else looks + 1
+        if done:
+            add(address(board) + 8 * DONE, done)
+        elif looks > AWAKE:
+            let_others_run()

@@ -1,0 +1,197 @@
+"""CUDA graphs: how they are recorded, and functions of rows, such as sampling, as graphs.
+
+The kernels of sampling are small and many: launching them one by one takes longer than a step of a
+small model. ``Launcher`` compiles such a function and replays it as one launch. The readable
+functions stay the only version; they call ``model.launch``.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.launch import LAUNCHERS
+
+# versions of a function that torch compiles, over all models, capacities and plans
+RECOMPILES = 256
+TURNS = 4096  # draws until the memory of a drawn token is written again
+TOLERANCE = 0.05  # of probabilities: rounding may move a token across the limit of a filter
+
+Record = Callable[[Callable[[], object]], Callable[[], None]]
+compile_function = partial(torch.compile, fullgraph=True, dynamic=False, recompile_limit=RECOMPILES)
+
+
+class Recorder:
+    """Recorder of CUDA graphs on one device, which share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        # of this device, which need not be the current one
+        self.warm_up_stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
+        # A pool whose last graph has died cannot be used again. So this graph is kept.
+        self.smallest = self(partial(torch.zeros, 1, device=device))
+
+    def __call__(self, compute: Callable[[], object]) -> Callable[[], None]:
+        """Record ``compute`` as a graph; returns the replay.
+
+        It runs once before on another stream, so that libraries allocate their workspaces outside
+        of the graph. Raises what ``compute`` raises, and RuntimeError where it cannot be recorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            try:
+                self.warm_up_stream.wait_stream(current)
+                with torch.cuda.stream(self.warm_up_stream):
+                    compute()
+                current.wait_stream(self.warm_up_stream)
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                    compute()
+            except Exception as error:
+                # Ctrl-C makes a capture invalid, whose end then raises another error
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise error.__context__ from None
+                raise
+            finally:
+                # an invalid capture leaves its stream the current one
+                torch.cuda.set_stream(current)
+        return graph.replay
+
+
+class Launcher:
+    """Launcher of functions of rows on one device, each a graph per number of rows.
+
+    Within a graph every row is computed by itself, by the same kernels on memory of the same
+    alignment. So its bits do not depend on the number of rows, and plain and drafted texts have the
+    same distributions. Tensors are given by row, floats are numbers that may change between
+    replays, and everything else is a constant of the graph. A function that cannot be compiled or
+    recorded, or then computes something else, is called directly. Without ``record`` nothing is
+    launched.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        record: Record | None = None,
+        compile: Callable[..., Any] = compile_function,
+    ) -> None:
+        self.device, self.record, self.compile = device, record, cache(compile)
+        self.buffer = cache(self._buffer)  # one of a name, shape and dtype, for all graphs
+        # by function and kinds of arguments: the buffers to write, the replay, the results
+        self.launches: dict[Any, tuple[list[Tensor | None], Callable[[], None], Tensor] | None] = {}
+        self.numbers: dict[Tensor, float] = {}  # the values in the buffers of numbers
+        self.handed: list[tuple[Tensor, Tensor]] = []  # the last two copies, with their buffers
+        self.turn = 0  # of the next draw, which graphs read on the device
+        self.turn_there = self.buffer("turn", (1,), torch.int64)
+
+    @torch.inference_mode(False)
+    def _buffer(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @torch.inference_mode(False)  # so that torch counts the changes of the copy
+    def hand_out(self, buffer: Tensor, rows: int) -> Tensor:
+        """Copy of a buffer's first rows.
+
+        A graph that is given the copy, or a view of it, reads the buffer, unless the copy has been
+        changed.
+        """
+        copy = buffer[:rows].clone()
+        others = [pair for pair in self.handed if pair[1] is not buffer]
+        self.handed = [(copy, buffer), *others[:1]]
+        return copy
+
+    def source(self, given: Any) -> Tensor | None:
+        """The buffer that holds the numbers of this tensor, if one does."""
+        base = getattr(given, "_base", None)
+        found = (pair for pair in self.handed if pair[0] is given or pair[0] is base)
+        return next((buffer for copy, buffer in found if not copy._version), None)
+
+    @torch.inference_mode()
+    def __call__(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """``function(*arguments)``, of which the first is a tensor of rows."""
+        key = function, *(kind(given, self.source(given)) for given in arguments)
+        if key not in self.launches:
+            self.launches[key] = None
+            try:
+                expected = function(*arguments)
+                self.launches[key] = self._make(function, arguments, expected)
+                difference = (self._run(key, arguments).double() - expected).abs().max()
+                if not difference <= TOLERANCE:  # NaN fails too
+                    raise RuntimeError(f"its results are {difference.item():.3g} away")
+            except Exception as error:  # of compilers, drivers, allocators
+                self.launches[key] = None
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                print(f"[{function.__name__} is not one launch: {said:.300}]", file=sys.stderr)
+        return self._run(key, arguments) if self.launches[key] else function(*arguments)
+
+    def _run(self, key: Any, arguments: tuple[Any, ...]) -> Tensor:
+        buffers, replay, results = self.launches[key]
+        for given, buffer in zip(arguments, buffers, strict=True):
+            if isinstance(given, Tensor) and buffer is not None:
+                buffer.copy_(given, non_blocking=True)
+            elif isinstance(given, float) and self.numbers.get(buffer) != given:
+                self.numbers[buffer] = given
+                buffer.fill_(given)
+        replay()
+        if results.dtype != torch.int64:
+            return self.hand_out(results, len(results))
+        turn, self.turn = self.turn, (self.turn + 1) % TURNS
+        return results[turn]
+
+    def _make(
+        self, function: Callable[..., Tensor], arguments: tuple[Any, ...], expected: Tensor
+    ) -> tuple[list[Tensor | None], Callable[[], None], Tensor]:
+        """Record a function for arguments of this kind."""
+        inputs, written = list(arguments), [None] * len(arguments)
+        for at, given in enumerate(arguments):
+            if (source := self.source(given)) is not None:
+                offset = source.storage_offset() + given.storage_offset()
+                inputs[at] = source.as_strided(given.shape, given.stride(), offset)
+            elif isinstance(given, Tensor):
+                inputs[at] = written[at] = self.buffer((function, at), given.shape, given.dtype)
+            elif isinstance(given, float):
+                inputs[at] = written[at] = self.buffer((function, at), (), torch.float64)
+        run, is_draw = self.compile(function), expected.dtype == torch.int64
+        shape = (TURNS, *expected.shape) if is_draw else expected.shape
+        results = self.buffer("results", shape, expected.dtype)
+
+        def compute() -> None:
+            rows = torch.cat([run(*row_of(inputs, row)) for row in range(len(expected))])
+            if is_draw:
+                results.index_copy_(0, self.turn_there, rows[None])
+                self.turn_there.add_(1).remainder_(TURNS)
+            else:
+                results.copy_(rows)
+
+        try:
+            return written, self.record(compute), results
+        finally:
+            self.turn_there.fill_(self.turn)  # the recording has moved it on
+
+
+def kind(given: Any, source: Tensor | None) -> Any:
+    """Part of an argument that a graph depends on."""
+    if not isinstance(given, Tensor):
+        return float if isinstance(given, float) else given
+    place = None if source is None else (id(source), given.storage_offset(), given.stride())
+    return given.shape, given.dtype, place
+
+
+def row_of(inputs: list[Any], row: int) -> list[Any]:
+    """One row of each tensor of rows, in memory of its own, and the other inputs."""
+    return [
+        each[row : row + 1].clone() if isinstance(each, Tensor) and each.dim() else each
+        for each in inputs
+    ]
+
+
+@cache
+def launcher_of(device: torch.device) -> Launcher:
+    """The launcher of a CUDA device, which ``model.launch`` then uses."""
+    LAUNCHERS[device] = Launcher(device, Recorder(device))
+    return LAUNCHERS[device]

@@ -1,0 +1,19 @@
+"""Functions of rows that a GPU runs as one launch each: ``model.fast`` puts launchers here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# by device; each is called with a function and its arguments
+LAUNCHERS: dict[torch.device, Callable[..., Tensor]] = {}
+
+
+def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
+    """``function(rows, *more)``, in one launch where the device of the rows has a launcher.
+
+    A row of the result may depend on the same row of the tensors only.
+    """
+    launcher = LAUNCHERS.get(rows.device)
+    return launcher(function, rows, *more) if launcher else function(rows, *more)

@@ -1,0 +1,19 @@
+"""Places of the files that are kept between runs."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+
+def cache_folder() -> Path:
+    """Folder of kept files: SPECDEC_CACHE, else one in the user's cache folder (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("SPECDEC_CACHE") or user_cache_path("self-speculative-decoding"))
+
+
+def version(sources: Iterable[Path]) -> str:
+    """Hash of source files, 16 hex digits, to name files that their code has made."""
+    code = b"".join(file.read_bytes() for file in sorted(sources))
+    return hashlib.sha256(code).hexdigest()[:16]

@@ -1,0 +1,52 @@
+"""Report of a GPU: its parts, without one and on a pretended one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmark import gpu_report
+from benchmark.gpu_report import parts
+
+
+def python(code: str, seconds: int = 60) -> tuple[str, list[str], int]:
+    return code, [sys.executable, "-uc", code], seconds
+
+
+def test_without_a_gpu_it_says_so_and_what_it_would_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "report.md"
+    assert gpu_report.main(["--model", "tiny-llama", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("There is no GPU") and not out.exists()
+    assert all(title in said for title, *_ in parts("tiny-llama"))
+
+
+def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wanted = [
+        python("print('fails'); raise SystemExit(3)"),
+        python("import time; print('slow'); time.sleep(60)", seconds=1),
+        ("Missing", ["no-such-program"], 5),
+        python("print('last')"),
+    ]
+    monkeypatch.setattr(gpu_report, "parts", lambda model: wanted)
+    out = tmp_path / "report.md"
+    assert gpu_report.main(["--out", str(out)]) == 0
+    _, fails, slow, missing, last = out.read_text().split("\n## ")
+    assert "status 3" in fails and "\nfails\n" in fails
+    assert "was stopped after 1 seconds" in slow and "\nslow\n" in slow
+    assert "could not start" in missing and "no-such-program" in missing
+    assert "status 0" in last and "\nlast\n" in last
+
+
+def test_the_parts_fit_into_ten_minutes_and_name_what_exists() -> None:
+    wanted = parts("tiny-llama")
+    assert sum(seconds for *_, seconds in wanted) <= 600
+    named = [each for _, command, _ in wanted for each in command if each.endswith(".py")]
+    assert named and all(Path(each).exists() for each in named)

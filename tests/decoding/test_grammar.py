@@ -1,0 +1,427 @@
+"""Texts under a grammar: their law is plain constrained sampling's under every drafter, and the
+masks are those of the language, enumerated without the library.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.drafters import BestOf, Drafter, ForcedTokens, ModelDrafter, PromptLookup
+from decoding.grammar import KEPT_MASKS, Grammar, Vocabulary
+from decoding.policies import AdaptiveExit, BreakEven, FixedLength, Policy
+from decoding.proof.judge import Setup, bias, run_loop, self_draft
+from decoding.proof.plain_law import Request, plain_law
+from decoding.proof.table_model import TEXTS, TableModel
+from decoding.randomness import KeyedRandomness, SeededRandomness
+from decoding.rounds import Round
+from decoding.sampling import SamplingParams
+from decoding.text import DeadEnd, Rules, Text
+from model import InputError, KVCache
+from tests.laws import TABLE_DRAFTERS, deviation, text_of, tiny_model
+
+EXACT = 1e-9
+EOS = 4  # of the tokens a, b, ab, c and the empty one
+TOKENS = TEXTS[: EOS + 1]
+LONGEST = 10  # bytes of the strings by which a language is enumerated, more than any text here has
+
+
+def encode(text: str) -> list[int]:
+    """The longest token first: "ab" is one token, never two."""
+    data, ids = text.encode(), []
+    while data:
+        fitting = [token for token in range(EOS) if data.startswith(TOKENS[token])]
+        if not fitting:
+            break
+        ids.append(max(fitting, key=lambda token: len(TOKENS[token])))
+        data = data[len(TOKENS[ids[-1]]) :]
+    return ids
+
+
+VOCABULARY = Vocabulary(TOKENS, frozenset({EOS}), encode)
+GRAMMARS: dict[str, tuple[str, str]] = {
+    "one string": ("regex", "ab"),
+    "one byte forced, its token not": ("regex", "a(b|c)"),
+    "two ways to write it": ("regex", "(ab|a|b){2}c"),
+    "any of two letters": ("regex", "[ab]{3}"),
+    "forced, then a choice": ("regex", "abab|abc"),
+    "no end": ("regex", "a*"),
+    "may end early": ("regex", "(ab)+c?"),
+    "long and forced": ("regex", "c(ab){2}c"),
+    "short": ("regex", "[abc]{1,2}"),
+    "a choice that decides the rest": ("regex", "(a|b)c|abb"),
+    "a forced token before a guess": ("regex", "ca(b|c)"),
+    "nested": ("lark", 'start: "a" start "b" | "c"'),
+}
+PARAMS = [
+    SamplingParams(1.0),
+    SamplingParams(0.0),
+    SamplingParams(0.7, top_k=2),
+    SamplingParams(1.0, repetition_penalty=1.4),
+    SamplingParams(1.2, min_p=0.2),
+]
+STOPS: list[dict[str, Any]] = [
+    {},
+    {"stop_strings": ("ba", "cc")},
+    {"banned": ("bb",), "max_new_tokens": 2},
+    {"banned": ("aa", "ca"), "max_new_tokens": 2, "stop_strings": ("c",)},
+]
+WAYS = {"model": 0.45, "lookup": 0.1, "forced": 0.1}
+POLICIES: list[Callable[[], Policy]] = [
+    lambda: FixedLength(2),
+    lambda: FixedLength(3),
+    lambda: AdaptiveExit(0.45, 3, step=0.3, threshold_memory=0.5),
+    lambda: BreakEven(WAYS, 3, memory=0.5, pause=1),
+]
+
+
+def forced(model: TableModel, cache: KVCache) -> Drafter:
+    return ForcedTokens(model.vocab_size)
+
+
+def best_of_three(model: TableModel, cache: KVCache) -> Drafter:
+    drafters = {"model": self_draft(model, cache), "lookup": PromptLookup(model.vocab_size)}
+    return BestOf(drafters | {"forced": forced(model, cache)})
+
+
+DRAFTERS = TABLE_DRAFTERS | {"forced": forced, "best of": best_of_three}
+
+
+@cache
+def grammar(name: str) -> Grammar:
+    return Grammar(*GRAMMARS[name], VOCABULARY)
+
+
+def table(seed: str) -> TableModel:
+    """Unrelated target and draft tables over the five tokens."""
+    weights = torch.rand(2, 7, 5, dtype=torch.float64, generator=generator(seed)) + 0.05
+    return TableModel(*(weights / weights.sum(-1, keepdim=True)))
+
+
+def generator(seed: str) -> torch.Generator:
+    return torch.Generator().manual_seed(Random(seed).getrandbits(32))
+
+
+def request(name: str, number: int = 0) -> Request:
+    """A request under a grammar, with other parameters and stops for each number."""
+    more = {"max_new_tokens": 3} | STOPS[number % len(STOPS)]
+    eos = frozenset({EOS})
+    return Request((0,), PARAMS[number % len(PARAMS)], eos_ids=eos, grammar=grammar(name), **more)
+
+
+def policy_of(drafter: str, number: int) -> Callable[[], Policy]:
+    """Break-even only for the drafter that offers what it has costs of."""
+    return POLICIES[number % (4 if drafter == "best of" else 3)]
+
+
+def keeps_the_law(name: str, drafter: str, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        asked, model = request(name, number), table(f"{name} {drafter} {number}")
+        setup = Setup(DRAFTERS[drafter], policy_of(drafter, number))
+        expected = plain_law(model, asked)
+        found = deviation(lambda draws: run_loop(model, asked, setup, draws), expected)  # noqa: B023
+        assert found < EXACT
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_the_law_is_plain_constrained_samplings(name: str, drafter: str) -> None:
+    keeps_the_law(name, drafter, range(4))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_the_law_is_so_with_all_parameters_and_stops(name: str, drafter: str) -> None:
+    keeps_the_law(name, drafter, range(4, 64))
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
+    for number in range(20):
+        asked, model, texts = request(name, number), table(f"{name} {number}"), set()
+        for drafter, make in DRAFTERS.items():
+            setup = Setup(make, policy_of(drafter, number))
+            texts.add(run_loop(model, asked, setup, KeyedRandomness(number), coupling="race"))
+        assert len(texts) == 1
+
+
+def test_the_law_of_the_race_is_plain_constrained_samplings() -> None:
+    """By enumeration, which takes two tokens: a's up to the end of the text, which is b."""
+    endless = Grammar("regex", "a*", Vocabulary((b"a", b""), frozenset({1}), lambda text: []))
+    asked = Request((0,), max_new_tokens=4, eos_ids=frozenset({1}), grammar=endless)
+    rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=generator("race")) + 0.1
+    model = TableModel(*(rows / rows.sum(-1, keepdim=True)))
+    for drafter in DRAFTERS:
+        setup = Setup(DRAFTERS[drafter], policy_of(drafter, 1))
+        assert bias(model, asked, setup, "race") < EXACT
+
+
+# ---- the language, without the library ----
+
+
+@cache
+def language(name: str) -> frozenset[bytes]:
+    """All strings of a grammar of up to LONGEST bytes."""
+    kind, source = GRAMMARS[name]
+    if kind == "lark":
+        return frozenset(b"a" * n + b"c" + b"b" * n for n in range(LONGEST))
+    strings = (bytes(each) for n in range(LONGEST + 1) for each in product(b"abc", repeat=n))
+    return frozenset(each for each in strings if re.fullmatch(source.encode(), each))
+
+
+def of_language(name: str) -> Callable[[Sequence[int]], Tensor]:
+    """The constraint of a language, by its strings.
+
+    Where all strings go on with the same bytes, these are written in the tokens of the tokenizer,
+    as far as no later byte can change them.
+    """
+
+    def allowed(tokens: Sequence[int]) -> Tensor:
+        written = b"".join(TOKENS[token] for token in tokens[1:])
+        rests = {each[len(written) :] for each in language(name) if each.startswith(written)}
+        same = min(rests)
+        while not all(rest.startswith(same) for rest in rests):
+            same = same[:-1]
+        unsure = max(
+            (
+                n
+                for n in range(len(same) + 1)
+                if any(
+                    len(token) > n and token.startswith(same[len(same) - n :]) for token in TOKENS
+                )
+            ),
+        )
+        first = encode(same.decode())[:1]
+        if first and len(TOKENS[first[0]]) <= len(same) - unsure:
+            found = set(first)
+        else:
+            found = {
+                token
+                for token in range(EOS)
+                if any(rest.startswith(TOKENS[token]) for rest in rests)
+            }
+            found |= {EOS} if b"" in rests else set()
+        return torch.tensor([token in found for token in range(len(TOKENS))])
+
+    return allowed
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_the_law_is_that_of_the_enumerated_language(name: str) -> None:
+    for number, drafter in enumerate(DRAFTERS):
+        asked, model = request(name, number), table(f"language {name} {number}")
+        expected = plain_law(model, replace(asked, grammar=None, constraint=of_language(name)))
+        setup = Setup(DRAFTERS[drafter], POLICIES[0])
+        found = deviation(lambda draws: run_loop(model, asked, setup, draws), expected)  # noqa: B023
+        assert found < EXACT
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_mask_does_not_depend_on_the_texts_asked_for_before(name: str) -> None:
+    """A walk that goes forward and back at random, beside a new constraint for each text."""
+    random, constraint, text = Random(name), grammar(name)(1), [0]
+    for _ in range(60):
+        if random.random() < 0.4:
+            text = text[: random.randint(1, len(text))]
+        found = constraint(text)
+        assert found.tolist() == grammar(name)(1)(text).tolist() == of_language(name)(text).tolist()
+        following = [token for token in found.nonzero()[:, 0].tolist() if token != EOS]
+        text = [*text, random.choice(following)] if following and len(text) < 6 else [0]
+    assert len(constraint.masks) <= KEPT_MASKS
+
+
+def test_a_long_text_keeps_few_masks() -> None:
+    constraint, text = grammar("no end")(0), []
+    for _ in range(KEPT_MASKS + 20):
+        constraint(text)
+        text.append(0)
+    assert len(constraint.masks) == KEPT_MASKS
+    assert constraint([0] * 3).tolist() == constraint(text).tolist()
+
+
+# ---- forced tokens ----
+
+
+class CountingModel(TableModel):
+    """A table model that counts its calls under the draft's plan."""
+
+    drafted = 0
+
+    def __call__(self, tokens: Tensor, cache: KVCache, start: int, plan: Any = None) -> Tensor:
+        self.drafted += plan is not None
+        return super().__call__(tokens, cache, start, plan)
+
+
+def rounds_of(name: str, drafter: str, **more: Any) -> tuple[list[Round], CountingModel]:
+    rounds: list[Round] = []
+    tables = table(name).tables
+    model = CountingModel(*(rows.exp() for rows in tables.values()))
+    asked = replace(request(name), **{"max_new_tokens": 8, **more})
+    setup = Setup(DRAFTERS[drafter], lambda: FixedLength(6))
+    run_loop(model, asked, setup, SeededRandomness(0), rounds)
+    return rounds, model
+
+
+@pytest.mark.parametrize("drafter", ["plan", "model", "forced"])
+def test_forced_tokens_are_drafted_without_a_model_and_accepted(drafter: str) -> None:
+    rounds, model = rounds_of("long and forced", drafter)
+    assert [(each.drafted, each.accepted, each.finish) for each in rounds] == [
+        ([3, 2, 2, 3, EOS], 5, "eos")
+    ]
+    assert model.drafted == 0
+    assert rounds[0].forced == [True] * 5 + [False]
+    assert rounds[0].guessed == (0, 0)
+
+
+def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -> None:
+    """ "ca" is forced, and a alone may be written, or ab."""
+    rounds, _ = rounds_of("a forced token before a guess", "forced")
+    assert rounds[0].drafted[:2] == [3, 0]
+    assert rounds[0].forced[:2] == [True, False]
+    assert rounds[0].guessed == (1, rounds[0].accepted - 1)
+
+
+def test_a_model_reads_forced_tokens_in_its_next_step() -> None:
+    model = tiny_model("llama", vocab=5)
+    rules = Rules(9, frozenset({EOS}), grammar=grammar("a forced token before a guess"))
+    text = Text([1, 2], rules, model, lambda token: TOKENS[token])
+    calls: list[int] = []
+
+    def counted(tokens: Tensor, *rest: Any) -> Tensor:
+        calls.append(tokens.shape[1])
+        return model(tokens, *rest)
+
+    cache = model.new_cache(20)
+    model.prefill(torch.tensor([[1]]), cache)
+    drafter = ModelDrafter(model, cache)
+    counting = type("Counting", (), {"__call__": staticmethod(counted)})
+    drafter.model = type(
+        "Proxy", (counting,), {"__getattr__": lambda _, name: getattr(model, name)}
+    )()
+    policy = AdaptiveExit(0.0, 4)
+    with torch.inference_mode():
+        draft = drafter.propose(text, 4, SamplingParams(1.0), policy, SeededRandomness(0))
+    assert draft.tokens[0] == 3
+    assert calls[0] == 2  # the last token of the text and the forced one
+    assert len(draft.logits) == len(draft.tokens) == len(draft.confidence)
+    assert draft.confidence[0] == 1.0
+    assert torch.softmax(draft.logits[0], -1).tolist() == [[0.0, 0.0, 0.0, 1.0, 0.0]]
+
+
+# ---- what a user may give ----
+
+BAD = [
+    ("json_schema", "{", "--json-schema is no JSON"),
+    ("json_schema", "[]", "--json-schema: a schema is an object"),
+    ("json_schema", '{"type": "nope"}', "--json-schema: Invalid type: nope"),
+    ("json_schema", '{"enum": []}', "--json-schema: Unsatisfiable schema"),
+    ("json_schema", '{"not": {}}', '--json-schema: Unimplemented keys: ["not"]'),
+    ("json_schema", '{"uniqueItems": true}', '--json-schema: Unimplemented keys: ["uniqueItems"]'),
+    ("json_schema", '{"$ref": "#"}', "--json-schema: no text satisfies it"),
+    ("json_schema", '{"$ref": "#/$defs/x"}', "--json-schema: Pointer '/$defs/x' does not exist"),
+    ("regex", "(", "--regex: unclosed group"),
+    ("regex", "(?=a)b", "--regex: look-around"),
+    ("regex", "", "--regex: only the empty text satisfies it"),
+    ("regex", "x", "--regex: it forces a byte that no token of the model writes"),
+    ("regex", "x|y", "--regex: no text satisfies it"),
+    ("lark", "start: foo", '--grammar: at 1(8): unknown name: "foo"'),
+    ("lark", "", "--grammar: Empty grammar"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "message"), BAD)
+def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        Grammar(kind, source, VOCABULARY)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_a_grammar_needs_an_end_of_text_token() -> None:
+    with pytest.raises(InputError, match="end-of-text"):
+        Vocabulary(TOKENS, frozenset(), encode)
+    with pytest.raises(InputError, match="end-of-text"):
+        Rules(3, grammar=grammar("one string"))
+
+
+def test_a_tokenizer_that_changes_bytes_changes_no_mask() -> None:
+    """One that normalises, for example, or puts a space before a text."""
+    wrong = Grammar("regex", "abab|abc", Vocabulary(TOKENS, frozenset({EOS}), lambda text: [3]))
+    assert wrong(0)([]).tolist() == grammar("forced, then a choice")(0)([]).tolist()
+
+
+def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() -> None:
+    """Some checkpoints end texts at a token that is a word elsewhere."""
+    tokens = (b"a", b"b", b"ab", b"c", b"")
+    made = Grammar("regex", "a(b|c)", Vocabulary(tokens, frozenset({1, 4}), encode))
+    assert made(0)([]).tolist() == [True, False, True, False, False]
+    assert made(0)([0]).tolist() == [False, False, False, True, False]
+    assert made(0)([0, 3]).tolist() == [False, False, False, False, True]
+
+
+class Failing:
+    """A matcher that fails after certain tokens, as where a limit is reached."""
+
+    def __init__(self, inner: Any, at: list[int]) -> None:
+        self.inner, self.at, self.consumed, self.failed = inner, at, [], False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def rollback(self, count: int) -> bool:
+        del self.consumed[len(self.consumed) - count :]
+        return not self.failed and self.inner.rollback(count)
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        self.consumed += tokens
+        return self.inner.consume_tokens(tokens)
+
+    def compute_bitmask(self) -> bytes:
+        self.failed = self.failed or self.consumed == self.at
+        return self.inner.compute_bitmask()
+
+    def is_error(self) -> bool:
+        return self.failed
+
+    def get_error(self) -> str:
+        return "too many states\n<state>"
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
+    """A grammar of a's and b's whose matchers fail after two a's."""
+    made, new = Grammar("regex", "[ab]{3}", VOCABULARY), Grammar.new_matcher
+    monkeypatch.setattr(Grammar, "new_matcher", lambda self: Failing(new(self), [0, 0]))
+    return made
+
+
+def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> None:
+    constraint, sound = failing(0), grammar("any of two letters")(0)
+    assert constraint([0]).tolist() == sound([0]).tolist()
+    assert not constraint([0, 0]).any()
+    assert constraint([0, 1]).tolist() == sound([0, 1]).tolist()
+    assert constraint([1, 0]).tolist() == sound([1, 0]).tolist()
+
+
+def test_an_error_at_the_end_of_the_text_ends_it_with_the_reason(failing: Grammar) -> None:
+    text = text_of([0], Rules(9, frozenset({EOS}), grammar=failing), vocab=5)
+    text.extend([0, 0])
+    assert not text.allowed_after([]).any()
+    with pytest.raises(DeadEnd, match=r"at position 3 of the text: --regex: too many states$"):
+        text.extend([None])
+
+
+def test_masks_that_take_too_long_in_all_end_the_text() -> None:
+    constraint = replace(grammar("no end"), seconds=1.5)(0)
+    constraint([])
+    constraint.seconds = 1.5
+    with pytest.raises(InputError, match=r"took more than 1\.5 s: simplify"):
+        constraint([0])

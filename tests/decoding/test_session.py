@@ -1,0 +1,213 @@
+"""The Python interface and conversations: checked options, streams, and caches kept from turn to
+turn that equal those of a conversation read anew.
+"""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.run.reading import Segment, reusable, segments_of
+from decoding.run.session import ContextFull, Session
+from generate import generate, load
+from model import InputError
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "draft": "lookup"}
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return load("tiny-llama", **OPTIONS)
+
+
+def test_a_text_is_the_same_written_streamed_and_in_shared_steps(session: Session) -> None:
+    asked = {"temperature": 0.8, "seed": 3}
+    sample = session.write("Tell me of a fox.", **asked)
+    assert "".join(session.stream("Tell me of a fox.", **asked)) == sample.text
+    assert session.write_all(["Tell me of a fox.", "Hello"], **asked)[0].tokens == sample.tokens
+    assert (len(sample.tokens), sample.finish) == (12, "length") and sample.speed > 0
+    assert generate("tiny-llama", "Tell me of a fox.", **OPTIONS, **asked).text == sample.text
+
+
+def test_equal_prompts_written_together_are_different_samples(session: Session) -> None:
+    one, other = session.write_all(["Tell me of a fox."] * 2, temperature=1.0, seed=1)
+    assert one.tokens != other.tokens
+
+
+def test_a_call_ends_a_stream_that_has_not_ended(session: Session) -> None:
+    stream = session.stream("Tell me of a fox.")
+    next(stream)
+    whole = session.write("Tell me of a fox.")
+    assert list(stream) == [] and len(whole.tokens) == 12
+
+
+def test_ctrl_c_in_a_stream_leaves_the_session_usable(session: Session) -> None:
+    before = session.write("Tell me of a fox.").text
+    stream = session.stream("Tell me of a fox.")
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        stream.throw(KeyboardInterrupt())
+    assert session.write("Tell me of a fox.").text == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"temperature": "0.7"}, "temperature must be a number"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"coupling": "bogus"}, "coupling must be one of ratio, race"),
+        ({"stop": "end"}, "stop must be a list of strings"),
+        ({"stop": None}, "stop must be a list of strings"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"max_new_tokens": "8"}, "max_new_tokens must be a whole number"),
+        ({"chat": "yes"}, "chat must be True or False"),
+        ({"draft": 3}, "draft must be a string"),
+        ({"trace": True}, "no option trace"),
+        ({"colour": "red"}, "no option colour"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"draft": "nonsense"}, "no draft is called"),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_wrong_type_or_value_is_named(
+    session: Session, wrong: dict[str, Any], said: str
+) -> None:
+    for call in (session.write, session.stream, session.chat().say):
+        with pytest.raises(InputError, match=said):
+            call("Hello", **wrong)
+    with pytest.raises(InputError, match=said):
+        session.write_all(["Hello"], **wrong)
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", None, 3, ["Hello"], b"Hello"], ids=repr)
+def test_a_prompt_that_is_no_text_is_refused(session: Session, prompt: Any) -> None:
+    for call in (session.write, session.stream, session.chat().say):
+        with pytest.raises(InputError, match="a string that is not empty"):
+            call(prompt)
+
+
+# The reading of a conversation
+
+
+def test_an_answer_is_read_by_steps_from_the_token_before_it_on() -> None:
+    assert segments_of(9, ()) == [Segment(0, 8, False)]
+    assert segments_of(20, [(5, 9), (14, 16)]) == [
+        Segment(0, 4, False),
+        Segment(4, 9, True),
+        Segment(9, 13, False),
+        Segment(13, 16, True),
+        Segment(16, 19, False),
+    ]
+    assert segments_of(9, [(5, 9)]) == [Segment(0, 4, False), Segment(4, 9, True)]
+
+
+@given(st.data())
+@settings(derandomize=True, deadline=None)
+def test_what_is_kept_was_read_as_it_would_be_read_anew(data: st.DataObject) -> None:
+    """Every kept token is equal, and every kept prefill is kept whole."""
+    spans = st.lists(st.integers(1, 12), max_size=4).map(
+        lambda cuts: list(zip(sorted(set(cuts))[::2], sorted(set(cuts))[1::2], strict=False))
+    )
+    texts = st.lists(st.integers(0, 1), min_size=13, max_size=14)
+    one, other = data.draw(texts), data.draw(texts)
+    held, wanted = segments_of(13, data.draw(spans)), segments_of(13, data.draw(spans))
+    kept = reusable(one, held, other, wanted)
+    assert one[:kept] == other[:kept]
+    for segment in wanted:
+        begin, end = segment.begin, min(segment.end, kept)
+        if begin < end:
+            (same,) = [each for each in held if each.begin == begin]
+            assert same.by_steps == segment.by_steps
+            assert segment.by_steps or same.end == segment.end == end
+
+
+def entries(session_or_chat: Any, count: int) -> list[torch.Tensor]:
+    cache = session_or_chat.writer.cache
+    return [each[:, :, :count] for each in (*cache.keys, *cache.values)]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "race"])
+def test_a_conversation_equals_one_that_is_read_anew(
+    session: Session, options: dict[str, Any]
+) -> None:
+    """Its answers, and the bits of its cache."""
+    turns = ["Tell me a story.", "And then?", "Who was it?"]
+    chat = session.chat(**options)
+    for turn in turns:
+        before = list(chat.messages)
+        answer = chat.say(turn).text
+        anew = session.chat(**options)
+        anew.messages = before
+        assert anew.say(turn).text == answer
+        count = min(anew.writer.cache.length, chat.writer.cache.length)
+        for kept, fresh in zip(entries(chat, count), entries(anew, count), strict=True):
+            assert torch.equal(kept, fresh)
+    assert [each["role"] for each in chat.messages] == ["user", "assistant"] * 3
+
+
+def test_a_turn_reads_only_what_is_new(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = session.chat()
+    chat.say("Tell me a story of a fox who learns to share his food with all the others.")
+    read = []
+    prefill = session.model.model.prefill
+
+    def counting(tokens: torch.Tensor, cache: Any, start: int = 0) -> None:
+        read.append(tokens.shape[1])
+        prefill(tokens, cache, start)
+
+    monkeypatch.setattr(session.model.model, "prefill", counting)
+    chat.say("And?")
+    assert sum(read) < 20 < chat.writer.cache.length
+
+
+def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far(session: Session) -> None:
+    chat = session.chat()
+    pieces = chat.stream("Tell me a story.")
+    begun = next(pieces)
+    pieces.close()
+    assert chat.messages[-1]["content"].startswith(begun) and chat.sample.finish == "interrupted"
+    assert chat.say("Go on.").finish == "length"
+
+
+def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Session) -> None:
+    chat = session.chat()
+    chat.say("Hello")
+    chat.say("Again")
+    long = "fox " * session.draftings.setting.positions
+    with pytest.raises(ContextFull, match="forget its oldest turns"):
+        chat.say(long)
+    assert len(chat.messages) == 4
+    chat.forget()
+    assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
+    chat.forget(5)
+    assert chat.messages == []
+
+
+# At a terminal
+
+
+def converse(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    import generate as script
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    options = ["--interactive", "--model", "tiny-llama", "--draft", "lookup"]
+    return script.main([*options, "--max-new-tokens", "8"])
+
+
+def test_a_conversation_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], session: Session
+) -> None:
+    lines = ["/stats", "Hello", "/stats", "/draft none", "/draft bogus", "", "/trace", "Again"]
+    status = converse([*lines, "/forget", "/reset", "/help", "/quit", "never read"], monkeypatch)
+    said = capsys.readouterr()
+    assert status == 0 and "never read" not in said.out
+    assert session.chat(max_new_tokens=8).say("Hello").text in said.out
+    for line in ("nothing is written yet", "8 tokens in", "no draft is called 'bogus'", "/reset"):
+        assert line in said.err
+
+
+def test_the_end_of_input_ends_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert converse([], monkeypatch) == 0

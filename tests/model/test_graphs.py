@@ -1,0 +1,208 @@
+"""CUDA graphs, recorded by a pretended torch.cuda, and functions of rows as graphs of the fake
+device.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.randomness import inverse_cdf, race_at
+from decoding.sampling import probabilities
+from model.fast import graphs
+from model.fast.graphs import Launcher, Recorder, compile_function
+from tests import fake_device
+
+THERE = torch.device(fake_device.NAME, 0)
+
+
+class PretendedCuda:
+    """The parts of ``torch.cuda`` that record graphs; the end of an interrupted capture fails."""
+
+    def __init__(self) -> None:
+        self.device_now, self.current, self.recorded_on = 0, ("default", 0), []
+        self.streams = 0
+        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        self.graph_pool_handle = lambda: "pool"
+        self.current_stream = lambda: self.current
+
+    def Stream(self, device: torch.device) -> Any:
+        self.streams += 1
+        return SimpleNamespace(device=device, number=self.streams, wait_stream=lambda other: None)
+
+    def set_stream(self, stream: Any) -> None:
+        self.current = stream
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.device_now = self.device_now, device.index
+        self.current = SimpleNamespace(device=device, number=0, wait_stream=lambda other: None)
+        yield
+        self.device_now = before
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def graph(self, graph: Any, pool: str, stream: Any) -> Iterator[None]:
+        self.recorded_on.append((pool, stream, self.device_now))
+        before, self.current = self.current, stream
+        try:
+            yield
+        except BaseException:  # as torch's end of a capture does, whatever ended it
+            raise RuntimeError("the capture is invalid")  # noqa: B904
+        self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
+    pretended = PretendedCuda()
+    monkeypatch.setattr(graphs.torch, "cuda", pretended)
+    monkeypatch.setattr(graphs.torch, "zeros", lambda *shape, device: None)
+    return pretended
+
+
+def test_graphs_are_recorded_on_a_stream_of_the_models_device_used_for_nothing_else(
+    cuda: PretendedCuda,
+) -> None:
+    """And the first, which stays, is a tiny one: else a pool would die with its last graph."""
+    record = Recorder(torch.device("cuda", 1))
+    record(lambda: None)
+    assert cuda.recorded_on == [("pool", record.stream, 1)] * 2
+    assert record.stream.device.index == 1 and record.warm_up_stream is not record.stream
+    assert record.smallest is not None and cuda.device_now == 0
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
+def test_an_invalid_capture_restores_the_stream_and_loses_no_ctrl_c(
+    cuda: PretendedCuda, raised: type[BaseException]
+) -> None:
+    record = Recorder(torch.device("cuda", 1))
+    calls = iter([None, raised()])
+
+    def compute() -> None:
+        if error := next(calls):
+            raise error
+
+    with pytest.raises(KeyboardInterrupt if raised is KeyboardInterrupt else RuntimeError):
+        record(compute)
+    assert cuda.current.number == 0, "the stream from before"
+
+
+def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
+    """Each capacity, plan and number of rows is one: the ninth would end the fast steps."""
+    torch._dynamo.reset()
+    double = compile_function(lambda x, number: x * number, backend="eager")
+    for number in range(1, torch._dynamo.config.recompile_limit + 4):
+        assert double(torch.ones(number), number).sum() == number**2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (probabilities, (None, None, None)),
+        (probabilities, ("number", None, None)),
+        (probabilities, ("number", "number", "number")),
+        (race_at, (torch.int64,)),
+        (inverse_cdf, (torch.float64,)),
+    ],
+    ids=["greedy", "temperature", "filters", "race", "ratio"],
+)
+@torch.inference_mode()
+def test_sampling_compiles_into_one_graph(
+    function: Callable[..., Tensor], more: tuple[Any, ...]
+) -> None:
+    """The branches of a GPU, on the meta device, which has no numbers to read."""
+    torch._dynamo.reset()
+    arguments = [
+        torch.empty((), dtype=torch.float64, device="meta")
+        if each == "number"
+        else each and torch.empty(1, dtype=each, device="meta")
+        for each in more
+    ]
+    rows = torch.empty(1, 50, device="meta")
+    found = compile_function(function, backend="aot_eager")(rows, *arguments)
+    assert found.shape == (rows.shape if function is probabilities else (1,))
+    torch._dynamo.reset()
+
+
+def launcher(**more: Any) -> Launcher:
+    return Launcher(THERE, fake_device.record, **{"compile": lambda function: function} | more)
+
+
+@torch.inference_mode()
+def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers() -> None:
+    launch = launcher()
+    logits = torch.randn(19, 11, generator=torch.Generator().manual_seed(0))
+    keys = torch.arange(len(logits))
+    for temperature, top_p in ((0.7, 0.9), (1.3, 0.9), (0.7, None)):
+        for rows in (1, 5, len(logits)):
+            given = logits[:rows].to(THERE)
+            found = launch(probabilities, given, temperature, top_p, None)
+            expected = probabilities(logits[:rows], temperature, top_p, None)
+            torch.testing.assert_close(found.cpu(), expected)
+            drawn = launch(race_at, found, keys[:rows])
+            assert drawn.tolist() == race_at(expected, keys[:rows]).tolist()
+    assert all(launch.launches.values())
+
+
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    launch, logits = launcher(), torch.randn(7, 13).to(THERE)
+    together = launch(probabilities, logits, 0.8, 0.9, 0.01)
+    alone = [launch(probabilities, row[None], 0.8, 0.9, 0.01) for row in logits]
+    assert torch.equal(together.cpu(), torch.cat(alone).cpu())
+
+
+@torch.inference_mode()
+def test_a_copy_is_read_from_its_buffer_until_it_is_changed() -> None:
+    """A draft step so copies neither logits nor probabilities into a graph; a drafter that changes
+    them draws from the changed ones.
+    """
+    launch, keys = launcher(), torch.tensor([5])
+    for change in (False, True):
+        probs = launch(probabilities, torch.ones(1, 9).to(THERE), 1.0, None, None)
+        if change:
+            probs[0, 4:] = 0
+            probs.div_(probs.sum())
+        launch(race_at, probs[0][None], keys)  # recorded
+        fake_device.counts.clear()
+        drawn = launch(race_at, probs[0][None], keys)
+        assert fake_device.counts["kernel"] == (2 if change else 1), "the key, and a changed copy"
+        assert drawn.tolist() == race_at(probs.cpu(), keys).tolist()
+
+
+@torch.inference_mode()
+def test_results_stay_when_later_ones_are_computed() -> None:
+    launch, kept = launcher(), []
+    for number in range(30):
+        logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(number))
+        probs = launch(probabilities, logits.to(THERE), 1.0, None, None)
+        drawn = launch(race_at, probs, torch.tensor([number]))
+        kept.append((probabilities(logits, 1.0, None, None), probs, drawn, number))
+    for expected, probs, drawn, number in kept:
+        torch.testing.assert_close(probs.cpu(), expected)
+        assert drawn.tolist() == race_at(expected, torch.tensor([number])).tolist()
+
+
+@pytest.mark.parametrize("trouble", ["compiler", "wrong numbers"])
+@torch.inference_mode()
+def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
+    trouble: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if trouble == "compiler":
+            raise torch._dynamo.exc.FailOnRecompileLimitHit("no\n more")
+        return lambda *arguments: function(*arguments) / 2
+
+    launch, rows = launcher(compile=compile), torch.randn(2, 9)
+    for _ in range(2):
+        found = launch(probabilities, rows.to(THERE), 1.0, None, None)
+        torch.testing.assert_close(found.cpu(), probabilities(rows, 1.0, None, None))
+    said = capsys.readouterr().err
+    assert said.startswith("[probabilities is not one launch: ") and said.count("\n") == 1

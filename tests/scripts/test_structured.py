@@ -1,0 +1,84 @@
+"""Structured output of the real checkpoint: under every draft the plain text, and valid."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import generate
+from benchmark.sections import SCHEMAS
+from decoding.run.writer import Sample
+from tests.serving import serving
+from weights.cli.files import read_json
+
+MODEL = "smollm2-135m-instruct"
+BUDGET = 160
+BUILT_IN = read_json(SCHEMAS)
+NAMES = ["sentiment", "ticket", "person", "tool call", "invoice", "event"]
+EXPRESSIONS = {
+    "When did the first people land on the Moon?": r"(19|20)\d{2}-\d{2}-\d{2}",
+    "Is the sky blue? Answer in one short sentence.": r"(Yes|No), [a-z ]{5,40}\.",
+}
+DRAFTS = ["lookup", "lowbit", "exit", "auto"]
+STYLES = {"greedy": {}, "raced": {"temperature": 0.7, "seed": 5}}
+
+
+class Texts:
+    """The model, loaded once, and the texts that its drafts write."""
+
+    def __init__(self) -> None:
+        self.session = generate.load(MODEL, max_new_tokens=BUDGET, coupling="race")
+
+    def write(self, prompt: str, **options: Any) -> dict[str, Sample]:
+        """The text of each draft."""
+        kinds = ["none", *DRAFTS]
+        return {kind: self.session.write(prompt, draft=kind, **options) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def texts(smollm2: Path) -> Texts:
+    return Texts()
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_draft_writes_the_plain_json_of_a_schema(texts: Texts, name: str, style: str) -> None:
+    request, schema = BUILT_IN[name]["request"], BUILT_IN[name]["schema"]
+    found = texts.write(request, json_schema=schema, **STYLES[style])
+    assert len({tuple(sample.tokens) for sample in found.values()}) == 1
+    assert {sample.finish for sample in found.values()} == {"eos"}
+    value = json.loads(found["none"].text)
+    jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("prompt", EXPRESSIONS)
+def test_every_draft_writes_the_plain_text_of_an_expression(
+    texts: Texts, prompt: str, style: str
+) -> None:
+    found = texts.write(prompt, regex=EXPRESSIONS[prompt], **STYLES[style])
+    assert len({tuple(sample.tokens) for sample in found.values()}) == 1
+    assert {sample.finish for sample in found.values()} == {"eos"}
+    assert re.fullmatch(EXPRESSIONS[prompt], found["none"].text)
+
+
+def test_eight_at_once_through_the_server_are_the_texts_alone(texts: Texts) -> None:
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for name in NAMES:
+        request, schema = BUILT_IN[name]["request"], BUILT_IN[name]["schema"]
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"prompt": request, "response_format": form, "max_tokens": BUDGET}
+        asked.append((body, {"prompt": request, "json_schema": schema}))
+    for prompt, expression in EXPRESSIONS.items():
+        body = {"prompt": prompt, "structured_outputs": {"regex": expression}}
+        asked.append((body | {"max_tokens": BUDGET}, {"prompt": prompt, "regex": expression}))
+    alone = [texts.session.write(**each, draft="none", chat=False).text for _, each in asked]
+    with (
+        serving("--model", MODEL, "--draft", "auto", "--together", "8") as served,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        assert [*pool.map(lambda each: served.text(**each[0]), asked)] == alone

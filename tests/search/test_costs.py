@@ -1,0 +1,144 @@
+"""Costs of rounds: their units, what they are measured on, and the formulas that use them."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.drafters import PromptLookup
+from decoding.policies import AdaptiveExit, FixedLength
+from decoding.run.chooser import Setting
+from decoding.run.writer import Drafting, Writer
+from decoding.sampling import SamplingParams
+from decoding.text import Rules
+from decoding.verify import Coupling
+from model import Decoder, LayerPlan
+from model.fast.gpu import StaticDecoder
+from search import costs as costs_module
+from search.costs import CostTable, expected_tokens, measure_costs, predicted_speedup
+from search.study import drafting_under
+from tests.folders import byte_tokenizer
+from tests.laws import tiny_model
+
+VOCAB = 7
+
+
+def setting_of(model: Decoder, temperature: float = 0.0, coupling: str = "ratio") -> Setting:
+    params = SamplingParams(temperature)
+    return Setting(Path(), model, byte_tokenizer(), params, model.max_positions, coupling)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A clock of the loop that counts what is appended to this list."""
+    work: list[int] = []
+    monkeypatch.setattr(Writer, "clock", lambda writer: float(sum(work)))
+    monkeypatch.setattr(costs_module, "PATIENCE", 0.0)
+    return work
+
+
+def counting(work: list[int]) -> Decoder:
+    """A model of three layers that counts MLPs times rows."""
+    model = tiny_model("llama", vocab=VOCAB)
+    for layer in model.layers:
+        layer.mlp.register_forward_hook(lambda _, inputs, __: work.append(inputs[0].shape[1]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("temperature", "coupling"), [(0.0, "ratio"), (1.0, "ratio"), (1.0, "race")]
+)
+def test_costs_are_in_units_of_a_plain_round(
+    work: list[int], temperature: float, coupling: str
+) -> None:
+    """3 per row of the target, 1 per draft step under a plan of one layer, however many drafts are
+    accepted.
+    """
+    model = counting(work)
+    setting = setting_of(model, temperature, coupling)
+    exit_1 = LayerPlan.early_exit(3, 1)
+    lookup = Drafting("lookup", lambda cache: PromptLookup(VOCAB))
+    drafts = [
+        drafting_under(setting, exit_1, FixedLength(3)),
+        lookup,
+        drafting_under(setting, exit_1, AdaptiveExit(0.0, 2, step=0.0)),
+    ]
+    tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
+    assert [table.verify for table in tables] == [(1.0, 2.0, 3.0, 4.0)] * 3
+    assert [table.draft for table in tables] == pytest.approx([1 / 3, 0, 1 / 3])
+
+
+@pytest.mark.usefixtures("work")
+def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median over the turns counts, and the turn that warms up does not."""
+    verifying = iter([9.0, 2.0, 9.0, 2.0])
+
+    def scripted(*of: object) -> tuple[list[int], float]:
+        return [], next(verifying) if of[2].new_policy().gamma else 1.0
+
+    monkeypatch.setattr(costs_module, "_write", scripted)
+    lookup = Drafting("lookup", lambda cache: PromptLookup(VOCAB))
+    tables = measure_costs(setting_of(tiny_model("llama")), [(1, 2)], [lookup], longest=1)
+    assert tables == [CostTable(0.0, (1.0, 2.0))]
+
+
+def test_prompts_take_turns_and_are_cut_to_the_context(
+    work: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = counting(work), []
+    begin = Writer.begin
+
+    def recording(writer: Writer, prompt: list[int]) -> float:
+        seen.append(len(prompt))
+        return begin(writer, prompt)
+
+    monkeypatch.setattr(Writer, "begin", recording)
+    measure_costs(setting_of(model), [[1] * 3, [1] * model.max_positions], [], longest=1)
+    cut = model.max_positions - 2 * costs_module.ROUNDS
+    assert {*seen[:2]} == {3, cut} and seen[:2] == seen[2:4]
+
+
+def test_measuring_ends_when_patience_does(
+    work: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for patience in (0.0, math.inf):
+        monkeypatch.setattr(costs_module, "PATIENCE", patience)
+        model = counting(work)
+        before = len(work)
+        measure_costs(setting_of(model), [(1, 2)], [], longest=1)
+        counts.append(len(work) - before)
+    least, most = costs_module.LEAST_TURNS, costs_module.MOST_TURNS
+    assert counts[0] * most == counts[1] * least
+
+
+def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
+    """Texts are written in inference mode, and torch refuses to write its tensors outside of it."""
+    model = StaticDecoder(tiny_model("llama", vocab=VOCAB), compiled=False)
+    setting = setting_of(model)
+    draft = drafting_under(setting, LayerPlan.early_exit(model.num_layers, 1), FixedLength(2))
+    measure_costs(setting, [(1, 2, 3)], [draft], longest=2)
+    cache = model.new_cache(8)
+    assert not cache.keys[0].is_inference() and len(model.static_caches) <= 2
+    writer = Writer(model, 12)
+    writer.begin([1, 2, 3])
+    text = writer.new_text(Rules(5))
+    sample = writer.write(text, writer.plain, SamplingParams(), Coupling("ratio", 0))
+    assert len(text.generated) == 5 and sample.trouble is None
+
+
+@given(alpha=st.floats(0, 0.999), length=st.integers(0, 12))
+@settings(derandomize=True)
+def test_expected_tokens_is_the_published_quotient(alpha: float, length: int) -> None:
+    assert math.isclose(
+        expected_tokens(alpha, length), (1 - alpha ** (length + 1)) / (1 - alpha), rel_tol=1e-9
+    )
+    assert expected_tokens(1.0, length) == length + 1
+
+
+def test_predicted_speedup_is_tokens_over_cost() -> None:
+    costs = CostTable(0.2, (1.0, 1.0, 1.5))
+    assert predicted_speedup(0.5, 2, costs) == pytest.approx((1 + 0.5 + 0.25) / (2 * 0.2 + 1.5))
+    assert predicted_speedup(0.5, 0, costs) == 1

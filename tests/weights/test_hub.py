@@ -1,0 +1,285 @@
+"""Models by name: downloads from a hub of this test on the loopback interface, whole, broken and
+slow, and refusals in one line.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model import InputError
+from tests.folders import LLAMA, write_folder
+from weights.load import load_model, model_folder
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REVISIONS = ("main", "v1", COMMIT)
+STATUS = {
+    "hub/down": (503, ""),
+    "hub/gated": (403, "GatedRepo"),
+    "hub/unknown": (401, "RepoNotFound"),
+    "hub/other-format": (404, "EntryNotFound"),
+}
+CHILD = """
+import json, sys, time
+time.sleep = lambda seconds: None  # the pauses between tries
+from model import InputError
+from weights.load import model_folder
+for line in sys.stdin:
+    try:
+        answer = {"folder": str(model_folder(*json.loads(line)))}
+    except InputError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """Hub with the files of one folder under any name; the name says how it fails.
+
+    ``asked`` holds the method, path and token of each request.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Page)
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.asked: list[tuple[str, str, str | None]] = []
+        self.cuts = 0  # downloads still to cut off
+
+    def fetched(self, name: str) -> set[str]:
+        """Files of a model that were downloaded."""
+        pages = [path for method, path, _ in self.asked if method == "GET"]
+        return {page.rpartition("/")[2] for page in pages if page.startswith(f"/{name}/resolve/")}
+
+
+class Page(BaseHTTPRequestHandler):
+    """One request to the hub."""
+
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *given: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.command, self.path, self.headers["Authorization"]))
+        path = self.path.partition("?")[0]
+        if path.endswith(f"/tree/{COMMIT}"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                for name, data in self.server.files.items()
+            ]
+            self.answer(200, json.dumps(entries).encode())
+            return
+        if not (found := re.fullmatch(r"/(.+)/resolve/(.+)/(.+)", path)):
+            self.answer(404)
+            return
+        model, revision, name = found.groups()
+        status, error = STATUS.get(model, (200, ""))
+        if revision not in REVISIONS:
+            status, error = 404, "RevisionNotFound"
+        elif name not in self.server.files:
+            status, error = 404, "EntryNotFound"
+        data = self.content(model, name) if status == 200 else b""
+        self.answer(status, data, error=error, tag=f"{model.replace('/', '-')}-{name}")
+
+    def content(self, model: str, name: str) -> bytes:
+        """A file; the config of a model that cannot run, where its name says so."""
+        changes: dict[str, Any] = {
+            "hub/quantised": {"quantization_config": {"bits": 4}},
+            "hub/family": {"model_type": "phi3"},
+            "hub/huge": {"hidden_size": 1 << 20, "intermediate_size": 1 << 24},
+        }
+        if name == "config.json" and model in changes:
+            return json.dumps(LLAMA | changes[model]).encode()
+        return self.server.files[name]
+
+    def answer(self, status: int, data: bytes = b"", *, error: str = "", tag: str = "") -> None:
+        """Send a page: slowly, or cut off within the weights, where the model's name says so."""
+        begin = 0
+        if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
+            begin, status = int(wanted[1]), 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data) - begin))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{tag}"')
+        if error:
+            self.send_header("X-Error-Code", error)
+        if begin:
+            self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        data = data[begin:] if self.command == "GET" else b""
+        cut = tag.endswith(".safetensors") and "broken" in self.path and self.server.cuts
+        if data and cut:
+            self.server.cuts -= 1
+            self.wfile.write(data[: len(data) // 2])
+            self.close_connection = True
+            return
+        if data and "slow" in self.path:
+            for first in range(0, len(data), len(data) // 5 + 1):
+                self.wfile.write(data[first : first + len(data) // 5 + 1])
+                self.wfile.flush()
+                time.sleep(0.02)
+            return
+        self.wfile.write(data)
+
+
+class Asker:
+    """Process with the hub's environment that asks for models by name."""
+
+    def __init__(self, hub: Hub, home: Path, **environment: str) -> None:
+        self.hub, self.home = hub, home
+        known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        known |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            cwd=ROOT,
+            env=known | {"no_proxy": "127.0.0.1", "HF_TOKEN": "hf_secret"} | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __call__(self, name: str, revision: str | None = None) -> dict[str, str]:
+        """The folder, or the error of one line."""
+        print(json.dumps([name, revision]), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        assert "\n" not in answer.get("error", "")
+        return answer
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of the model on the hub, of which some are not needed."""
+    folder = write_folder(tmp_path_factory.mktemp("origin"), LLAMA, dtype=torch.bfloat16)
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
+        (folder / name).write_bytes(b"large")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ask(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
+    with Hub(folder) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        ask = Asker(hub, tmp_path_factory.mktemp("home"))
+        yield ask
+        ask.close()
+        hub.shutdown()
+
+
+def assert_same(found: Path, folder: Path) -> None:
+    ours, theirs = load_model(found).state_dict(), load_model(folder).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_model_comes_with_the_files_that_are_read_and_no_others(ask: Asker, folder: Path) -> None:
+    found = Path(ask("hub/whole")["folder"])
+    assert_same(found, folder)
+    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in found.iterdir()} == ask.hub.fetched("hub/whole") == needed
+    assert found.is_relative_to(ask.home) and found.name == COMMIT
+    assert {token for _, path, token in ask.hub.asked if "/hub/whole/" in path} == {
+        "Bearer hf_secret"
+    }
+
+
+def test_a_second_time_nothing_is_downloaded(ask: Asker) -> None:
+    first, before = ask("hub/twice"), len(ask.hub.asked)
+    assert ask("hub/twice") == first and ask("hub/twice", "v1") == first
+    assert all(method == "HEAD" for method, *_ in ask.hub.asked[before:])
+
+
+def test_a_cached_model_runs_offline_and_another_is_refused(ask: Asker, folder: Path) -> None:
+    assert "folder" in ask("hub/cached")
+    offline = Asker(ask.hub, ask.home, HF_HUB_OFFLINE="1")
+    assert offline("hub/cached") == ask("hub/cached")
+    assert "unset HF_HUB_OFFLINE" in offline("hub/uncached")["error"]
+    offline.close()
+
+
+def test_a_download_that_breaks_off_is_continued(ask: Asker, folder: Path) -> None:
+    ask.hub.cuts = 2
+    assert_same(Path(ask("hub/broken")["folder"]), folder)
+    assert ask.hub.cuts == 0
+
+
+def test_a_download_that_never_succeeds_leaves_nothing_that_looks_whole(
+    ask: Asker, folder: Path
+) -> None:
+    ask.hub.cuts = 100
+    assert "hub/broken-always could not be downloaded" in ask("hub/broken-always")["error"]
+    ask.hub.cuts = 0
+    assert_same(Path(ask("hub/broken-always")["folder"]), folder)
+
+
+def test_a_slow_download_is_waited_for(ask: Asker, folder: Path) -> None:
+    assert_same(Path(ask("hub/slow")["folder"]), folder)
+
+
+REFUSED = {
+    "hub/family": "model_type 'phi3' is not supported",
+    "hub/quantised": "the checkpoint is quantised",
+    "hub/huge": "hub/huge does not fit: its weights take",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_run_is_refused_by_its_config_alone(ask: Asker, name: str) -> None:
+    assert REFUSED[name] in ask(name)["error"]
+    assert ask.hub.fetched(name) == {"config.json"}
+
+
+FAILURES = {
+    ("hub/unknown", None): "is no folder, and no model on the hub that you may see",
+    ("hub/gated", None): "is gated: ask for access on its page, and set HF_TOKEN",
+    ("hub/whole", "v9"): "has no revision 'v9': give a branch, a tag or a commit",
+    ("hub/other-format", None): "has no config.json",
+    ("hub/down", None): "the hub cannot be reached: check the network",
+}
+
+
+@pytest.mark.parametrize(("name", "revision"), FAILURES)
+def test_what_the_hub_refuses_is_one_line_with_the_remedy(
+    ask: Asker, name: str, revision: str | None
+) -> None:
+    assert FAILURES[name, revision] in ask(name, revision)["error"]
+
+
+def test_without_a_network_the_line_says_so(ask: Asker, tmp_path: Path) -> None:
+    alone = Asker(ask.hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "the hub cannot be reached" in alone("hub/whole")["error"]
+    alone.close()
+
+
+def test_a_local_folder_wins_and_has_no_revisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "hub" / "local")
+    (tmp_path / "hub" / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("hub/local") == Path("hub/local")
+    with pytest.raises(InputError, match="--revision is for models on the hub"):
+        model_folder("hub/local", "main")
+    with pytest.raises(InputError, match="no folder 'hub/empty' with"):
+        model_folder("hub/empty")

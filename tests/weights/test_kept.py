@@ -1,0 +1,179 @@
+"""Kept tensors: they are read as they were written, or not at all; a failure costs time only."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.places import cache_folder, version
+from tests.folders import LLAMA, write_folder
+from weights import kept as kept_module
+from weights.kept import KeptTensors, copies_folder, kept_in_words
+
+CODES = torch.arange(1000, dtype=torch.int64).to(torch.uint8).view(10, 100)
+FILE_BYTES = 1012
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model")
+
+
+def keep(model: Path, dtype: torch.dtype = torch.bfloat16, version: str = "1") -> KeptTensors:
+    return KeptTensors(model, dtype, version)
+
+
+def test_a_kept_tensor_is_read_bit_for_bit_and_aligned(model: Path) -> None:
+    keep(model).write("a", CODES)
+    keep(model).write("b", CODES.float())
+    found = keep(model).read("a")
+    assert torch.equal(found, CODES) and found.data_ptr() % 64 == 0
+    assert torch.equal(keep(model).read("b").view(torch.float32), CODES.float())
+    assert keep(model).read("c") is None
+
+
+def test_a_read_tensor_outlives_its_file_and_does_not_change_it(model: Path) -> None:
+    kept = keep(model)
+    kept.write("a", CODES)
+    found = kept.read("a")
+    found[0, 0] = 7
+    assert kept.read("a")[0, 0] == 0
+    (kept.folder / "a").unlink()
+    assert torch.equal(found[1:], CODES[1:])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:3],
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        lambda content: bytes(len(content)),
+        lambda content: content[:500] + b"\xff" + content[501:],
+        lambda content: bytes(12),
+        lambda content: content[:1000] + (20).to_bytes(8, "little") + content[1008:],
+    ],
+)
+def test_a_damaged_or_short_file_is_not_read_and_made_again(
+    model: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    kept = keep(model)
+    kept.write("a", CODES)
+    content = (kept.folder / "a").read_bytes()
+    (kept.folder / "a").write_bytes(damage(content))
+    assert kept.read("a") is None
+    kept.write("a", CODES)
+    assert (kept.folder / "a").read_bytes() == content
+
+
+def test_a_copy_of_another_file_is_not_read(model: Path) -> None:
+    kept = keep(model)
+    kept.write("a", CODES)
+    (kept.folder / "b").write_bytes((kept.folder / "a").read_bytes())
+    (kept.folder / "c").mkdir()
+    assert kept.read("b") is None and kept.read("c") is None
+
+
+def test_the_folder_is_another_for_each_determinant(tmp_path: Path, model: Path) -> None:
+    folders = [
+        keep(model),
+        keep(model, dtype=torch.float16),
+        keep(model, version="2"),
+        keep(write_folder(tmp_path / "retrained", seed=1)),
+        keep(write_folder(tmp_path / "other config", LLAMA | {"rms_norm_eps": 1e-3})),
+    ]
+    assert len({kept.folder for kept in folders}) == len(folders)
+    again = write_folder(tmp_path / "elsewhere")
+    assert keep(again).folder == folders[0].folder, "the model's place is not one of them"
+
+
+def test_the_version_is_that_of_the_code(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.py", "b.py")]
+    for file in files:
+        file.write_text("x = 1")
+    first = version(files)
+    assert version(reversed(files)) == first
+    files[1].write_text("x = 2")
+    assert version(files) != first
+
+
+def no_space(content: Tensor) -> int:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("fault", ["read-only", "a file in its place", "a full disk"])
+def test_a_folder_that_cannot_be_written_costs_one_line(
+    model: Path,
+    cache: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if fault == "a file in its place":
+        cache.write_text("")
+    if fault == "read-only":
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    if fault == "a full disk":
+        monkeypatch.setattr(kept_module.zlib, "crc32", no_space)
+    kept = keep(model)
+    for name in ("a", "b"):
+        kept.write(name, CODES)
+        assert kept.read(name) is None if fault != "a full disk" else True
+    kept.drop_oldest(0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "not kept" in lines[0]
+    if fault == "a full disk":
+        assert [file.name for file in kept.folder.iterdir()] == ["used"]
+
+
+def test_the_least_recently_used_are_dropped_first_but_not_those_in_use(
+    tmp_path: Path,
+) -> None:
+    models = [write_folder(tmp_path / str(seed), seed=seed) for seed in range(4)]
+    stores = [keep(model) for model in models]
+    for time, kept in enumerate(stores):
+        kept.write("a", CODES)
+        os.utime(kept.folder / "used", (time, time))
+    places = [kept.folder for kept in stores]
+    own, in_use = stores.pop(), stores.pop(1)
+    del stores
+    own.drop_oldest(4 * FILE_BYTES)
+    assert all(place.exists() for place in places)
+    own.drop_oldest(3 * FILE_BYTES)
+    assert [place.exists() for place in places] == [False, True, True, True]
+    own.drop_oldest(0)
+    assert [place.exists() for place in places] == [False, True, False, True]
+    with (in_use.folder / "used").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_reading_counts_as_use(tmp_path: Path) -> None:
+    first, second = (write_folder(tmp_path / str(seed), seed=seed) for seed in range(2))
+    for model in (first, second):
+        keep(model).write("a", CODES)
+    os.utime(keep(second).folder / "used", (1, 1))
+    own = keep(write_folder(tmp_path / "own", seed=9))
+    own.drop_oldest(FILE_BYTES)
+    assert keep(first).read("a") is not None and keep(second).read("a") is None
+
+
+def test_place_and_size_are_said(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "0 bytes" in kept_in_words() and str(copies_folder()) in kept_in_words()
+    keep(model).write("a", CODES)
+    assert "1.0 kB" in kept_in_words()
+    monkeypatch.delenv("SPECDEC_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder().is_relative_to(tmp_path / "xdg")
