@@ -12,7 +12,8 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -112,7 +113,12 @@ def measure_costs(
         )
         for length in range(1, longest + 1)
     ]
-    drafting = [draft for draft in drafts if draft.model]
+    # Of full length, whatever the confidence: a policy that stops early has no such round.
+    drafting = [
+        replace(draft, new_policy=partial(FixedLength, draft.new_policy().gamma))
+        for draft in drafts
+        if draft.model
+    ]
     turns: list[list[float]] = []
     began = time.perf_counter()
     while not enough_turns(len(turns), began):

@@ -63,7 +63,7 @@ def test_costs_are_in_units_of_a_plain_round(
     drafts = [
         drafting_under(setting, exit_1, FixedLength(3)),
         lookup,
-        drafting_under(setting, exit_1, AdaptiveExit(0.0, 2, step=0.0)),
+        drafting_under(setting, exit_1, AdaptiveExit(1.0, 2, step=0.0)),  # would stop at once
     ]
     tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
     assert [table.verify for table in tables] == [(1.0, 2.0, 3.0, 4.0)] * 3
