@@ -3,7 +3,7 @@
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from weights.cli.start import start
+    from cli.start import start
 
     start()
 
@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import replace
 
+from cli.command_line import run_command
 from decoding.run.arguments import checked, make_parser
 from decoding.run.compare import comparison
 from decoding.run.options import Request
@@ -21,7 +22,6 @@ from decoding.run.writer import Sample
 from decoding.serve import serve
 from decoding.show.interactive import converse
 from decoding.show.output import Output
-from weights.cli.command_line import run_command
 from weights.kept import kept_in_words
 from weights.memory import check_fits, estimate
 

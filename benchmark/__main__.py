@@ -6,7 +6,7 @@ a busy moment of the machine slows all alike. Only ratios can be compared.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from weights.cli.start import start
+    from cli.start import start
 
     start()
 
@@ -24,18 +24,18 @@ from benchmark.contenders import LIBRARIES, PACKAGES, Bench, find_drafts, librar
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
-from decoding.corpus.stories import story_request
+from cli.command_line import OneLineParser, run_command, say
+from cli.device import machine, pick_device
+from cli.files import check_place, write_json
+from cli.picture import write_picture
+from cli.table import table
 from decoding.run.chooser import GAMMA, Setting
+from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
 from search.prompts import PROMPTS
-from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.device import machine, pick_device
-from weights.cli.files import check_place, write_json
-from weights.cli.picture import write_picture
-from weights.cli.prompt import encode_prompt
-from weights.cli.table import table
+from training.corpus.stories import story_request
 from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 

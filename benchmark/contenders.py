@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from cli.command_line import say
+from cli.files import explaining
 from decoding.rounds import Round
 from decoding.run.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, with_policy
 from decoding.run.writer import Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from search.costs import CostTable
-from weights.cli.command_line import say
-from weights.cli.files import explaining
 from weights.load import model_folder
 
 # suffix of the name of a draft that stops by Draft & Verify's adaptive exit

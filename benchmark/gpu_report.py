@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.files import atomic_path
+from cli.command_line import OneLineParser, run_command, say
+from cli.files import atomic_path
 
 
 def parts(model: str) -> list[tuple[str, list[str], int]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cli.command_line import say
 from decoding.run.calibration import (
     Continuation,
     calibration_texts,
@@ -25,7 +26,6 @@ from model import Decoder
 from model.fast import accelerate
 from model.quantise import GROUP
 from search.prompts import PROMPTS
-from weights.cli.command_line import say
 from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer

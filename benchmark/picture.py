@@ -3,9 +3,9 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cli.picture import MUTED, RULE
+from cli.table import Row
 from search.prompts import PROMPTS
-from weights.cli.picture import MUTED, RULE
-from weights.cli.table import Row
 
 
 def picture(report: dict[str, list[Row]]) -> Figure:

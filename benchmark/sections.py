@@ -23,12 +23,15 @@ from benchmark.contenders import (
     contender,
     our_contenders,
 )
+from cli.files import read_json
+from cli.table import Row
 from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
 from decoding.run.chooser import Drafting, DraftOptions, Setting, choose, plain
 from decoding.run.options import vocabulary
+from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
 from decoding.run.writer import Writer
 from decoding.text import Rules, Text
@@ -36,9 +39,6 @@ from decoding.verify import Coupling
 from model import Decoder
 from model.clock import now, take_turns
 from search.costs import CostTable, measure_costs
-from weights.cli.files import read_json
-from weights.cli.prompt import encode_prompt
-from weights.cli.table import Row
 from weights.memory import parameter_count
 
 LONGEST_VERIFICATION = 16  # tokens

@@ -7,7 +7,7 @@ other texts and decode held-out prompts, and the fastest is written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from weights.cli.start import start
+    from cli.start import start
 
     start()
 
@@ -23,6 +23,11 @@ from typing import Any
 
 from rich.console import Console
 
+from cli.command_line import OneLineParser, run_command, say
+from cli.device import machine, pick_device
+from cli.files import check_place, read_text
+from cli.picture import write_picture
+from cli.table import Row, table
 from decoding.run.calibration import Continuation, importance_steps, kept_of
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, write_plan
@@ -47,11 +52,6 @@ from search.study import (
     split,
     tried,
 )
-from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.device import machine, pick_device
-from weights.cli.files import check_place, read_text
-from weights.cli.picture import write_picture
-from weights.cli.table import Row, table
 from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from cli.table import Row
 from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting, plain, plan_in_words, planned
 from decoding.run.plan_file import DraftPlan
@@ -22,7 +23,6 @@ from search.acceptance import Calibration
 from search.costs import enough_turns, measure_costs
 from search.prediction import Prediction, predict
 from search.study import SublayerCosts, drafting_under, policy_that_reads, predicted
-from weights.cli.table import Row
 
 JUDGED = 12  # best plans of the search that are predicted again
 CONFIRMED = 3  # of them, plans that decode; beside them the best early exit

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
+from cli.picture import INK, MUTED, RED, SCALE
 from model import LayerPlan
 from model.plan import FULL, LOW_BITS
 from search.costs import CostTable, predicted_speedup
 from search.prediction import GAMMAS, Prediction
 from search.study import SublayerCosts
-from weights.cli.picture import INK, MUTED, RED, SCALE
 
 LEVELS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # speed-ups that a line joins
 

@@ -25,10 +25,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
 
+from cli.command_line import say
+from cli.files import explaining
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan
+from decoding.run.prompt import encode_prompt
 from decoding.run.writer import GAMMA, Drafting, Writer, model_drafter
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -37,9 +40,6 @@ from model.plan import FULL
 from search.acceptance import Calibration
 from search.costs import CostTable, measure_costs
 from search.prediction import GAMMAS, Prediction, predict
-from weights.cli.command_line import say
-from weights.cli.files import explaining
-from weights.cli.prompt import encode_prompt
 
 SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
     # One density per sublayer, since a search has too few trials for joint (multivariate)

@@ -31,12 +31,12 @@ SKIPPED = {  # beginnings of commands that are not run, and why
     "python -m benchmark --off-grid": "making the copy takes minutes",
     "python -m benchmark --exit-layer 24 --against": "it needs llama-cpp-python and a GGUF file",
 }
-SAMPLE = "weights/training/sample/stories.jsonl"
+SAMPLE = "training/sample/stories.jsonl"
 # What comes after a command to make it short; argparse takes the last value that is given.
 SHORT = {
     "python -m search": "--trials 3 --max-new-tokens 12 --calibration ~/prompts.txt",
     "python -m benchmark ": "--model tiny-llama --quick --max-new-tokens 8",
-    "python -m decoding.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
+    "python -m training.corpus": f"--model tiny-llama --tokens 40 && cat {SAMPLE} >> corpus.jsonl",
     "python train.py": "--steps 2 --batch 2 --context 64 --vocab-size 400",
 }
 READY = [

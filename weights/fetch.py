@@ -7,7 +7,7 @@ a head, so llama.cpp interleaves the halves.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from weights.cli.start import start
+    from cli.start import start
 
     start()
 
@@ -25,9 +25,9 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, models
 
+from cli.command_line import OneLineParser, run_command, say
+from cli.files import explaining
 from model import InputError, build
-from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.files import explaining
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer
 
@@ -51,7 +51,7 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # config and chat template
-            made = Path(shutil.copytree(WEIGHTS / "gguf" / SMOLLM2, f"{temporary}/made"))
+            made = Path(shutil.copytree(WEIGHTS / "configs" / SMOLLM2, f"{temporary}/made"))
             convert(_download(Path(temporary)), made)
             made.rename(folder)
     return folder

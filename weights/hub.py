@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from rich.filesize import decimal
 
+from cli.files import explaining
 from model import InputError, ModelConfig
-from weights.cli.files import explaining
 from weights.load import read_config
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES

@@ -17,10 +17,10 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from cli.command_line import say
+from cli.files import atomic_path, one_line
 from model import InputError
 from model.places import cache_folder
-from weights.cli.command_line import say
-from weights.cli.files import atomic_path, one_line
 from weights.load import model_fingerprint
 
 LARGEST = 4 * 10**9  # bytes of all checkpoints' copies

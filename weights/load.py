@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cli.command_line import say
+from cli.files import explaining, read_json
 from model import Decoder, InputError, ModelConfig, build, parse_config
-from weights.cli.command_line import say
-from weights.cli.files import explaining, read_json
 
 if TYPE_CHECKING:
     from model.parallel import Cut, Shard
@@ -88,7 +88,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         or "no model yet"
     )
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
-    if os.path.isfile(WEIGHTS / "gguf" / name / "config.json"):
+    if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
         remedy = f"fetch it: python -m weights.fetch {name}"
     raise InputError(
         f"no folder {name!r:.200} with a config.json, and weights/ holds {known}: {remedy}"

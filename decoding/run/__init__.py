@@ -1,4 +1,4 @@
-"""Everything around the loop that serves a request: choice of a draft, costs, plan files, writing,
+"""Everything around the loop that serves a request: choice of a draft, plan files, writing,
 comparing.
 
 Begin with ``chooser``, then ``writer``; ``together`` writes many texts at once, ``ranks`` on

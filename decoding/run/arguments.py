@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cli.command_line import OneLineParser
 from decoding.run.chooser import DRAFTERS
 from decoding.verify import COUPLINGS
 from model import InputError
-from weights.cli.command_line import OneLineParser
 from weights.load import DTYPES
 
 DESCRIPTION = """Write text with a checkpoint, speculatively or not."""

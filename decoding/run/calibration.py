@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cli.command_line import say
 from decoding.randomness import inverse_cdf
+from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError, LayerPlan, fast, quantise
 from model.errors import NON_FINITE
 from model.places import version
-from weights.cli.command_line import say
-from weights.cli.prompt import encode_prompt
 from weights.kept import KeptTensors
 from weights.tokenizer import Tokenizer
 

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from cli.command_line import say
 from decoding.drafters import BestOf, ForcedTokens, PromptLookup
 from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
 from decoding.run.calibration import low_bit_steps
@@ -22,7 +23,6 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, ModelConfig
 from model.fast import accelerate
 from model.plan import FULL, LOW_BITS
-from weights.cli.command_line import say
 from weights.load import load_model, model_folder, read_config
 from weights.memory import LONGEST_DRAFT, bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer

@@ -11,14 +11,14 @@ from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cli.device import pick_device
+from cli.files import check_place, explaining, read_text
 from decoding.run.chooser import DraftOptions
+from decoding.run.prompt import check_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
-from weights.cli.device import pick_device
-from weights.cli.files import check_place, explaining, read_text
-from weights.cli.prompt import check_prompt, encode_prompt, read_prompt
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
 from weights.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from cli.files import one_line
 from decoding.drafters import Drafter
 from model import Decoder, InputError, KVCache
-from weights.cli.files import one_line
 
 METHODS = ("propose", "rollback")
 

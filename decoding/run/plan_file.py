@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cli.files import explaining, read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
 from model.plan import FULL
-from weights.cli.files import explaining, read_json, write_json
 from weights.load import model_fingerprint
 
 

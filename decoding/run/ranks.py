@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cli.command_line import run_command
+from cli.files import explaining
 from decoding.policies import Policy
 from decoding.randomness import Randomness
 from decoding.run.options import Request
+from decoding.run.prompt import read_prompt
 from decoding.run.session import Session
 from decoding.run.writer import Writer
 from decoding.verify import Verify
 from model import InputError
 from model.parallel import Shard, exchange, split
-from weights.cli.command_line import run_command
-from weights.cli.files import explaining
-from weights.cli.prompt import read_prompt
 from weights.load import load_model, model_fingerprint
 from weights.memory import check_fits, estimate
 

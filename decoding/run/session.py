@@ -20,14 +20,14 @@ from decoding.run.options import (
     read_grammar_files,
     told_schema,
 )
+from decoding.run.prompt import check_prompt, encode_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
+from decoding.run.streaming import TextStream
 from decoding.run.together import MOST_TOGETHER, Scheduler, Task
 from decoding.run.writer import Reader, Sample, Writer
-from decoding.show.streaming import TextStream
 from decoding.text import Text
 from model import Decoder, InputError
 from model.fast import accelerate
-from weights.cli.prompt import check_prompt, encode_prompt, tell_schema
 from weights.load import load_model
 from weights.memory import check_fits, estimate, free_bytes
 

@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cli.command_line import say
 from decoding.run.chooser import Setting
 from decoding.run.options import Request, TextOptions
 from decoding.serve.requests import (
@@ -35,7 +36,6 @@ from decoding.serve.worker import Job, Worker, live_page, write_completion, writ
 from model import InputError, LayerPlan
 from model.fast import accelerate
 from model.plan import LOW_BITS
-from weights.cli.command_line import say
 from weights.load import load_model
 from weights.memory import Memory, check_fits, estimate, free_bytes
 from weights.tokenizer import Tokenizer

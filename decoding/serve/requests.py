@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
+from cli.command_line import say
+from cli.files import one_line
 from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.run.options import (
     GRAMMARS,
@@ -24,12 +26,10 @@ from decoding.run.options import (
     read_grammar_files,
     told_schema,
 )
+from decoding.run.prompt import check_prompt, encode_prompt, tell_schema, too_long
 from decoding.run.reading import Spans, conversation
 from decoding.verify import COUPLINGS
 from model import InputError
-from weights.cli.command_line import say
-from weights.cli.files import one_line
-from weights.cli.prompt import check_prompt, encode_prompt, tell_schema, too_long
 from weights.tokenizer import Tokenizer
 
 MAX_GAMMA = 32

@@ -22,12 +22,12 @@ from decoding.rounds import Round
 from decoding.run.chooser import Draftings, Setting
 from decoding.run.options import TextOptions
 from decoding.run.reading import Spans
+from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
 from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page
-from decoding.show.streaming import Labels, TextStream
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model.plan import LOW_BITS

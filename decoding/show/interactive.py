@@ -9,13 +9,13 @@ from contextlib import suppress
 
 from rich.console import Console
 
+from cli.command_line import say
 from decoding.run.session import ContextFull, Conversation, Session
+from decoding.run.streaming import Labels
 from decoding.run.writer import Sample
 from decoding.show.output import in_words
-from decoding.show.streaming import Labels
 from decoding.show.trace import LiveTrace
 from model import InputError
-from weights.cli.command_line import say
 
 HELP = """/draft KIND: draft by auto, none, lookup, lowbit ...   /trace: show drafts, or no longer
 /stats: numbers of the last answer   /forget: forget the oldest turn   /reset: begin anew   /quit"""

@@ -11,17 +11,17 @@ from typing import Any
 
 from rich.console import Console
 
+from cli.command_line import say
+from cli.files import atomic_path, explaining
 from decoding.run.options import Request
+from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, Reader, Sample, Writer
 from decoding.show.page import Recording, heading, render_page
-from decoding.show.streaming import Labels, TextStream
 from decoding.show.trace import PAUSE, LiveTrace
 from decoding.text import Text
 from decoding.verify import Coupling
 from model.clock import now
-from weights.cli.command_line import say
-from weights.cli.files import atomic_path, explaining
 
 
 class Output:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from decoding.run.chooser import Drafting, DraftOptions, Setting, choose
+from decoding.run.prompt import encode_prompt
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model.fast import accelerate
 from search.prompts import PROMPTS
-from weights.cli.prompt import encode_prompt
 from weights.load import WEIGHTS, load_model
 from weights.tokenizer import Tokenizer
 

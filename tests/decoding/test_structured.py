@@ -11,12 +11,12 @@ import openai
 import pytest
 
 import generate
+from decoding.run.prompt import encode_prompt, tell_schema
 from decoding.serve import requests
 from decoding.serve.requests import MAX_SOURCE
 from model import InputError
 from tests.folders import END
 from tests.serving import Served, chat_folder, events_of, serving
-from weights.cli.prompt import encode_prompt, tell_schema
 from weights.load import WEIGHTS
 from weights.tokenizer import Tokenizer
 

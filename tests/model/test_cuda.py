@@ -28,7 +28,7 @@ from model.fast.gpu import ROWS
 from model.launch import LAUNCHERS
 from tests.configs import small
 from tests.peak import held_bytes, peak_bytes
-from train import recipe_loss
+from training.recipe import recipe_loss
 from weights.memory import estimate
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model import Decoder, build, parse_config
 from model.config import Rope
-from model.fast.flash import attend_by_flash
+from model.fast.cpu.flash import attend_by_flash
 from model.layers import RMSNorm, attend_causally, inverse_frequencies, normalise, rotary_table
 from tests.configs import FAMILIES, small
 from tests.oracle import VOCAB, randomise

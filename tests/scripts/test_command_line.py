@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import generate
-from decoding.show.streaming import TextStream
+from cli import device
+from decoding.run.streaming import TextStream
 from tests.folders import GEMMA2, LLAMA, write_folder
-from weights.cli import device
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import benchmark.__main__
-import decoding.corpus.__main__
 import generate
 import search.__main__
 import train
+import training.corpus.__main__
 from model import InputError
 from tests import readme
 from tests.mutants import table_rows
@@ -68,7 +68,7 @@ def helps() -> str:
         benchmark.__main__,
         train,
         search.__main__,
-        decoding.corpus.__main__,
+        training.corpus.__main__,
         fetch,
     ):
         with redirect_stdout(said), pytest.raises(SystemExit):

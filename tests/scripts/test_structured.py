@@ -11,9 +11,9 @@ import pytest
 
 import generate
 from benchmark.sections import SCHEMAS
+from cli.files import read_json
 from decoding.run.writer import Sample
 from tests.serving import serving
-from weights.cli.files import read_json
 
 MODEL = "smollm2-135m-instruct"
 BUDGET = 160

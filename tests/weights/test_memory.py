@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.device import pick_device
 from decoding.drafters import ModelDrafter
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
@@ -24,7 +25,6 @@ from tests.configs import FAMILIES
 from tests.oracle import configs
 from tests.peak import peak_bytes
 from weights import memory
-from weights.cli.device import pick_device
 from weights.memory import Memory, check_fits, estimate, free_bytes, parameter_count, twin_bytes
 
 CPU = torch.device("cpu")
@@ -225,7 +225,7 @@ def test_mps_runs_the_readable_blocks_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The device itself was never tried."""
-    monkeypatch.setattr("weights.cli.device.torch.empty", lambda *_, **__: None)
+    monkeypatch.setattr("cli.device.torch.empty", lambda *_, **__: None)
     assert pick_device(None).type != "mps"
     assert pick_device("mps").type == "mps" and "with device mps" in capsys.readouterr().err
     model = SimpleNamespace(device=torch.device("mps"))

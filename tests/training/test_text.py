@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from model import InputError
+from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.tokenizer import Tokenizer
-from weights.training.corpus import Rows, read_documents, rows_of, train_tokenizer
 
 DOCUMENTS = [
     f"The {a} hen met {b * b} foxes.\n\nThey all went home at {b + 7} by the {c} road."

@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decoding.corpus import __main__ as corpus
-from decoding.corpus import stories as templates
 from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
@@ -29,6 +27,8 @@ from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
 from tests.folders import VOCAB_SIZE, write_folder
 from tests.laws import no_draft, tiny_model
+from training.corpus import __main__ as corpus
+from training.corpus import stories as templates
 from weights.tokenizer import Tokenizer
 
 EOS = 1
@@ -217,7 +217,7 @@ def write(
 ) -> Command:
     """Run the command on the tiny model: its status and its standard error.
 
-    Its babble is worth learning here: see ``tests/decoding/test_quality.py``.
+    Its babble is worth learning here: see ``tests/training/test_stories.py``.
     """
     monkeypatch.setattr(corpus, "worth_learning", lambda text, subjects: text)
 

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from cli.files import one_line
 from model.errors import InputError
-from weights.cli.files import one_line
 
 
 class DefaultsFormatter(

@@ -19,9 +19,9 @@ import generate
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit
 from decoding.randomness import SeededRandomness
+from decoding.run.streaming import Labels
 from decoding.sampling import SamplingParams
 from decoding.show.page import Recording, embed, render_page
-from decoding.show.streaming import Labels
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import LayerPlan
@@ -180,7 +180,7 @@ def recordings() -> list[Recording]:
     return [recorded(0), recorded(3, banned="fox")]
 
 
-GLOSSARY = (Path(__file__).parents[2] / "docs/glossary.md").read_text(encoding="utf-8")
+GLOSSARY = (Path(__file__).parents[3] / "docs/glossary.md").read_text(encoding="utf-8")
 
 
 def test_words_of_the_page_have_tooltips_and_a_glossary(opened: WebDriver) -> None:

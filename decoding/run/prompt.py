@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from cli.files import explaining
 from model import InputError, ModelConfig
-from weights.cli.files import explaining
 from weights.tokenizer import Tokenizer
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.corpus.stories import (
+from training.corpus.stories import (
     MOST_REPEATED,
     before_repetition,
     repetition,

@@ -7,7 +7,7 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from weights.cli.files import atomic_path
+from cli.files import atomic_path
 
 INK, MUTED, RULE, RED = "#22242a", "#5d636e", "#e2e3e6", "#c8453a"
 # few to many

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model import InputError
-from weights.cli.files import (
+from cli.files import (
     atomic_path,
     check_place,
     one_line,
@@ -17,6 +16,7 @@ from weights.cli.files import (
     read_optional_json,
     write_json,
 )
+from model import InputError
 
 
 def names(folder: Path) -> set[str]:

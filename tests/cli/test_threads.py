@@ -20,7 +20,7 @@ runpy.run_module("{module}", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "decoding.corpus"])
+@pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "training.corpus"])
 def test_threads_wait_awake_in_every_command(module: str) -> None:
     """Read when torch is loaded, so it must be there by then."""
     environment = {"PATH": ""}

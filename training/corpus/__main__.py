@@ -1,11 +1,11 @@
-"""Write a corpus of stories with a chat model: ``python -m decoding.corpus --model DIR --tokens N
+"""Write a corpus of stories with a chat model: ``python -m training.corpus --model DIR --tokens N
 --out FILE``.
 
 The file has a JSON object with "prompt" and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
-    from weights.cli.start import start
+    from cli.start import start
 
     start()
 
@@ -16,15 +16,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from decoding.corpus.stories import story_request, worth_learning
+from cli.command_line import OneLineParser, run_command, say
+from cli.device import keep_freed_memory, pick_device
+from cli.files import atomic_path, explaining, read_json_lines
 from decoding.run.calibration import sample_texts
+from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
-from weights.cli.command_line import OneLineParser, run_command, say
-from weights.cli.device import keep_freed_memory, pick_device
-from weights.cli.files import atomic_path, explaining, read_json_lines
-from weights.cli.prompt import encode_prompt
+from training.corpus.stories import story_request, worth_learning
 from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ def write_stories(
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m decoding.corpus", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m training.corpus", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
     add(

@@ -20,8 +20,8 @@ from rich.text import Text
 import generate
 from decoding.rounds import Round
 from decoding.run import writer
+from decoding.run.streaming import Labels, visible
 from decoding.show import trace
-from decoding.show.streaming import Labels, visible
 from decoding.show.trace import LiveTrace
 from tests.folders import write_folder
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from model import InputError
-from weights.cli.command_line import say
+from cli.command_line import say
+from model.errors import InputError
 
 NVIDIA = Path("/proc/driver/nvidia/version")  # of a driver that is loaded
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # numbers of mallopt's settings

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.command_line import run_command
 from model import InputError
 from weights import fetch
-from weights.cli.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, time, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
-from weights.cli.command_line import OneLineParser, run_command
-from weights.cli.start import start
+from cli.command_line import OneLineParser, run_command
+from cli.start import start
 
 def little():
     print("a little")

@@ -12,8 +12,8 @@ import torch
 from tokenizers import models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+from cli.files import atomic_path, read_json_lines, read_text, write_json
 from model import InputError
-from weights.cli.files import atomic_path, read_json_lines, read_text, write_json
 from weights.tokenizer import Tokenizer, byte_level_tokenizer
 
 # whole lines, cut only where one is longer

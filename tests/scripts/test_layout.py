@@ -1,0 +1,77 @@
+"""The layout: which folder may import which, so that no two need each other."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The algorithm is the files at the top of decoding/; the folders in it are around the algorithm.
+MAY_IMPORT = {
+    "model": set(),
+    "cli": {"model.errors"},
+    "weights": {"model", "cli"},
+    "decoding": {"model"},
+    "decoding.proof": {"model", "decoding"},
+    "decoding.run": {"model", "cli", "weights", "decoding"},
+    "decoding.show": {"model", "cli", "weights", "decoding", "decoding.run"},
+    "decoding.serve": {"model", "cli", "weights", "decoding", "decoding.run", "decoding.show"},
+    "training": {"model", "cli", "weights", "decoding", "decoding.run"},
+    "search": {"model", "cli", "weights", "decoding", "decoding.run", "decoding.show"},
+    "benchmark": {
+        "model",
+        "cli",
+        "weights",
+        "decoding",
+        "decoding.run",
+        "decoding.serve",
+        "decoding.show",
+        "search",
+        "training",
+    },
+}
+
+
+def production_files() -> list[Path]:
+    """Python files of the folders above."""
+    top = {folder.split(".")[0] for folder in MAY_IMPORT}
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    names = listed or [str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/*.py")]
+    return [Path(name) for name in names if Path(name).parts[0] in top]
+
+
+def folder_of(module: str) -> str:
+    """The longest name above that a module lies in."""
+    names = [name for name in MAY_IMPORT if f"{module}.".startswith(f"{name}.")]
+    return max(names, key=len, default="")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names of the modules that a file imports, also within functions."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", production_files(), ids=str)
+def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
+    own = folder_of(".".join(path.with_suffix("").parts))
+    for module in imported(path):
+        other = folder_of(module)
+        allowed = MAY_IMPORT[own]
+        assert other in {"", own} | allowed or module in allowed, f"{path} imports {module}"
+        assert module.split(".")[0] not in ("generate", "train", "tests"), f"{path}: {module}"
+
+
+def test_the_folders_need_each_other_in_no_circle() -> None:
+    below = {folder: {folder_of(name) for name in names} for folder, names in MAY_IMPORT.items()}
+    while below:
+        lowest = {folder for folder, names in below.items() if not names & below.keys()}
+        assert lowest, f"a circle among {sorted(below)}"
+        below = {folder: names for folder, names in below.items() if folder not in lowest}
