@@ -1,0 +1,211 @@
+"""Pictures of the documents: ``python -m docs.figures`` draws them all beside this file."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from cli.picture import INK, MUTED, RED, RULE, write_picture
+from search.costs import CostTable, predicted_speedup
+
+FOLDER = Path(__file__).parent
+GREEN = "#7cbd9c"
+BLUE = "#7fb0de"
+AMBER = "#f3bd4e"
+PALE_RED = "#eba49c"
+VERDICTS = {"accepted": GREEN, "rejected": PALE_RED, "discarded": RULE, "residual or bonus": BLUE}
+# The example of docs/how_it_works.md: distributions over three tokens, and two draws of the race.
+TOKENS = ("a", "b", "c")
+P = np.array([0.5, 0.3, 0.2])
+Q = np.array([0.1, 0.8, 0.1])
+RACES = np.array([[0.9, 0.2, 0.4], [0.3, 0.36, 0.5]])
+DRAFT_COST = 0.45  # of a draft step, in plain steps
+VERIFY_COST = 1.1  # of a verification
+# The example of docs/search.md: a text, and the probability that each token is kept if drafted.
+TEXT = ("The", "fox", "ran", "home", "at", "night")
+KEPT = (0.9, 0.8, 0.5, 0.9, 0.7, 0.9)
+GAMMA = 2  # tokens that a round drafts there
+
+
+def sheet(height: float, left: float, right: float, top: float) -> Axes:
+    """Axes without a frame; the height of the figure is in inches, the rest in units of tiles."""
+    axes = Figure(figsize=(7.5, height)).subplots()
+    axes.set(xlim=(left, right), ylim=(0, top))
+    axes.set_axis_off()
+    return axes
+
+
+def tiles(
+    axes: Axes, x: float, y: float, parts: Iterable[tuple[str, float, str]], name: str = ""
+) -> float:
+    """A row of tiles, each of a text, a width and a colour, with its name on the left; returns its
+    end.
+    """
+    axes.text(x - 0.2, y + 0.44, name, ha="right", va="center", weight="bold")
+    for text, width, colour in parts:
+        axes.add_patch(Rectangle((x, y), width, 0.9, fc=colour, ec="white", linewidth=1.5))
+        axes.text(x + width / 2, y + 0.44, text, ha="center", va="center", fontsize=9)
+        x += width
+    return x
+
+
+def explained(figure: Figure, colours: dict[str, str]) -> Figure:
+    """The figure with the names of its colours below it."""
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
+    return figure
+
+
+def rules() -> Figure:
+    """The ratio rule as areas: of q the accepted and the rejected part, of p the accepted part and
+    the residual.
+    """
+    figure = Figure(figsize=(7.5, 3.4))
+    left, right = figure.subplots(1, 2, sharey=True)
+    both = np.minimum(P, Q)
+    for axes, own, colour, other, name in ((left, Q, PALE_RED, P, "p"), (right, P, BLUE, Q, "q")):
+        axes.bar(TOKENS, both, 0.7, color=GREEN)
+        axes.bar(TOKENS, own - both, 0.7, both, color=colour)
+        axes.hlines(other, np.arange(3) - 0.42, np.arange(3) + 0.42, INK, linestyles="dotted")
+        for at, height in enumerate(other):
+            axes.text(at + 0.44, height, name, va="center", color=MUTED)
+        axes.set(ylim=(0, 0.9), xlim=(-0.6, 2.7))
+    left.set_title("what is drafted: q")
+    right.set_title("what is written: p")
+    colours = {"accepted: min(p, q)": GREEN, "rejected: the rest of q": PALE_RED}
+    return explained(figure, colours | {"residual: max(0, p − q)": BLUE})
+
+
+def timeline() -> Figure:
+    """Plain passes one after another, and the same text in two rounds of three drafted tokens."""
+    axes = sheet(2.1, -1.1, 7.8, 2.5)
+    plain = [(word, 1, BLUE) for word in ("who", "lived", "in", "the", "sea", "and", "sang")]
+    kept = [(word, DRAFT_COST, GREEN) for word, _, _ in plain]
+    passes = [(f"pass → {own}", VERIFY_COST, BLUE) for own in ("the", "sang")]
+    rounds = [*kept[:3], passes[0], *kept[4:6], ("sat", DRAFT_COST, PALE_RED), passes[1]]
+    for y, name, parts in ((1.4, "plain", plain), (0.2, "drafted", rounds)):
+        end = tiles(axes, 0, y, parts, name)
+        axes.text(end + 0.1, y + 0.44, f"{end:.1f} steps", va="center", color=MUTED)
+    colours = {"a pass of the target": BLUE, "draft step, accepted": GREEN}
+    return explained(axes.figure, colours | {"draft step, rejected": PALE_RED})
+
+
+def speedup() -> Figure:
+    """Speed-up against acceptance for three costs of a draft step: each with its best length, and
+    thin with four tokens.
+    """
+    figure = Figure(figsize=(7.5, 4.2))
+    axes = figure.subplots()
+    rates = np.linspace(0, 1, 101)
+    for cost, colour in ((0, "#2c6fae"), (0.25, "#2f7d5b"), (0.5, RED)):
+        costs = CostTable(cost, (1, *[VERIFY_COST] * 8))
+        speeds = np.array([[predicted_speedup(a, n, costs) for a in rates] for n in range(1, 9)])
+        axes.plot(rates, speeds.max(0), color=colour, linewidth=2.2, label=f"c = {cost:g}")
+        axes.plot(rates, speeds[3], color=colour, linewidth=0.8)
+        for at in range(30, 100, 10):
+            length = speeds[:, at].argmax() + 1
+            axes.text(rates[at], speeds[:, at].max(), length, ha="right", va="bottom", clip_on=True)
+    axes.axhline(1, color=MUTED, linestyle="dotted")
+    axes.text(0.99, 0.98, "plain decoding", ha="right", va="top", color=MUTED)
+    axes.set(xlabel="acceptance α", ylabel="speed-up", xlim=(0, 1), ylim=(0.5, 3.5))
+    axes.legend(loc="upper left")
+    return figure
+
+
+def cache() -> Figure:
+    """Positions of the cache before, in and after a round with a rejected token."""
+    axes = sheet(3.2, -2.4, 8.2, 4.8)
+    words = ("a", "little", "fox", "who", "lived", "in", "the", "sea")
+    colours = {"the target's": BLUE, "the draft's": AMBER, "forgotten": RULE, "length": RED}
+    kinds = dict(zip("tdf", colours.values(), strict=False))
+    stages = {"before": "ttt", "four draft steps": "tttdddd", "one verification": "tttttttt"}
+    for row, (name, held) in enumerate({**stages, "rollback": "ttttttff"}.items()):
+        y = 3.7 - 1.2 * row
+        parts = [(words[at], 1, kinds[kind]) for at, kind in enumerate(held)]
+        tiles(axes, 0, y, parts, f"{name}  …")
+        axes.vlines(len(held.rstrip("f")), y - 0.1, y + 1, RED, linewidth=2.5)
+    return explained(axes.figure, colours)
+
+
+def race() -> Figure:
+    """Exponentials E of three tokens, E/p and E/q, for two draws of E."""
+    figure = Figure(figsize=(7.5, 3.6))
+    grid = figure.subplots(2, 3)
+    columns = (("E", 1, 1.4), ("E/p: the target's race", P, 4), ("E/q: the draft's race", Q, 13))
+    for row, draw in zip(grid, RACES, strict=True):
+        for axes, (title, law, end) in zip(row, columns, strict=True):
+            times = draw / law
+            colours = [BLUE if time == times.min() and title != "E" else RULE for time in times]
+            bars = axes.barh(TOKENS, times, color=colours)
+            axes.bar_label(bars, [f"{time:.2f}" for time in times], padding=3)
+            axes.set(xlim=(0, end), xticks=[], title=title if axes in grid[0] else "")
+            axes.invert_yaxis()
+    grid[0, 1].set_xlabel("b and b: accepted")
+    grid[1, 1].set_xlabel("a and b: b is rejected, a is written")
+    return explained(figure, {"the least, which wins": BLUE})
+
+
+def states() -> np.ndarray:
+    """Probability that a round is at each token of TEXT with d tokens drafted, all of them
+    accepted: ``[GAMMA + 1, tokens]``. In row 0 a round begins.
+
+    The rules of ``search.prediction.expected_rounds``, without thresholds.
+    """
+    found = np.zeros((GAMMA + 1, len(TEXT)))
+    found[0, 0] = 1
+    for at in range(len(TEXT) - 1):
+        accepted = found[:-1, at] * KEPT[at]
+        found[1:, at + 1] = accepted
+        found[0, at + 1] = found[:, at].sum() - accepted.sum()
+    return found
+
+
+def programme() -> Figure:
+    """The search's dynamic programme along a text: its states, and the ways between them."""
+    axes = sheet(3.7, -2.2, 11.2, 5.4)
+    for depth, name in enumerate(("a round begins", "1 drafted", "2 drafted")):
+        tiles(axes, 0, 1.8 * depth + 0.85, (), name)
+    for at, token in enumerate(TEXT):
+        axes.text(2 * at + 0.5, 0.4, f"{token}\nkept {KEPT[at]:g}", ha="center", va="center")
+    arrows = {"accepted": "#3f8f6b", "rejected: the target's token": RED, "full: the bonus": INK}
+    kept, rejected, full = arrows.values()
+    for depth, at in np.argwhere(states() > 0):
+        y = 1.8 * depth + 0.85
+        tiles(axes, 2 * at, y, [(f"{states()[depth, at]:.2f}", 1, BLUE)])
+        ways = {depth + 1: kept, 0: rejected} if depth < GAMMA else {0: full}
+        for deeper, colour in ways.items() if at + 1 < len(TEXT) else ():
+            style = {"arrowstyle": "->", "color": colour, "linewidth": 1.6}
+            end = (2 * at + 2, 1.8 * deeper + 1.3)
+            axes.annotate("", end, (2 * at + 1, y + 0.45), arrowprops=style)
+    return explained(axes.figure, arrows)
+
+
+def auto() -> Figure:
+    """The rounds of a text under ``--draft auto``, as the page of ``--html`` recorded them; the
+    command stands in ``auto.json``.
+    """
+    rounds = json.loads((FOLDER / "auto.json").read_text(encoding="utf-8"))["rounds"]
+    axes = sheet(4.2, -10, 58, len(rounds))
+    for row, round in enumerate(reversed(rounds)):
+        parts = [
+            (text, 2 + 1.1 * len(text), VERDICTS[verdict]) for text, verdict in round["tokens"]
+        ]
+        tiles(axes, 0, row, parts, f"{round['draft']} ")
+    return explained(axes.figure, VERDICTS)
+
+
+PICTURES = (rules, timeline, speedup, cache, race, programme, auto)
+
+
+def write_all(folder: Path = FOLDER) -> None:
+    """Write every picture as an SVG file of its function's name."""
+    for draw in PICTURES:
+        write_picture(draw, folder / f"{draw.__name__}.svg")
+
+
+if __name__ == "__main__":
+    write_all()
