@@ -101,10 +101,11 @@ def speedup() -> Figure:
     figure = Figure(figsize=(7.5, 4.2))
     axes = figure.subplots()
     rates = np.linspace(0, 1, 101)
-    for cost, colour in ((0, "#2c6fae"), (0.25, "#2f7d5b"), (0.5, RED)):
+    colours = {0: "#2c6fae", 0.25: "#2f7d5b", 0.5: RED}
+    for cost, colour in colours.items():
         costs = CostTable(cost, (1, *[VERIFY_COST] * 8))
         speeds = np.array([[predicted_speedup(a, n, costs) for a in rates] for n in range(1, 9)])
-        axes.plot(rates, speeds.max(0), color=colour, linewidth=2.2, label=f"c = {cost:g}")
+        axes.plot(rates, speeds.max(0), color=colour, linewidth=2.2)
         axes.plot(rates, speeds[3], color=colour, linewidth=0.8)
         for at in range(30, 100, 10):
             length = speeds[:, at].argmax() + 1
@@ -112,8 +113,7 @@ def speedup() -> Figure:
     axes.axhline(1, color=MUTED, linestyle="dotted")
     axes.text(0.99, 0.98, "plain decoding", ha="right", va="top", color=MUTED)
     axes.set(xlabel="acceptance α", ylabel="speed-up", xlim=(0, 1), ylim=(0.5, 3.5))
-    axes.legend(loc="upper left")
-    return figure
+    return explained(figure, {f"c = {cost:g}": colour for cost, colour in colours.items()})
 
 
 def cache() -> Figure:
