@@ -1,5 +1,6 @@
-"""The pictures that docs/figures.py draws: files as committed, and true numbers."""
+"""The pictures that docs/figures.py draws: the files that the documents show, and true numbers."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pictures")
     figures.write_all(folder)
     return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+def test_one_document_shows_each_picture(drawn: dict[str, str]) -> None:
+    texts = [document.read_text(encoding="utf-8") for document in DOCS.glob("*.md")]
+    shown = [name for text in texts for name in re.findall(r"!\[[^]]*\]\((\w+\.svg)\)", text)]
+    assert [shown.count(name) for name in drawn] == [1] * len(drawn)
 
 
 def test_the_pictures_beside_the_documents_are_these(drawn: dict[str, str]) -> None:
