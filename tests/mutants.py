@@ -286,7 +286,7 @@ MUTANTS = [
         law(Request(stop_strings=("ba",))),
     ),
     Mutant(
-        14,
+        15,
         "the text is not cut before the stop string",
         Text,
         "certain",
@@ -295,7 +295,7 @@ MUTANTS = [
         test_text.test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back,
     ),
     Mutant(
-        15,
+        16,
         "the token budget is overshot",
         Text,
         "_check_end",
@@ -304,7 +304,7 @@ MUTANTS = [
         law(SAMPLED),
     ),
     Mutant(
-        16,
+        17,
         "the whole prefix is passed together with a cache",
         S,
         "speculate",
@@ -313,7 +313,7 @@ MUTANTS = [
         law(Request(prompt=(0, 1))),
     ),
     Mutant(
-        17,
+        18,
         "the position is read off the first layer's cache",
         ModelDrafter,
         "propose",
@@ -322,7 +322,7 @@ MUTANTS = [
         of(SELF_DRAFT, "llama"),
     ),
     Mutant(
-        18,
+        19,
         "a sliding-window cache drops the entries that have left the window",
         KVCache,
         "write",
@@ -414,7 +414,7 @@ MUTANTS = [
         test_race.test_after_a_retraction_every_place_has_fresh_exponentials,
     ),
     Mutant(
-        28,
+        29,
         "the draft races with other exponentials than the target",
         ModelDrafter,
         "propose",
@@ -423,7 +423,7 @@ MUTANTS = [
         test_race.test_a_draft_is_kept_as_often_as_shared_exponentials_make_it,
     ),
     Mutant(
-        28,
+        30,
         "the race's exponentials depend on how much was drafted",
         R,
         "verify_by_race",
@@ -432,7 +432,7 @@ MUTANTS = [
         test_race.test_every_drafter_writes_the_same_text_of_a_table_model,
     ),
     Mutant(
-        29,
+        31,
         "one-token and many-token steps take different kernels",
         FastDecoder,
         "__call__",
@@ -441,7 +441,7 @@ MUTANTS = [
         of(test_step.test_the_bits_of_a_row_do_not_depend_on_the_others, "llama", torch.bfloat16),
     ),
     Mutant(
-        30,
+        32,
         "draft and residual share their random numbers under the ratio rule",
         R.Coupling,
         "randomness",
@@ -452,7 +452,7 @@ MUTANTS = [
         of(test_race.test_over_seeds_the_first_token_has_the_targets_law, "ratio"),
     ),
     Mutant(
-        31,
+        33,
         "exponentials of 24 random bits decide between tens of thousands of tokens",
         decoding.randomness,
         "complements",
@@ -461,7 +461,7 @@ MUTANTS = [
         test_race.test_a_token_of_probability_one_in_a_billion_wins_as_often_as_it_should,
     ),
     Mutant(
-        32,
+        34,
         "a grammar's matcher is not rolled back after a rejection",
         GrammarConstraint,
         "_move_to",
@@ -470,7 +470,7 @@ MUTANTS = [
         under("any of two letters"),
     ),
     Mutant(
-        33,
+        35,
         "a grammar's masks are kept by position only",
         GrammarConstraint,
         "__call__",
@@ -479,7 +479,7 @@ MUTANTS = [
         under("a choice that decides the rest"),
     ),
     Mutant(
-        34,
+        36,
         "bytes that a grammar forces are written without verification, in whichever tokens",
         S,
         "speculate",
@@ -492,7 +492,7 @@ MUTANTS = [
 ]
 
 NOT_OURS = {  # row: defect, and why it cannot arise here
-    19: (
+    37: (
         "a padding mask is forgotten in one of two calls",
         "cannot arise: nothing is padded, each row of a step has a position and a cache of its own",
     ),
