@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
+import torch
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -92,7 +93,9 @@ def parts_of(plan: LayerPlan) -> Counter[str]:
 
 def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
     """Plans whose draft steps determine the costs of all parts in each of ``bits``."""
-    every, even, odd = range(layers), range(0, layers, 2), range(1, layers, 2)
+    every = range(layers)
+    even = range(0, layers, 2)
+    odd = range(1, layers, 2)
     for width in bits:
         for attention, mlp in (((), ()), (every, every), (even, ()), ((), odd), (even, even)):
             yield LayerPlan.skipping(layers, attention, mlp).in_bits(width, width)
@@ -111,31 +114,29 @@ def drafting_under(setting: Setting, plan: LayerPlan, policy: Policy) -> Draftin
     )
 
 
-def policy_that_reads(threshold: float, length: int) -> Policy:
-    """Drafts of full length, which read their confidence where there is a threshold."""
-    return AdaptiveExit(0.0, length, step=0.0) if threshold else FixedLength(length)
-
-
 def measure_sublayers(
     setting: Setting, texts: Sequence[Continuation], bits: Collection[int]
 ) -> SublayerCosts:
     """Costs of sublayers in each of ``bits``, in the contexts of these texts.
 
-    The least-squares solution of: the cost of a plan's draft step is the sum of the costs of its
-    parts.
+    The cost of a plan's draft step is the sum of the costs of its parts: one equation per measured
+    plan, and one unknown per part, such as "attn 4". Solved by least squares.
     """
     plans = list(measured_plans(setting.model.num_layers, bits))
-    fixed, reading = (policy_that_reads(threshold, GAMMA) for threshold in (0, 1))
-    drafts = [drafting_under(setting, plan, fixed) for plan in plans]
-    # In the cheapest step a difference shows best.
-    cheapest = plans[1]
-    drafts.append(drafting_under(setting, cheapest, reading))
+    drafts = [drafting_under(setting, plan, FixedLength(GAMMA)) for plan in plans]
+    # The same again where each confidence is read; in the cheapest step that difference shows best.
+    cheapest = 1
+    drafts.append(drafting_under(setting, plans[cheapest], AdaptiveExit(0.0, GAMMA, step=0.0)))
     *tables, confident = measure_costs(setting, [text.prompt for text in texts], drafts)
     names = sorted(set().union(*map(parts_of, plans)))
-    counts = [[parts_of(plan)[name] for name in names] for plan in plans]  # [plans, parts]
-    solution = np.linalg.lstsq(counts, [table.draft for table in tables], rcond=None)[0]
-    parts = dict(zip(names, solution.clip(min=0).tolist(), strict=True))
-    return SublayerCosts(parts, max(0.0, confident.draft - tables[1].draft), confident.verify)
+    parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
+    draft_steps = [table.draft for table in tables]
+    solution = np.linalg.lstsq(parts_in_plans, draft_steps, rcond=None)[0].clip(min=0)
+    return SublayerCosts(
+        parts=dict(zip(names, solution.tolist(), strict=True)),
+        confidence=max(0.0, confident.draft - draft_steps[cheapest]),
+        verify=confident.verify,
+    )
 
 
 def predicted(
@@ -188,9 +189,8 @@ def importances(calibration: Calibration) -> dict[str, float]:
         full.keys() - {HEAD}, "importance of each sublayer", console=Console(stderr=True)
     ):
         found = calibration.acceptance(plan_of({**full, name: 0}))
-        firsts = zip(found.accept[:, 0], found.lengths, strict=True)
-        kept = sum(float(row[:length].sum()) for row, length in firsts)
-        lost[name] = 1 - kept / float(found.lengths.sum())
+        written = torch.arange(found.accept.shape[2]) < found.lengths[:, None]
+        lost[name] = 1 - found.accept[:, 0][written].mean().item()
     return lost
 
 
@@ -202,17 +202,23 @@ def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
     """
     layers = len(lost) // 2
     full = LayerPlan.full(layers)
-    order = sorted(lost, key=lambda name: (lost[name], name))
-    skipped = [order[: max(1, round(share * len(order)))] for share in THINNED]
-    thinned = [plan_of({**parameters(full), **dict.fromkeys(names, 0)}) for names in skipped]
-    exits = [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
+    thinned = thinned_plans(lost)
     low = sorted({*space[HEAD]} - {FULL})
-    rounded = [full.in_bits(bits, head=low[-1]) for bits in low]
+    plans = [full.in_bits(bits, head=low[-1]) for bits in low]
     if low:
         some = [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in EXITS]
-        rounded += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some]]
-    plans = dict.fromkeys([*rounded, *thinned, *exits])
-    return [plan for plan in plans if plan != full and is_in(space, plan)]
+        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some]]
+    plans += thinned
+    plans += [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
+    return [plan for plan in dict.fromkeys(plans) if plan != full and is_in(space, plan)]
+
+
+def thinned_plans(lost: Mapping[str, float]) -> list[LayerPlan]:
+    """Plans that skip the least important sublayers, in each share of ``THINNED``."""
+    full = parameters(LayerPlan.full(len(lost) // 2))
+    order = sorted(lost, key=lambda name: (lost[name], name))
+    counts = [max(1, round(share * len(order))) for share in THINNED]
+    return [plan_of({**full, **dict.fromkeys(order[:count], 0)}) for count in counts]
 
 
 def is_in(space: Space, plan: LayerPlan) -> bool:
@@ -237,7 +243,8 @@ def open_study(
         study = optuna.create_study(
             study_name=NAME, storage=storage, direction="maximize", load_if_exists=True
         )
-        count, found = len(study.get_trials(deepcopy=False)), study.user_attrs.get("identity", {})
+        count = len(study.get_trials(deepcopy=False))
+        found = study.user_attrs.get("identity", {})
     if count and not resume:
         raise InputError(
             f"{path} holds an earlier search: give --resume to continue it, or another --out"
