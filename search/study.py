@@ -307,12 +307,12 @@ def begin(study: optuna.Study, identity: dict[str, Any], setting: Setting, seed:
     Stores nothing when another process has begun the study meanwhile: all predictions use the same
     texts and costs.
     """
-    model, params = setting.model, setting.params
+    model = setting.model
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]
     texts = plain_texts(setting, prompts, count, seed)
     searched = split(texts)[0]
-    lost = importances(Calibration(model, searched, params, setting.coupling, depths=1))
+    lost = importances(Calibration(model, searched, setting.params, setting.coupling, depths=1))
     costs = measure_sublayers(setting, texts, sorted({*identity["bits"], FULL} - {0}))
     if not study.get_trials(deepcopy=False):
         study.set_user_attr("identity", identity)
