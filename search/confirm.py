@@ -60,7 +60,7 @@ def confirm(
     held_out: Sequence[Continuation],
     plans: Sequence[DraftPlan],
     rules: Rules,
-    seed: int,
+    coupling: Coupling,
 ) -> list[tuple[DraftPlan, Row]]:
     """The plans, each with a row of its results on the held-out prompts; the fastest comes first.
 
@@ -69,7 +69,7 @@ def confirm(
     that of all prompts together: tokens over seconds.
     """
     longest = max(plan.gamma for plan in plans)
-    calibration = Calibration(setting.model, held_out, setting.params, setting.coupling, longest)
+    calibration = Calibration(setting.model, held_out, setting.params, coupling.name, longest)
     drafts = [planned(setting, plan) for plan in plans]
     for draft in drafts:
         draft.preparation.finish()
@@ -79,7 +79,6 @@ def confirm(
         for plan, costs in zip(plans, tables, strict=True)
     ]
     ways = [plain(setting.model), *drafts]
-    coupling = Coupling(setting.coupling, seed)
     (plain_tokens, plain_seconds, *_), *sums = decode_in_turns(
         setting, ways, held_out, rules, coupling
     )

@@ -279,7 +279,7 @@ def split(
 
 
 def plain_texts(
-    setting: Setting, prompts: Sequence[str], count: int, seed: int
+    setting: Setting, prompts: Sequence[str], count: int, coupling: Coupling
 ) -> list[Continuation]:
     """Plain texts of up to ``count`` tokens after those prompts that fit the context, as the loop
     writes them.
@@ -294,14 +294,15 @@ def plain_texts(
     texts = []
     for ids in fitting:
         writer.begin(ids)
-        coupling = Coupling(setting.coupling, seed)
         sample = writer.write(writer.new_text(rules), writer.plain, setting.params, coupling)
         unused = count - len(sample.tokens)
         texts.append(Continuation(tuple(ids), tuple(sample.tokens), unused))
     return texts
 
 
-def begin(study: optuna.Study, identity: dict[str, Any], setting: Setting, seed: int) -> None:
+def begin(
+    study: optuna.Study, identity: dict[str, Any], setting: Setting, coupling: Coupling
+) -> None:
     """Store calibration texts, costs and the first plans in a new study.
 
     Stores nothing when another process has begun the study meanwhile: all predictions use the same
@@ -310,9 +311,9 @@ def begin(study: optuna.Study, identity: dict[str, Any], setting: Setting, seed:
     model = setting.model
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]
-    texts = plain_texts(setting, prompts, count, seed)
+    texts = plain_texts(setting, prompts, count, coupling)
     searched = split(texts)[0]
-    lost = importances(Calibration(model, searched, setting.params, setting.coupling, depths=1))
+    lost = importances(Calibration(model, searched, setting.params, coupling.name, depths=1))
     costs = measure_sublayers(setting, texts, sorted({*identity["bits"], FULL} - {0}))
     if not study.get_trials(deepcopy=False):
         study.set_user_attr("identity", identity)
@@ -358,7 +359,8 @@ def optimise(
     )
     if (missing := trials - len(finished(study))) > 0:
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("", total=trials, best=0.0)
+            best = max((prediction.speedup for prediction in known.values()), default=0.0)
+            task = progress.add_task("", total=trials, completed=trials - missing, best=best)
 
             def show(study: optuna.Study, trial: FrozenTrial) -> None:
                 progress.update(task, completed=len(finished(study)), best=study.best_value)
