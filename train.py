@@ -153,8 +153,8 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     Raises InputError for a wrong model, text or folder.
     """
     out = options.out
-    start = options.start_from
-    config = parse_config(read_json(Path(start) / "config.json" if start else options.config))
+    start = options.start_from and Path(options.start_from)
+    config = parse_config(read_json(start / "config.json" if start else options.config))
     if options.context > config.max_positions:
         raise InputError(
             f"--context {options.context} is more than the config's {config.max_positions}"
@@ -169,7 +169,7 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     tokenizer = Tokenizer(Path(options.tokenizer or out))
     rows = rows_of(documents, tokenizer, options.context)
     if start:
-        return load_model(Path(start), torch.float32), *rows
+        return load_model(start, torch.float32), *rows
     model = build(replace(config, vocab_size=len(tokenizer.pieces)))
     model.initialise(
         std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)

@@ -30,7 +30,7 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.chooser import Drafting, DraftOptions, Setting, choose, plain
+from decoding.run.chooser import Drafting, DraftOptions, choose, plain
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
@@ -255,7 +255,13 @@ def structured_section(bench: Bench) -> list[Row]:
     """
     setting = bench.setting
     tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    drafts = {"forced": forced_drafting(setting)}
+    drafts = {
+        "forced": Drafting(
+            "forced tokens",
+            lambda cache: ForcedTokens(setting.model.vocab_size, setting.model.device),
+            lambda: FixedLength(LONGEST_VERIFICATION - 1),
+        )
+    }
     drafts |= {name: way for name, way in bench.drafts.items() if name == "low bits"}
     drafts["auto"] = choose(DraftOptions("auto"), setting)
     writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
@@ -293,16 +299,6 @@ def structured_section(bench: Bench) -> list[Row]:
         mean = statistics.geometric_mean(medians)
         rows.append({"schema": "geometric mean", "decoder": way, "speed-up": mean})
     return rows
-
-
-def forced_drafting(setting: Setting) -> Drafting:
-    """Drafts of the tokens that the grammar forces, and no others."""
-    model = setting.model
-    return Drafting(
-        "forced tokens",
-        lambda cache: ForcedTokens(model.vocab_size, model.device),
-        lambda: FixedLength(LONGEST_VERIFICATION - 1),
-    )
 
 
 def spread(values: Iterable[float]) -> Row:

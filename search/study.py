@@ -18,10 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import optuna
 import torch
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
@@ -42,18 +38,18 @@ from search.acceptance import Calibration
 from search.costs import CostTable, measure_costs
 from search.prediction import GAMMAS, Prediction, predict
 
-SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
+SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
     # One density per sublayer, since a search has too few trials for joint (multivariate)
     # densities. Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a
     # small weight.
     "tpe": partial(
-        TPESampler,
+        optuna.samplers.TPESampler,
         multivariate=False,
         prior_weight=0.2,
         gamma=lambda trials: min(max(3, trials // 10), 10),
         n_ei_candidates=64,
     ),
-    "random": RandomSampler,
+    "random": optuna.samplers.RandomSampler,
 }
 THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
 PARTS = 4  # of the texts: one to search on, two to judge the best plans on, one held out
@@ -210,7 +206,11 @@ def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
         plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some]]
     plans += thinned
     plans += [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
-    return [plan for plan in dict.fromkeys(plans) if plan != full and is_in(space, plan)]
+    return [
+        plan
+        for plan in dict.fromkeys(plans)
+        if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
+    ]
 
 
 def thinned_plans(lost: Mapping[str, float]) -> list[LayerPlan]:
@@ -219,11 +219,6 @@ def thinned_plans(lost: Mapping[str, float]) -> list[LayerPlan]:
     order = sorted(lost, key=lambda name: (lost[name], name))
     counts = [max(1, round(share * len(order))) for share in THINNED]
     return [plan_of({**full, **dict.fromkeys(order[:count], 0)}) for count in counts]
-
-
-def is_in(space: Space, plan: LayerPlan) -> bool:
-    """Whether the space has a plan."""
-    return all(bits in space[name] for name, bits in parameters(plan).items())
 
 
 def open_study(
@@ -239,7 +234,8 @@ def open_study(
     warnings.filterwarnings("ignore", category=FutureWarning)
     wrong = f"{path} is not a search's journal: remove it or give another --out"
     with explaining(wrong, (ValueError, KeyError, TypeError, AssertionError)):
-        storage = JournalStorage(JournalFileBackend(str(path)))
+        backend = optuna.storages.journal.JournalFileBackend(str(path))
+        storage = optuna.storages.JournalStorage(backend)
         study = optuna.create_study(
             study_name=NAME, storage=storage, direction="maximize", load_if_exists=True
         )
@@ -308,18 +304,19 @@ def begin(
     Stores nothing when another process has begun the study meanwhile: all predictions use the same
     texts and costs.
     """
-    model = setting.model
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]
     texts = plain_texts(setting, prompts, count, coupling)
     searched = split(texts)[0]
-    lost = importances(Calibration(model, searched, setting.params, coupling.name, depths=1))
+    lost = importances(
+        Calibration(setting.model, searched, setting.params, coupling.name, depths=1)
+    )
     costs = measure_sublayers(setting, texts, sorted({*identity["bits"], FULL} - {0}))
     if not study.get_trials(deepcopy=False):
         study.set_user_attr("identity", identity)
         study.set_user_attr("texts", [asdict(text) for text in texts])
         study.set_user_attr("costs", costs._asdict())
-        for plan in starts(lost, space_of(model.num_layers, identity["bits"])):
+        for plan in starts(lost, space_of(setting.model.num_layers, identity["bits"])):
             study.enqueue_trial(parameters(plan))
 
 
@@ -365,7 +362,7 @@ def optimise(
             def show(study: optuna.Study, trial: FrozenTrial) -> None:
                 progress.update(task, completed=len(finished(study)), best=study.best_value)
 
-            enough = MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+            enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
             study.optimize(run, missing, callbacks=[show, enough])
 
 

