@@ -18,29 +18,41 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from cli.command_line import OneLineParser, run_command
 from cli.device import keep_freed_memory, pick_device
 from cli.files import atomic_path, explaining, read_json
 from model import Decoder, InputError, build, parse_config
-from training.recipe import CURRICULA, backward, evaluate, learning_rate, optimisers_of
+from training.recipe import (
+    CURRICULA,
+    Recipe,
+    dropout_rates,
+    evaluate,
+    exit_weights,
+    learning_rate,
+    optimisers_of,
+    recipe_loss,
+)
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.load import load_model, model_folder
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
 MAX_NORM = 1.0
-STATE, LOG = "training/state.pt", "training/log.jsonl"
+STATE = "training/state.pt"
+LOG = "training/log.jsonl"
 
 
 def train(options: argparse.Namespace) -> None:
@@ -48,13 +60,13 @@ def train(options: argparse.Namespace) -> None:
     on the CPU.
     """
     keep_freed_memory()
-    rank, size, local_rank = (
-        int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
-    device, size = options.device, max(1, size)
+    rank = int(os.environ.get("RANK", 0))
+    size = max(1, int(os.environ.get("WORLD_SIZE", 0)))
+    device = options.device
     if size > 1:
         dist.init_process_group()
-        device = f"cuda:{local_rank}" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        on_gpu = device != "cpu" and torch.cuda.is_available()
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu"
     model, rows, held_out = prepare(options)
     model.to(pick_device(device)).train().requires_grad_()
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
@@ -65,20 +77,17 @@ def train(options: argparse.Namespace) -> None:
     with Progress(console=Console(stderr=True), disable=rank > 0) as progress:
         bar = progress.add_task("training", total=options.steps, completed=state["step"])
         for step in range(state["step"], options.steps):
-            loss = backward(
-                model, rows, options, step, range(rank, options.accumulate * size, size)
-            )
+            micro_batches = range(rank, options.accumulate * size, size)
+            mean = backward(model, rows, options, step, micro_batches)
             if size > 1:
-                for tensor in (*(parameter.grad for parameter in model.parameters()), loss):
+                for tensor in (*(parameter.grad for parameter in model.parameters()), mean):
                     dist.all_reduce(tensor.div_(size))
-            loss, norm = loss.item(), clip_grad_norm_(model.parameters(), MAX_NORM).item()
+            loss = mean.item()
+            norm = clip_grad_norm_(model.parameters(), MAX_NORM).item()
             if not math.isfinite(loss + norm):
-                remedy = (
-                    "the last saved state is kept; start again with a lower --learning-rate and"
-                    " another --out"
-                )
                 raise InputError(
-                    f"the loss or its gradient is non-finite in step {step + 1}: {remedy}"
+                    f"the loss or its gradient is non-finite in step {step + 1}: the last saved"
+                    " state is kept; start again with a lower --learning-rate and another --out"
                 )
             share = learning_rate(step, options.steps, options.warm_up)
             for optimiser in optimisers:
@@ -92,13 +101,49 @@ def train(options: argparse.Namespace) -> None:
             state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
             progress.update(bar, completed=done, description=f"loss {loss:.3f}")
             if done == options.steps or done % options.save_every == 0:
-                state["records"].append(
-                    {"step": done, **evaluate(model, held_out, options.autocast)}
-                )
+                judged = evaluate(model, held_out, options.autocast)
+                state["records"].append({"step": done, **judged})
                 parts = [part.state_dict() for part in (model, *optimisers)]
                 save_run(options, model, {**state, "step": done, "parts": parts})
     if size > 1:
         dist.destroy_process_group()
+
+
+def backward(
+    model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
+) -> Tensor:
+    """Mean loss of these micro-batches of a step, whose gradients are added to the parameters'
+    gradients.
+    """
+    recipe = recipe_of(options)
+    weights = exit_weights(recipe, model.num_layers, step)
+    rates = torch.tensor(dropout_rates(recipe, model.num_layers, step))[:, None]
+    mean = torch.zeros((), device=model.device)
+    for micro in micro_batches:
+        seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(seed))
+        tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
+        kept = torch.rand(model.num_layers, options.batch, generator=generator) >= rates
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
+            loss = recipe_loss(model, tokens, kept.to(model.device), weights, recipe.exit_teaching)
+        loss = loss / len(micro_batches)
+        loss.backward()
+        mean += loss.detach()
+    return mean
+
+
+def recipe_of(options: argparse.Namespace) -> Recipe:
+    """The recipe that the options ask for."""
+    return Recipe(
+        steps=options.steps,
+        from_scratch=not options.start_from,
+        layer_dropout=options.layer_dropout,
+        exit_scale=options.exit_scale,
+        exit_power=options.exit_power,
+        exit_teaching=options.exit_teaching,
+        curriculum=options.curriculum,
+        rotation=options.rotation,
+    )
 
 
 def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
@@ -107,8 +152,9 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
 
     Raises InputError for a wrong model, text or folder.
     """
-    out, start = options.out, options.start_from
-    config = parse_config(read_json(Path(start) / "config.json" if start else options.config))
+    out = options.out
+    start = options.start_from and Path(options.start_from)
+    config = parse_config(read_json(start / "config.json" if start else options.config))
     if options.context > config.max_positions:
         raise InputError(
             f"--context {options.context} is more than the config's {config.max_positions}"
@@ -123,7 +169,7 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     tokenizer = Tokenizer(Path(options.tokenizer or out))
     rows = rows_of(documents, tokenizer, options.context)
     if start:
-        return load_model(Path(start), torch.float32), *rows
+        return load_model(start, torch.float32), *rows
     model = build(replace(config, vocab_size=len(tokenizer.pieces)))
     model.initialise(
         std=0.5 * config.hidden_size**-0.5, generator=torch.Generator().manual_seed(options.seed)
@@ -143,15 +189,14 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
         options.out,
         tokenizer_from=Path(options.tokenizer or options.out),
     )
+    records = "".join(json.dumps(record) + "\n" for record in state["records"])
     trouble = (
         f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
         " and run again"
     )
     with explaining(trouble, (OSError, RuntimeError)):
         with atomic_path(options.out / LOG) as temporary:
-            temporary.write_text(
-                "".join(json.dumps(record) + "\n" for record in state["records"]), encoding="utf-8"
-            )
+            temporary.write_text(records, encoding="utf-8")
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
 
@@ -192,7 +237,9 @@ def within(
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parsed options of a command line. Raises InputError for a model folder that is not there."""
-    count, share, rate = within(int, 1), within(float, 0, 1), within(float, 0)
+    count = within(int, 1)
+    share = within(float, 0, 1)
+    rate = within(float, 0)
     parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl or text files")

@@ -91,22 +91,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    drawn = options.plot is None or (
-        options.plot.suffix in (".svg", ".png") and PANELS.keys() & options.only
-    )
-    for right, wanted in (
-        (options.max_new_tokens >= 2 * GAMMA, f"--max-new-tokens must be at least {2 * GAMMA}"),
-        (
-            options.against.keys() <= LIBRARIES.keys(),
-            f"--against takes {', '.join(LIBRARIES)}=FILE.gguf",
-        ),
-        (
-            drawn,
-            f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}",
-        ),
-    ):
-        if not right:
-            raise InputError(wanted)
+    if options.max_new_tokens < 2 * GAMMA:
+        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA}")
+    if not options.against.keys() <= LIBRARIES.keys():
+        raise InputError(f"--against takes {', '.join(LIBRARIES)}=FILE.gguf")
+    drawable = options.plot is None or options.plot.suffix in (".svg", ".png")
+    if not drawable or (options.plot and not PANELS.keys() & options.only):
+        raise InputError(
+            f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"
+        )
     return options
 
 
@@ -114,40 +107,31 @@ def prepare(options: argparse.Namespace) -> Bench:
     """Loaded model with prompts, ways to draft and libraries. Raises InputError for texts beyond
     the context.
     """
-    folder, device = model_folder(options.model), pick_device(options.device)
-    folder = off_grid_folder(folder) if options.off_grid else folder
-    tokenizer, model = (
-        Tokenizer(folder),
-        accelerate(load_model(folder, DTYPES.get(options.dtype), device)),
-    )
-    texts = PROMPTS | {
-        "stories": [story_request(random.Random(seed))[0] for seed in range(STORIES)]
-    }
-    chosen = [
-        (kind, text)
+    folder = model_folder(options.model)
+    if options.off_grid:
+        folder = off_grid_folder(folder)
+    tokenizer = Tokenizer(folder)
+    model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
+    texts = PROMPTS | {"stories": stories}
+    most = 1 if options.quick else None
+    prompts = [
+        (kind, encode_prompt(tokenizer, text))
         for kind in options.prompts
-        for text in texts[kind][: 1 if options.quick else None]
+        for text in texts[kind][:most]
     ]
-    prompts = [(kind, encode_prompt(tokenizer, text)) for kind, text in chosen]
     positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
     if positions > model.max_positions:
         raise InputError(
             f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens"
         )
-    race, most = (
-        "race" if options.temperature else "ratio",
-        1024 if options.quick else model.max_positions,
-    )
-    setting = Setting(
-        folder, model, tokenizer, SamplingParams(options.temperature), positions, race
-    )
-    bench = Bench(
-        options,
-        setting,
-        prompts,
-        [length for length in LENGTHS if length <= min(most, model.max_positions)],
-    )
-    bench.libraries, bench.drafts = library_contenders(bench), find_drafts(setting, options)
+    longest = min(1024, model.max_positions) if options.quick else model.max_positions
+    lengths = [length for length in LENGTHS if length <= longest]
+    params = SamplingParams(options.temperature)
+    setting = Setting(folder, model, tokenizer, params, positions, "race")
+    bench = Bench(options, setting, prompts, lengths)
+    bench.libraries = library_contenders(bench)
+    bench.drafts = find_drafts(setting, options)
     if why := getattr(model, "why_rows_vary", None):
         say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
     return bench
@@ -156,7 +140,8 @@ def prepare(options: argparse.Namespace) -> Bench:
 def benchmark(options: argparse.Namespace) -> None:
     """Measure the sections, print their tables, and write the files asked for."""
     bench = prepare(options)
-    model, report = bench.setting.model, {}
+    model = bench.setting.model
+    report = {}
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(model.device),

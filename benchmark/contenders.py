@@ -65,11 +65,10 @@ def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender
     """
 
     def write(prompt: list[int], count: int) -> Written:
-        prefill, text = writer.begin(prompt), writer.new_text(Rules(count))
-        sample = writer.write(
-            text, drafting, setting.params, Coupling(setting.coupling, sum(prompt))
-        )
-        return Written(text.generated, sample.rounds, prefill)
+        prefill = writer.begin(prompt)
+        coupling = Coupling(setting.coupling, sum(prompt))
+        sample = writer.write(writer.new_text(Rules(count)), drafting, setting.params, coupling)
+        return Written(sample.tokens, sample.rounds, prefill)
 
     return write
 
@@ -94,7 +93,8 @@ def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Draf
     """Drafts: lookup, early exits, all layers in low bits, the plan in the model's folder, the
     draft model, if any.
     """
-    layers, ways = setting.model.num_layers, {"lookup": DraftOptions("lookup")}
+    layers = setting.model.num_layers
+    ways = {"lookup": DraftOptions("lookup")}
     for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
         ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer, gamma=GAMMA)
     if setting.model.fast_bits:
@@ -115,7 +115,7 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, options = bench.setting.model, bench.options
+    model = bench.setting.model
 
     def load(folder: Path) -> Any:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(
@@ -142,13 +142,12 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
         "transformers": write,
         "transformers, lookup": partial(write, prompt_lookup_num_tokens=GAMMA),
     }
-    if options.exit_layer:
-        deepest = max(options.exit_layer)
+    if bench.options.exit_layer:
+        deepest = max(bench.options.exit_layer)
         found[f"transformers, exit {deepest}"] = partial(write, assistant_early_exit=deepest)
-    if options.draft_model:
-        found["transformers, model"] = partial(
-            write, assistant_model=load(model_folder(options.draft_model))
-        )
+    if bench.options.draft_model:
+        draft = load(model_folder(bench.options.draft_model))
+        found["transformers, model"] = partial(write, assistant_model=draft)
     return found
 
 
@@ -156,11 +155,11 @@ def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
     """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
     import llama_cpp
 
-    threads, on_gpu = torch.get_num_threads(), bench.setting.model.device.type != "cpu"
+    threads = torch.get_num_threads()
     theirs = llama_cpp.Llama(
         bench.options.against["llama.cpp"],
         n_ctx=max(bench.setting.positions, *bench.lengths),
-        n_gpu_layers=-1 if on_gpu else 0,
+        n_gpu_layers=0 if bench.setting.model.device.type == "cpu" else -1,
         n_threads=threads,
         n_threads_batch=threads,
         verbose=False,

@@ -37,15 +37,23 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
 
 def section(title: str, command: list[str], seconds: int) -> str:
     """Markdown of a part: how its command ended, and its output, also where it failed."""
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(command, **both, timeout=seconds, check=False)
-        end, output = f"ended with status {done.returncode}", done.stdout
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+        end = f"ended with status {done.returncode}"
+        output = done.stdout
     except subprocess.TimeoutExpired as error:
-        end, output = f"was stopped after {seconds} seconds", error.output or b""
+        end = f"was stopped after {seconds} seconds"
+        output = error.output
     except OSError as error:
-        end, output = "could not start", str(error).encode()
-    shown = output.decode(errors="replace").strip()
+        end = "could not start"
+        output = str(error).encode()
+    shown = (output or b"").decode(errors="replace").strip()
     return f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
 
 
@@ -58,10 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work() -> None:
         sections = ["# Report of a GPU\n"]
-        if not torch.cuda.is_available():
+        has_gpu = torch.cuda.is_available()
+        if not has_gpu:
             print(f"There is no GPU that torch {torch.__version__} can use. On one this would run:")
         for title, command, seconds in parts(options.model):
-            if not torch.cuda.is_available():
+            if not has_gpu:
                 print(f"  {title}, up to {seconds} seconds: {shlex.join(command)}")
                 continue
             say(f"{title}: up to {seconds} seconds")

@@ -37,33 +37,26 @@ TEXTS = 8  # sets of texts that the inputs are measured on
 def off_grid_folder(folder: Path) -> Path:
     """Folder of the copy, beside the checkpoint's; made if it is missing."""
     copy = folder.with_name(f"{folder.name}-off-grid")
-    if not (copy / "model.safetensors").exists():
-        say(
-            f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
-            " minutes"
-        )
-        model, tokenizer = load_model(folder), Tokenizer(folder)
-        write = partial(calibration_texts, accelerate(model), tokenizer)
-        texts = [text for seed in range(1, TEXTS + 1) for text in write(SamplingParams(0.7), seed)]
-        held_out = write(
-            SamplingParams(),
-            prompts=[prompt for prompts in PROMPTS.values() for prompt in prompts[:2]],
-        )
-        add_noise(model, texts, seed=0)
-        save_model(model, copy, tokenizer_from=folder)
-        say(
-            f"its greedy token is the checkpoint's at {share_kept(model, held_out):.2f} of the"
-            " positions of a text"
-        )
-        own = write(
-            SamplingParams(),
-            prompts=[prompt for prompts in PROMPTS.values() for prompt in prompts[2:3]],
-        )
-        round_to_nearest(model)
-        say(
-            "rounded to the nearest of four bits, that share of its own texts is"
-            f" {share_kept(model, own):.2f}"
-        )
+    if (copy / "model.safetensors").exists():
+        return copy
+    say(
+        f"making {copy.name}: noise in its weights, within half a step of a four-bit grid; some"
+        " minutes"
+    )
+    model = load_model(folder)
+    write = partial(calibration_texts, accelerate(model), Tokenizer(folder))
+    texts = [text for seed in range(1, TEXTS + 1) for text in write(SamplingParams(0.7), seed)]
+    held_out = write(
+        SamplingParams(), prompts=[each for some in PROMPTS.values() for each in some[:2]]
+    )
+    add_noise(model, texts, seed=0)
+    save_model(model, copy, tokenizer_from=folder)
+    kept = share_kept(model, held_out)
+    say(f"its greedy token is the checkpoint's at {kept:.2f} of the positions of a text")
+    own = write(SamplingParams(), prompts=[some[2] for some in PROMPTS.values() if some[2:]])
+    round_to_nearest(model)
+    kept = share_kept(model, own)
+    say(f"rounded to the nearest of four bits, that share of its own texts is {kept:.2f}")
     return copy
 
 
@@ -77,35 +70,34 @@ def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     covariances = input_squares(model, texts, lambda x: x.T @ x)
-    for name, layer in linear_layers(model).items():
-        if name != "head":
-            vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
-            weak = vectors[:, : len(vectors) // 2]
-            noise = (torch.rand(layer.weight.shape, generator=generator) - 0.5) * four_bit_grid(
-                layer.weight.cpu()
-            )[1]
-            layer.weight.copy_(
-                layer.weight + (math.sqrt(2) * noise @ weak @ weak.T).to(layer.weight.device)
-            )
+    for name, weight in matrices(model).items():
+        vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
+        weak = vectors[:, : len(vectors) // 2]
+        _, step = four_bit_grid(weight.cpu())
+        noise = (torch.rand(weight.shape, generator=generator) - 0.5) * step
+        weight.copy_(weight + (math.sqrt(2) * noise @ weak @ weak.T).to(weight.device))
 
 
 @torch.no_grad()
 def round_to_nearest(model: Decoder) -> None:
     """Round the same matrices to the nearest values of their four-bit grids, in place."""
-    for name, layer in linear_layers(model).items():
-        if name != "head":
-            low, step = four_bit_grid(layer.weight)
-            layer.weight.copy_(low + step * ((layer.weight - low) / step.clamp(min=1e-30)).round())
+    for weight in matrices(model).values():
+        low, step = four_bit_grid(weight)
+        weight.copy_(low + step * ((weight - low) / step.clamp(min=1e-30)).round())
+
+
+def matrices(model: Decoder) -> dict[str, Tensor]:
+    """The weights of the layers' linear layers by name, without the head's."""
+    return {name: layer.weight for name, layer in linear_layers(model).items() if name != "head"}
 
 
 def four_bit_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest value and step ``[out, in]`` of an even grid of 16 values for each weight's group of
     columns.
     """
-    groups, edges = weight.float().split(GROUP, 1), (torch.amin, torch.amax)
-    low, high = (
-        torch.cat([edge(part, 1, True).expand_as(part) for part in groups], 1) for edge in edges
-    )
+    groups = weight.float().split(GROUP, 1)
+    low = torch.cat([part.amin(1, keepdim=True).expand_as(part) for part in groups], 1)
+    high = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in groups], 1)
     return low, (high - low) / LEVELS
 
 

@@ -21,15 +21,14 @@ def picture(report: dict[str, list[Row]]) -> Figure:
 
 def draw_speed(axes: Axes, rows: list[Row]) -> None:
     """Draw a bar per contender, its median speed-up; on it a dot per kind of prompt."""
-    places, medians = range(len(rows)), [row["speed-up"]["median"] for row in rows]
+    places = range(len(rows))
+    medians = [row["speed-up"]["median"] for row in rows]
     axes.barh(places, medians, 0.7, color=RULE, edgecolor=MUTED, label="median of all prompts")
     for kind in filter(rows[0].get, PROMPTS):
         axes.scatter([row[kind] for row in rows], places, s=22, zorder=3, label=kind)
     axes.axvline(1, color=MUTED, linewidth=1, linestyle="--", zorder=2)
-    axes.set_yticks(
-        places,
-        [f"{row['decoder']}  {median:.2f}" for row, median in zip(rows, medians, strict=True)],
-    )
+    names = [f"{row['decoder']}  {row['speed-up']['median']:.2f}" for row in rows]
+    axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set(title="Speed-up over plain decoding", xlabel="times as fast", xlim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

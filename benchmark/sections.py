@@ -5,6 +5,7 @@ The first line of a section's docstring is the title of its table.
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain, cycle, islice
@@ -29,7 +30,7 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.chooser import Drafting, DraftOptions, Setting, choose, plain
+from decoding.run.chooser import Drafting, DraftOptions, choose, plain
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
@@ -44,7 +45,8 @@ from weights.memory import parameter_count
 LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
-STRUCTURED_TOKENS, STRUCTURED_TURNS = 256, 5  # longest text, and texts of each draft and schema
+STRUCTURED_TOKENS = 256  # of the longest text
+STRUCTURED_TURNS = 5  # texts of each draft and schema
 STRUCTURED_POSITIONS = 1024  # with the prompt, which names the schema
 TOGETHER = (1, 2, 4, 8, 16)  # texts at a time
 # enough that the time to read them can be measured
@@ -53,17 +55,16 @@ BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain rounds."""
-    longest = max(
-        [LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in bench.drafts.values())]
-    )
+    lengths = [draft.new_policy().gamma for draft in bench.drafts.values()]
+    longest = max(LONGEST_VERIFICATION - 1, *lengths)
     prompts = [prompt for _, prompt in bench.prompts]
     tables = measure_costs(bench.setting, prompts, [*bench.drafts.values()], longest)
     bench.costs = dict(zip(bench.drafts, tables, strict=True))
-    rows: list[Row] = [
+    verifications: list[Row] = [
         {"step": "verification", "tokens": n, "plain rounds": cost}
         for n, cost in enumerate(tables[0].verify, start=1)
     ]
-    return rows + [
+    return verifications + [
         {"step": f"draft step, {name}", "plain rounds": bench.costs[name].draft}
         for name, draft in bench.drafts.items()
         if draft.model
@@ -105,13 +106,17 @@ def speed_section(bench: Bench) -> list[Row]:
     prompt.
     """
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
-    rows, kinds = [], dict.fromkeys(kind for kind, _ in bench.prompts)
+    rows = []
     for name, found in texts.items():
-        pairs, sums = list(zip(found, texts["plain"], strict=True)), Statistics()
+        pairs = list(zip(found, texts["plain"], strict=True))
+        sums = Statistics()
         for round in chain.from_iterable(text.rounds for text in found):
             sums.add(round)
         costs = bench.costs.get(name.removesuffix(ADAPTIVE))
         speedups = [plain.seconds / text.seconds for text, plain in pairs]
+        of_kind: dict[str, list[float]] = defaultdict(list)
+        for (kind, _), speedup in zip(bench.prompts, speedups, strict=True):
+            of_kind[kind].append(speedup)
         row = {
             "decoder": name,
             "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
@@ -119,17 +124,10 @@ def speed_section(bench: Bench) -> list[Row]:
             "predicted": costs and spread(predicted_speedup(*pair, costs) for pair in pairs),
             "accepted": sums.acceptance_rate,
             "a round": sums.tokens_per_round or None,
-            "equal": f"{sum(text.tokens == plain.tokens for text, plain in pairs)}/{len(pairs)}",
+            "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
             "seconds": [text.seconds for text in found],
         }
-        for kind in kinds:
-            of_kind = [
-                ratio
-                for ratio, (its, _) in zip(speedups, bench.prompts, strict=True)
-                if its == kind
-            ]
-            row[kind] = statistics.median(of_kind)
-        rows.append(row)
+        rows.append(row | {kind: statistics.median(each) for kind, each in of_kind.items()})
     return rows
 
 
@@ -142,9 +140,13 @@ def together_section(bench: Bench) -> list[Row]:
     times the cost of a step of one row over the cost of a step of n rows. "equal" counts the texts
     that equal those written alone.
     """
-    setting, model, count = bench.setting, bench.setting.model, bench.options.max_new_tokens
-    told = "model", *(f"exit {layer}" for layer in bench.options.exit_layer or ()), "low bits"
-    draft = next(name for name in (*told, *bench.drafts) if name in bench.drafts)
+    setting = bench.setting
+    model = setting.model
+    count = bench.options.max_new_tokens
+    exits = [f"exit {layer}" for layer in bench.options.exit_layer or ()]
+    draft = next(
+        name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
+    )
     ways = {
         "plain": plain(model),
         draft: bench.drafts[draft],
@@ -154,25 +156,26 @@ def together_section(bench: Bench) -> list[Row]:
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
     texts = [alone(prompt, count).tokens for prompt in prompts]
 
-    def write(scheduler: Scheduler, way: Drafting, count: int) -> tuple[float, int]:
-        """Seconds, and the number of texts that equal those written alone."""
-        tasks = []
-        for prompt in prompts:
-            text, coupling = (
+    def write(scheduler: Scheduler, way: Drafting, count: int) -> tuple[float, list[list[int]]]:
+        """Seconds, and the tokens of the texts."""
+        tasks = [
+            Task(
                 Text(prompt, Rules(count), model),
+                way,
+                setting.params,
                 Coupling(setting.coupling, sum(prompt)),
             )
-            tasks.append(Task(text, way, setting.params, coupling))
+            for prompt in prompts
+        ]
         began = now(model.device)
         scheduler.write_all(tasks)
         seconds = now(model.device) - began
-        return seconds, sum(
-            task.text.generated == text[:count] for task, text in zip(tasks, texts, strict=True)
-        )
+        return seconds, [task.text.generated for task in tasks]
 
     calls = [step_after(model, prompt) for prompt in prompts]
     steps = {n: lambda n=n: torch.cat(answers(calls[:n])).argmax(-1).tolist() for n in TOGETHER}
     rows: list[Row] = []
+    plain_speeds: list[float] = []
     for slots in track(TOGETHER, "writing together", console=Console(stderr=True)):
         # Just before the texts, since the speed of the memory changes within minutes.
         measured = take_turns([steps[n] for n in sorted({1, slots})], STEP_REPEATS, model.device)
@@ -180,18 +183,18 @@ def together_section(bench: Bench) -> list[Row]:
         for name, way in ways.items():
             scheduler = Scheduler(model, setting.positions, slots)
             reading, _ = write(scheduler, way, 1)
-            seconds, equal = write(scheduler, way, count)
+            seconds, written = write(scheduler, way, count)
             speed = len(prompts) * (count - 1) / (seconds - reading)
             row = {
                 "texts": slots,
                 "decoder": name,
                 "tokens/s": speed,
-                "equal": f"{equal}/{len(prompts)}",
+                "equal": equal(zip(written, texts, strict=True)),
             }
             if name == "plain":
-                plainly, alone_speed = speed, rows[0]["tokens/s"] if rows else speed
-                row["of possible"] = speed / alone_speed / allowed
-            rows.append(row | {"speed-up": speed / plainly})
+                plain_speeds.append(speed)
+                row["of possible"] = speed / plain_speeds[0] / allowed
+            rows.append(row | {"speed-up": speed / plain_speeds[-1]})
     return rows
 
 
@@ -205,20 +208,18 @@ def step_after(model: Decoder, prompt: list[int]) -> Call:
 
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
-    model, rows = bench.setting.model, []
-    contenders = {
-        "plain": contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)
-    }
-    contenders |= {
-        name: write for name, write in bench.libraries.items() if name in bench.options.against
-    }
+    model = bench.setting.model
+    ours = contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)
+    theirs = {name: bench.libraries[name] for name in bench.options.against}
+    contenders = {"plain": ours} | theirs
+    rows = []
     for tokens in bench.lengths:
         steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
-        plainly, *_ = times = [seconds for (seconds,) in take_turns(steps, 1, model.device)]
-        for name, took in zip(contenders, times, strict=True):
-            rows.append(
-                {"decoder": name, "tokens": tokens, "ms": 1e3 * took, "ratio": took / plainly}
-            )
+        times = [seconds for (seconds,) in take_turns(steps, 1, model.device)]
+        rows += [
+            {"decoder": name, "tokens": tokens, "ms": 1e3 * took, "ratio": took / times[0]}
+            for name, took in zip(contenders, times, strict=True)
+        ]
     return rows
 
 
@@ -226,13 +227,14 @@ def floor_section(bench: Bench) -> list[Row]:
     """Floor of a plain step: the time to read every weight once (of an untied embedding one
     row); on a GPU also the most memory that torch has held so far.
     """
-    model, config = bench.setting.model, bench.setting.model.config
-    read = parameter_count(config) - (
-        0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    )
+    model = bench.setting.model
+    config = model.config
+    weights = parameter_count(config)
+    if not config.tie_embeddings:
+        weights -= config.vocab_size * config.hidden_size
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
     speed = block.nbytes / min(take_turns([block.sum], STEP_REPEATS, model.device)[0])
-    size = read * model.dtype.itemsize
+    size = weights * model.dtype.itemsize
     floor = {
         "MB": size / 1e6,
         "GB/s": speed / 1e9,
@@ -251,58 +253,64 @@ def structured_section(bench: Bench) -> list[Row]:
     Each schema is written plainly and by each draft in turns; "speed-up" is the median of the
     turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.
     """
-    setting, rows = bench.setting, []
+    setting = bench.setting
     tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    ways = {"plain": plain(setting.model), "forced": forced_drafting(setting)}
-    ways |= {name: way for name, way in bench.drafts.items() if name == "low bits"}
-    ways["auto"] = choose(DraftOptions("auto"), setting)
+    drafts = {
+        "forced": Drafting(
+            "forced tokens",
+            lambda cache: ForcedTokens(setting.model.vocab_size, setting.model.device),
+            lambda: FixedLength(LONGEST_VERIFICATION - 1),
+        )
+    }
+    drafts |= {name: way for name, way in bench.drafts.items() if name == "low bits"}
+    drafts["auto"] = choose(DraftOptions("auto"), setting)
     writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
+    rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])
         grammar = Grammar("json_schema", schema, tokens)
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
         turns = []
-        for turn in range(
-            1 + (1 if bench.options.quick else STRUCTURED_TURNS)
-        ):  # the first warms up
+        for turn in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
             coupling = Coupling(setting.coupling, turn)
             turns.append(
+                [
+                    writer.write(writer.new_text(rules), way, setting.params, coupling)
+                    for way in (writer.plain, *drafts.values())
+                ]
+            )
+        for number, way in enumerate(drafts, start=1):
+            pairs = [(turn[number], turn[0]) for turn in turns]
+            written = turns[-1][number].statistics
+            rows.append(
                 {
-                    way: writer.write(writer.new_text(rules), drafting, setting.params, coupling)
-                    for way, drafting in ways.items()
+                    "schema": name,
+                    "decoder": way,
+                    "tokens": written.tokens,
+                    "a round": written.tokens_per_round,
+                    # the first turn warms up
+                    "speed-up": spread(text.speed / plain.speed for text, plain in pairs[1:]),
+                    "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
                 }
             )
-        plainly = [turn["plain"] for turn in turns]
-        for way in list(ways)[1:]:
-            samples = [turn[way] for turn in turns]
-            pairs = list(zip(samples, plainly, strict=True))
-            speeds = [each.speed / base.speed for each, base in pairs[1:]]
-            equal = sum(each.tokens == base.tokens for each, base in pairs)
-            row = {"schema": name, "decoder": way, "tokens": samples[-1].statistics.tokens}
-            row |= {"a round": samples[-1].statistics.tokens_per_round, "speed-up": spread(speeds)}
-            rows.append(row | {"equal": f"{equal}/{len(pairs)}"})
-    for way in list(ways)[1:]:
+    for way in drafts:
         medians = [row["speed-up"]["median"] for row in rows if row["decoder"] == way]
         mean = statistics.geometric_mean(medians)
         rows.append({"schema": "geometric mean", "decoder": way, "speed-up": mean})
     return rows
 
 
-def forced_drafting(setting: Setting) -> Drafting:
-    """Drafts of the tokens that the grammar forces, and no others."""
-    model = setting.model
-    return Drafting(
-        "forced tokens",
-        lambda cache: ForcedTokens(model.vocab_size, model.device),
-        lambda: FixedLength(LONGEST_VERIFICATION - 1),
-    )
-
-
 def spread(values: Iterable[float]) -> Row:
     """Median and range of some values."""
     values = list(map(float, values))
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def equal(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
+    """Number of texts that equal those they are paired with, of all."""
+    found = [text == other for text, other in pairs]
+    return f"{sum(found)}/{len(found)}"
 
 
 SECTIONS = {  # in the order in which they are measured: a predicted speed needs the costs

@@ -15,7 +15,8 @@ torch.set_default_dtype(torch.float64)
 P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])
 # the draft: row x is q after letter x
 Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])
-GAMMA, LENGTH = 2, 5  # letters drafted per round; letters of a text
+GAMMA = 2  # letters drafted per round
+LENGTH = 5  # letters of a text
 
 
 class Enumerator:
@@ -24,7 +25,10 @@ class Enumerator:
     """
 
     def __init__(self, path: list[int]) -> None:
-        self.path, self.depth, self.weight, self.other_paths = path, 0, 1.0, []
+        self.path = path
+        self.depth = 0
+        self.weight = 1.0
+        self.other_paths = []
 
     def choose(self, probabilities: list[float]) -> int:
         possible = [outcome for outcome, probability in enumerate(probabilities) if probability > 0]
@@ -32,7 +36,8 @@ class Enumerator:
             self.other_paths += [[*self.path, outcome] for outcome in possible[1:]]
             self.path = [*self.path, possible[0]]
         outcome = self.path[self.depth]
-        self.depth, self.weight = self.depth + 1, self.weight * probabilities[outcome]
+        self.depth += 1
+        self.weight *= probabilities[outcome]
         return outcome
 
     def draw(self, probs: Tensor) -> int:
@@ -46,7 +51,8 @@ class Enumerator:
 
 
 def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
-    drafted, q = [], torch.zeros(0, 3)
+    drafted = []
+    q = torch.zeros(0, 3)
     while len(drafted) < limit:
         q = torch.cat((q, Q[[*text, *drafted][-1:]]))
         drafted.append(randomness.draw(q[-1]))
@@ -71,11 +77,14 @@ def speculate(text: list[int], randomness: Enumerator) -> list[int]:
     return text
 
 
-law, paths, walked = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0), [[]], 0
+law = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0)
+paths = [[]]
+walked = 0
 while paths:
     randomness = Enumerator(paths.pop())
     law[tuple(speculate([0], randomness))] += randomness.weight
-    paths, walked = paths + randomness.other_paths, walked + 1
+    paths += randomness.other_paths
+    walked += 1
 plain = {text: P[text[:-1], text[1:]].prod().item() for text in law}
 distance = sum(abs(law[text] - plain[text]) for text in law) / 2
 print(f"{len(law)} texts, {walked} paths: total variation from plain sampling {distance:.1e}")

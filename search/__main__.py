@@ -33,7 +33,7 @@ from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
-from decoding.verify import COUPLINGS
+from decoding.verify import COUPLINGS, Coupling
 from model import InputError
 from model.fast import accelerate
 from model.plan import LOW_BITS
@@ -55,9 +55,8 @@ from search.study import (
 from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
-VERSION = 5  # of the journal
-# computed in the search; the best plans are judged with more
-DEPTHS = 2
+VERSION = 6  # of the journal
+DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -102,8 +101,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     text.add_argument(
         "--coupling",
         choices=list(COUPLINGS),
-        default="ratio",
-        help="rule of verification when sampling",
+        help="rule of verification of the sampled texts that the plan is for (default: race)",
     )
     text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
@@ -115,7 +113,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, resuming: str) -> int:
     """Run a search and write its plan; returns the exit status. Wrong input is refused before the
-    long work. ``resuming`` is the command that continues it.
+    long work. ``resuming`` is the line with the command that continues it.
     """
     if min(options.trials, options.max_new_tokens) < 1 or not 0 <= options.seed < 2**31:
         raise InputError(
@@ -126,15 +124,15 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     check_place(out)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    lines = (
-        read_text(options.calibration).split("\n")
-        if options.calibration
-        else chain(*PROMPTS.values())
-    )
+    lines = chain(*PROMPTS.values())
+    if options.calibration:
+        lines = read_text(options.calibration).split("\n")
     prompts = [line for line in lines if line.strip()]
-    params, tokenizer = SamplingParams(options.temperature), Tokenizer(folder)
+    params = SamplingParams(options.temperature)
+    coupling = Coupling.of(options.coupling, options.seed)
+    tokenizer = Tokenizer(folder)
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
-    setting = Setting(folder, model, tokenizer, params, model.max_positions, options.coupling)
+    setting = Setting(folder, model, tokenizer, params, model.max_positions, coupling.name)
     if model.fast_bits:  # as generate.py rounds
         for _ in importance_steps(model, kept_of(model, folder), tokenizer):
             pass
@@ -142,31 +140,30 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         "model": model_fingerprint(folder),
         "dtype": str(model.dtype).removeprefix("torch."),
         "bits": sorted({*options.bits}),
-        "sampling": {**asdict(params), "coupling": options.coupling},
+        "sampling": {**asdict(params), "coupling": coupling.name},
         "prompts": [options.max_new_tokens, prompts],
         "version": VERSION,
     }
-    study = open_study(
-        out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume
-    )
+    journal = out.with_suffix(".journal")
+    study = open_study(journal, identity, options.sampler, options.seed, resume=options.resume)
     if not study.trials:
-        begin(study, identity, setting, options.seed)
+        begin(study, identity, setting, coupling)
     searched, judged, held_out = split([Continuation(**text) for text in study.user_attrs["texts"]])
     costs = SublayerCosts(**study.user_attrs["costs"])
-    calibration = Calibration(model, searched, params, options.coupling, DEPTHS)
+    calibration = Calibration(model, searched, params, coupling.name, DEPTHS)
     space = space_of(model.num_layers, options.bits)
     status = 0
     try:
         optimise(study, partial(predicted, calibration, costs), space, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
-        say(f"interrupted; to continue: {resuming}")
+        say(resuming)
     if not (found := tried(study)):
         say("no plan was tried: no plan written")
         return status
-    plans = judge(Calibration(model, judged, params, options.coupling), costs, found)
+    plans = judge(Calibration(model, judged, params, coupling.name), costs, found)
     rules = Rules(options.max_new_tokens, tokenizer.eos_ids)
-    results = confirm(setting, held_out, plans, rules, options.seed)
+    results = confirm(setting, held_out, plans, rules, coupling)
     title = "held-out prompts: measured beside plain decoding, and predicted"
     Console(width=None if sys.stdout.isatty() else 120).print(
         table([row for _, row in results], title)
@@ -205,8 +202,10 @@ def write_result(
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    resuming = shlex.join(["python", "-m", "search", *dict.fromkeys([*words, "--resume"])])
-    return run_command(lambda: run(parse_arguments(arguments), resuming))
+    if "--resume" not in words:
+        words = [*words, "--resume"]
+    resuming = f"interrupted; to continue: {shlex.join(['python', '-m', 'search', *words])}"
+    return run_command(lambda: run(parse_arguments(arguments), resuming), resuming)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,28 @@
 """Acceptance probabilities of a layer plan's drafts, at every position and depth of a text, from
 one forward pass.
 
-The text was written by the target itself. By Bayes' rule, its token x was an accepted draft with
-probability min(p, q)(x) / p(x) = min(1, q(x) / p(x)), where p is the target's distribution at that
-position and q the draft's. (The mean of this ratio over x ~ p is Σ min(p, q), the acceptance
-probability of arXiv 2211.17192, theorem 3.5.) In greedy decoding it is 1 where the two largest
-logits agree, else 0. A pass that reads the text instead of drafting (teacher forcing) gives p and q
-at all positions at once.
+The text was written by the target itself. A pass that reads it instead of drafting (teacher
+forcing) gives p and q, the distributions of target and draft, at all its positions at once. How
+probable is it that the text's token x was an accepted draft?
 
-Under the exponential race (arXiv 2408.07978) draft and target draw with the same exponentials E.
-Both draw x where E_y > E_x·max(p_y/p_x, q_y/q_x) for every other y: with probability 1 / Σ_y
-max(p_y/p_x, q_y/q_x), since the E are independent and of rate 1. Given that the target drew x, with
-probability p_x, so does the draft with probability 1 / Σ_y max(p_y, p_x·q_y/q_x), and 0 where q_x =
-0.
+Under the ratio rule (arXiv 2211.17192):
+
+1. A round drafts x and accepts it with probability q(x) · min(1, p(x) / q(x)) = min(p, q)(x).
+2. The text has the target's law, so that it holds x with probability p(x).
+3. By Bayes' rule, where the text holds x, it was an accepted draft with probability
+   min(p, q)(x) / p(x) = min(1, q(x) / p(x)). With p(x) = 0.5 and q(x) = 0.2 this is 0.4.
+
+The mean over x ~ p is Σ min(p, q), the acceptance probability of theorem 3.5. In greedy decoding
+the probability is 1 where the two largest logits agree, else 0.
+
+Under the exponential race (arXiv 2408.07978):
+
+1. Target and draft draw with the same exponentials E: the target argmin E/p, the draft argmin E/q.
+2. Both draw x where E_y > E_x · max(p_y / p_x, q_y / q_x) for every other y.
+3. The E are independent and of rate 1, so that this has probability
+   1 / Σ_y max(p_y / p_x, q_y / q_x), where y = x adds 1 to the sum.
+4. The target draws x with probability p_x. Divided by it, the probability is
+   1 / Σ_y max(p_y, p_x · q_y / q_x), and 0 where q_x = 0.
 """
 
 from collections.abc import Sequence
@@ -34,11 +44,11 @@ DEPTHS = 3
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Probabilities of the draft for token t of text b, drafted as number d + 1 of its round: ``[B,
-    D, M]`` float64.
+    """Probabilities of the draft for token t of text b, drafted as number d + 1 of its round:
+    ``[B, D, M]`` float64.
 
-    M is the longest text's length. Entries beyond a text's length are undefined, as are those of t
-    < d.
+    M is the longest text's length. Entries beyond a text's length are 1, and those of t < d mean
+    nothing: a round cannot begin before the text.
 
     ``accept``      of the target accepting the draft, given that the text holds token t
     ``confidence``  raw softmax probability that the draft gives token t
@@ -61,22 +71,36 @@ def positions_at_all_depths(
     """Positions and masks, per layer, of ``depths · count`` draft queries, depth by depth, on the
     device and in the dtype of like.
 
-    Query (d, i) is the draft's step at position ``first + i`` as number d (from 0) of its round,
-    which began at position first + i - d. One pass can compute all of them. First, an accepted
-    draft has the text's tokens, so the inputs of every step are known; steps whose draft has left
-    the text were rejected and need no computing. Second, a step reads only keys and values of the
-    past: before its round those of the target's pass over the text, and within it those that the
-    draft wrote at depths 0 ... d. So it depends on its position and depth only. Third, these are
-    outputs of other queries of the same pass, layer by layer: query (d, i) sees the target's
-    entries at positions below first + i - d, and the entries of queries (0, i - d), (1, i - d + 1),
-    ..., (d, i), one diagonal of the pass. The mask has this pattern, so that the result equals the
-    loop's.
+    Query (d, t) is the draft's step at position t, as number d (from 0) of a round that began at
+    t - d. One pass can compute all of them:
+
+    1. An accepted draft has the text's tokens, so that the input of every step is known. A step
+       whose draft has left the text was rejected before, and need not be computed.
+    2. A step reads the target's keys and values at positions before its round, and those that the
+       draft wrote in this round. So it depends on its position and depth only.
+    3. The draft's keys and values are made by other queries of the pass, layer by layer.
+
+    For two depths of the positions 5, 6 and 7, a query (row) sees the keys marked x:
+
+    =======  ==========  ==  ==  ======  ======  ======  ======  ======
+    query    target 0-4  5   6   (0, 5)  (0, 6)  (0, 7)  (1, 6)  (1, 7)
+    =======  ==========  ==  ==  ======  ======  ======  ======  ======
+    (0, 5)   x                   x
+    (0, 6)   x           x               x
+    (0, 7)   x           x   x                   x
+    (1, 6)   x                   x                       x
+    (1, 7)   x           x               x                       x
+    =======  ==========  ==  ==  ======  ======  ======  ======  ======
+
+    Sliding windows take away the keys that are too far behind.
     """
     length = first + count
     depth = torch.arange(depths, device=like.device).repeat_interleave(count)[:, None]
     at = first + torch.arange(count, device=like.device).repeat(depths)[:, None]
-    began, of_target = at - depth, torch.arange(length, device=like.device)
-    seen = torch.cat((of_target < began, (began == began.T) & (depth >= depth.T)), 1)
+    began = at - depth
+    of_target = torch.arange(length, device=like.device)
+    of_same_round = (began == began.T) & (depth >= depth.T)
+    seen = torch.cat((of_target < began, of_same_round), 1)
     key = torch.cat((of_target, at[:, 0]))
     masks = {
         window: torch.where(seen & (key > at - (window or length)), 0.0, -torch.inf).to(like.dtype)
@@ -104,7 +128,8 @@ class TargetPass:
     """
 
     def __init__(self, model: Decoder, text: Continuation, depths: int) -> None:
-        first, count = len(text.prompt) - 1, len(text.written)
+        first = len(text.prompt) - 1
+        count = len(text.written)
         self.context = torch.tensor([*text.prompt, *text.written[:-1]], device=model.device)
         self.written = torch.tensor(text.written, device=model.device)[:, None]
         self.cache = model.new_cache(first + count + depths * count)
@@ -123,19 +148,20 @@ class TargetPass:
 
 
 def accepted_by_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """The probability ``[M, 1]`` that a draft of each token was accepted, given that the text holds
-    it; see above.
+    """Acceptance probability ``[M, 1]`` of the draft of each token under the ratio rule, given that
+    the text holds the token.
 
     ``p`` and ``q`` ``[M, vocab]`` are the target's and the draft's distributions, ``tokens`` ``[M,
     1]`` int64.
     """
-    p, q = p.gather(1, tokens).double(), q.gather(1, tokens).double()
+    of_target = p.gather(1, tokens).double()
+    of_draft = q.gather(1, tokens).double()
     # p can round to 0 where the text was written in other chunks than it is read.
-    return (q / p.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
+    return (of_draft / of_target.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
 
 
 def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """The same for the exponential race."""
+    """The same under the exponential race."""
     drafted = q.gather(1, tokens)
     slower = torch.maximum(p, p.gather(1, tokens) * (q / drafted))
     return torch.where(drafted > 0, 1 / slower.sum(-1, keepdim=True).clamp(min=1), 0.0)
@@ -159,35 +185,32 @@ class Calibration:
         coupling: str = "ratio",
         depths: int = DEPTHS,
     ) -> None:
-        self.model, self.texts, self.params, self.coupling = model, texts, params, coupling
-        self.depths, self.twins = depths, Twins(model)
+        self.model = model
+        self.params = params
+        self.depths = depths
+        self.twins = Twins(model)
         self.accepted = {"ratio": accepted_by_ratio, "race": accepted_by_race}[coupling]
         self.passes = [TargetPass(model, text, depths) for text in texts]
         self.lengths = torch.tensor([len(text.written) for text in texts])
         self.limits = self.lengths + torch.tensor([text.unused for text in texts])
 
     @torch.inference_mode()
-    def acceptance(self, plan: LayerPlan, count: int | None = None) -> Acceptance:
-        """Acceptance of the plan's drafts at every position and depth of the first ``count`` texts
-        (None: of all).
-        """
-        passes, lengths, limits = self.passes[:count], self.lengths[:count], self.limits[:count]
-        found = torch.ones(4, len(passes), self.depths, int(lengths.max()), dtype=torch.float64)
+    def acceptance(self, plan: LayerPlan) -> Acceptance:
+        """Acceptance of the plan's drafts at every position and depth of the texts."""
+        shape = len(self.passes), self.depths, int(self.lengths.max())
+        accept, confidence, likeliest, share = torch.ones(4, *shape, dtype=torch.float64)
         head = self.twins.head(plan.head)
-        for text, columns, length in zip(passes, found.unbind(1), lengths, strict=True):
+        for number, text in enumerate(self.passes):
             target = distribution(self.model.logits(text.last)[0], text.context, self.params)
             # one by one, since logits are large
             for depth, states in enumerate(text.draft_states(self.twins, plan)):
                 logits = self.model.logits(states[None], head)[0]
                 draft = distribution(logits, text.context, self.params)
                 best = draft.argmax(-1, keepdim=True)
-                wide = logits.to(draft.dtype)
-                norm = wide.logsumexp(-1, keepdim=True)
-                measured = (
-                    self.accepted(target, draft, text.written),
-                    (wide.gather(1, text.written) - norm).exp(),
-                    (wide.gather(1, best) - norm).exp(),
-                    draft.gather(1, best),
-                )
-                columns[:, depth, :length] = torch.cat(measured, 1).T.cpu()
-        return Acceptance(*found, lengths, limits)
+                raw = logits.to(draft.dtype).softmax(-1)
+                place = number, depth, slice(len(text.written))
+                accept[place] = self.accepted(target, draft, text.written)[:, 0]
+                confidence[place] = raw.gather(1, text.written)[:, 0]
+                likeliest[place] = raw.gather(1, best)[:, 0]
+                share[place] = draft.gather(1, best)[:, 0]
+        return Acceptance(accept, confidence, likeliest, share, self.lengths, self.limits)

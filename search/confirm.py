@@ -22,7 +22,7 @@ from model import LayerPlan
 from search.acceptance import Calibration
 from search.costs import enough_turns, measure_costs
 from search.prediction import Prediction, predict
-from search.study import SublayerCosts, drafting_under, policy_that_reads, predicted
+from search.study import SublayerCosts, predicted
 
 JUDGED = 12  # best plans of the search that are predicted again
 CONFIRMED = 3  # of them, plans that decode; beside them the best early exit
@@ -60,7 +60,7 @@ def confirm(
     held_out: Sequence[Continuation],
     plans: Sequence[DraftPlan],
     rules: Rules,
-    seed: int,
+    coupling: Coupling,
 ) -> list[tuple[DraftPlan, Row]]:
     """The plans, each with a row of its results on the held-out prompts; the fastest comes first.
 
@@ -68,20 +68,17 @@ def confirm(
     decodes in turns with plain decoding. Times are those of the loop, without prefill. A speed is
     that of all prompts together: tokens over seconds.
     """
-    model, params, coupling = setting.model, setting.params, Coupling(setting.coupling, seed)
-    calibration = Calibration(
-        model, held_out, params, setting.coupling, max(plan.gamma for plan in plans)
-    )
-    own = [
-        drafting_under(setting, plan.plan, policy_that_reads(plan.threshold, plan.gamma))
-        for plan in plans
-    ]
-    tables = measure_costs(setting, [text.prompt for text in held_out], own)
+    longest = max(plan.gamma for plan in plans)
+    calibration = Calibration(setting.model, held_out, setting.params, coupling.name, longest)
+    drafts = [planned(setting, plan) for plan in plans]
+    for draft in drafts:
+        draft.preparation.finish()
+    tables = measure_costs(setting, [text.prompt for text in held_out], drafts)
     expected = [
         predict(calibration.acceptance(plan.plan), costs, [plan.gamma], [plan.threshold])
         for plan, costs in zip(plans, tables, strict=True)
     ]
-    ways = [plain(model), *(planned(setting, plan) for plan in plans)]
+    ways = [plain(setting.model), *drafts]
     (plain_tokens, plain_seconds, *_), *sums = decode_in_turns(
         setting, ways, held_out, rules, coupling
     )

@@ -1,10 +1,16 @@
 """Expected speed-up of drafts over plain decoding, from their acceptance and their costs, with the
 best draft length.
 
-Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Instead a
-dynamic programme follows the rounds of the loop along the texts. Token by token it computes the
-probability that a round begins here, and that a round is here with d tokens drafted. Rounds are
-counted by the number of tokens they draft.
+Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Of a text
+whose draft is right ten times and then wrong ten times, half is accepted; but rounds in its first
+half gain all they can, and rounds in its second nothing. So a dynamic programme follows the rounds
+of the loop along the texts:
+
+1. Token by token it computes the probability that a round begins here, and that a round is here
+   with d tokens drafted (``expected_rounds``).
+2. It counts the rounds by the number of tokens that they draft.
+3. Rounds times their costs are the time of the texts, and plain decoding's time over it is the
+   speed-up (``predict``).
 """
 
 from collections.abc import Sequence
@@ -18,7 +24,7 @@ from search.costs import CostTable
 from weights.memory import LONGEST_DRAFT
 
 GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
-TINY = 1e-12  # in place of a sum of 0, which is divided by
+TINY = 1e-12  # replaces a divisor of 0
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Expected numbers over all texts for each threshold and draft length: arrays ``[thresholds,
-    gammas, depths]``.
+    """Expected numbers of rounds and of drafted tokens in all texts, for each threshold and draft
+    length: arrays ``[thresholds, gammas, depths]``, whose depths run from 0 to the largest gamma.
 
-    ``drafted[..., k]`` rounds that draft k tokens; ``accepted[..., d]`` and ``rejected[..., d]``
-    drafts number d + 1 of their round that the target accepts or is the first to reject. Depths run
-    from 0 to the largest gamma.
+    ``drafted[..., k]``   rounds that draft k tokens
+    ``accepted[..., d]``  accepted tokens among those drafted as number d + 1 of their round
+    ``rejected[..., d]``  tokens likewise that are the first rejected ones of their round
     """
 
     drafted: np.ndarray
@@ -64,59 +70,78 @@ def expected_rounds(
     tokens are not known.
 
     The programme goes token by token through all texts at once. Its state are probabilities:
-    ``begin``, that a round begins at this token, and by the number d of tokens drafted so far
-    ``on_text[d]``, that a round is here with all of them accepted, and ``off_text[d]``, that one
-    was rejected and the draft goes on beyond it, at a cost without a gain. Where a draft of d
-    tokens ends, ``drafted[d]`` counts it. The next round begins after the token that the target
-    added: at the token after a rejected one (which the target replaced by the text's), after the
-    bonus token of a full draft, and, where a draft stops behind an unsure token, two tokens on
-    (``begin_next``: a bonus comes between). For γ = 2 and a text of 3 tokens kept with
-    probabilities a, b, c: rounds begin at the first token surely, at the second with probability 1
-    - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
+
+    ``begin``        a round begins at this token
+    ``begin_next``   a round begins at the next token, after a draft that stopped unsure and the
+                     bonus token behind it
+    ``on_text[d]``   a round is here with d tokens drafted, all of them accepted
+    ``off_text[d]``  a round is here with d tokens drafted, one of them rejected: it drafts on
+                     without a gain
+
+    At each token:
+
+    1. A draft of full length, or one at the last token of the budget, ends and is counted. Where
+       all of it was accepted, this token is its bonus, and a round begins after it.
+    2. Other drafts draft this token, which is kept or refused. Where it is refused the target puts
+       the text's token in its place, and a round begins after it.
+    3. Under a threshold, a draft that is unsure of the token ends behind it and is counted.
+
+    For γ = 2 and 3 tokens kept with probabilities a, b, c: rounds begin at the first token surely,
+    at the second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
     """
     longest = max(gammas)
     accept, unsure, sure_to_stop = _tables(acceptance, longest, thresholds)
-    lengths, limits = (
-        np.asarray(each)[:, None, None] for each in (acceptance.lengths, acceptance.limits)
-    )
+    lengths = acceptance.lengths.numpy()[:, None, None]
+    limits = acceptance.limits.numpy()[:, None, None]
     depth = np.arange(longest + 1)[:, None, None, None]
     full = depth == np.array(gammas)
     # depth, text, threshold, draft length
     shape = (longest + 1, len(lengths), len(thresholds), len(gammas))
     on_text, off_text, drafted, accepted, rejected = np.zeros((5, *shape))
-    begin, begin_next = np.ones(shape[1:]), np.zeros(shape[1:])
+    begin = np.ones(shape[1:])
+    begin_next = np.zeros(shape[1:])
     for at in range(lengths.max() + longest):
-        written, row = at < lengths, min(at, lengths.max() - 1)
+        written = at < lengths
+        row = min(at, lengths.max() - 1)
         on_text[0] = begin * written
         # A draft beyond the end of a text is off it.
-        on_text, off_text = on_text * written, off_text + on_text * ~written
+        off_text = off_text + on_text * ~written
+        on_text = on_text * written
         closing = full | (at >= limits - 1)
         drafted += (on_text + off_text) * closing
         bonus = (on_text * closing).sum(0)
-        on_text, off_text = on_text * ~closing, off_text * ~closing
-        kept, refused = (
-            on_text * accept[..., row, :, None],
-            on_text * (1 - accept[..., row, :, None]),
-        )
+        on_text = on_text * ~closing
+        off_text = off_text * ~closing
+        kept = on_text * accept[..., row, :, None]
+        refused = on_text - kept
         stopped = kept * unsure[..., row, :, None]
         leaving = refused + off_text
         halted = leaving * sure_to_stop[..., row, :, None] * written
         drafted[1:] += (stopped + halted)[:-1]
         accepted += kept
         rejected += refused
-        begin, begin_next = bonus + refused.sum(0) + begin_next, stopped.sum(0)
-        deeper = kept - stopped, leaving - halted  # one drafted token later
-        on_text, off_text = (
-            np.pad(state[:-1], ((1, 0), (0, 0), (0, 0), (0, 0))) for state in deeper
-        )
+        begin = bonus + refused.sum(0) + begin_next
+        begin_next = stopped.sum(0)
+        on_text = _one_deeper(kept - stopped)
+        off_text = _one_deeper(leaving - halted)
     return Rounds(*(np.moveaxis(each.sum(1), 0, -1) for each in (drafted, accepted, rejected)))
+
+
+def _one_deeper(state: np.ndarray) -> np.ndarray:
+    """The state ``[depth, ...]`` after one more drafted token."""
+    return np.concatenate((np.zeros_like(state[:1]), state[:-1]))
 
 
 def _tables(
     acceptance: Acceptance, longest: int, thresholds: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Three tables ``[depth, text, token, threshold]``: probabilities of acceptance, of the draft
-    being unsure of the text's token, and of its being unsure of a token that it draws."""
+    """Three tables ``[depth, text, token, threshold]``: probabilities of the target accepting the
+    draft, of the draft being unsure of the text's token, and of its being unsure of the token that
+    it draws itself.
+
+    With threshold 0.6, a draft that gives the text's token a probability of 0.5 and another one 0.4
+    is unsure of either.
+    """
     depths = np.minimum(np.arange(longest + 1), acceptance.accept.shape[1] - 1)
 
     def table(values: Tensor) -> np.ndarray:
@@ -139,13 +164,13 @@ def predict(
     *,
     confidence: float = 0.0,
 ) -> Prediction:
-    """The largest expected speed-up, tokens over the cost of all rounds, over all draft lengths and
-    thresholds.
+    """Prediction at the draft length and threshold of the largest expected speed-up: the tokens of
+    the texts over the cost of their rounds.
 
     In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under
     a threshold k · ``confidence`` more, to read the confidence of each token. Plain decoding costs
-    1 per token. A tie goes to the smaller threshold, then the shorter draft. A speed-up below 1
-    means that no draft pays.
+    1 per token: 60 tokens in 20 rounds, each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes
+    to the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
     """
     rounds = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
@@ -155,11 +180,13 @@ def predict(
     speedups = tokens / (rounds.drafted * round_costs).sum(-1)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
     gamma = gammas[best[1]]
-    drafted, accepted, rejected = rounds.drafted[best], rounds.accepted[best], rounds.rejected[best]
+    accepted = rounds.accepted[best].sum()
+    drafted = (rounds.drafted[best] * lengths).sum()
+    judged = accepted + rounds.rejected[best].sum()
     return Prediction(
         speedup=float(speedups[best]),
         gamma=gamma,
         threshold=thresholds[best[0]],
-        acceptance_rate=float(accepted.sum() / max(TINY, (drafted * lengths).sum())),
-        kept_share=float(accepted.sum() / max(TINY, (accepted + rejected).sum())),
+        acceptance_rate=float(accepted / max(TINY, drafted)),
+        kept_share=float(accepted / max(TINY, judged)),
     )

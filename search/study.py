@@ -17,10 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.study import MaxTrialsCallback
+import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
@@ -41,18 +38,18 @@ from search.acceptance import Calibration
 from search.costs import CostTable, measure_costs
 from search.prediction import GAMMAS, Prediction, predict
 
-SAMPLERS: dict[str, Callable[..., BaseSampler]] = {
+SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
     # One density per sublayer, since a search has too few trials for joint (multivariate)
     # densities. Good trials are the best tenth, up to 10. They are few, so the uniform prior gets a
     # small weight.
     "tpe": partial(
-        TPESampler,
+        optuna.samplers.TPESampler,
         multivariate=False,
         prior_weight=0.2,
         gamma=lambda trials: min(max(3, trials // 10), 10),
         n_ei_candidates=64,
     ),
-    "random": RandomSampler,
+    "random": optuna.samplers.RandomSampler,
 }
 THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
 PARTS = 4  # of the texts: one to search on, two to judge the best plans on, one held out
@@ -92,7 +89,9 @@ def parts_of(plan: LayerPlan) -> Counter[str]:
 
 def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
     """Plans whose draft steps determine the costs of all parts in each of ``bits``."""
-    every, even, odd = range(layers), range(0, layers, 2), range(1, layers, 2)
+    every = range(layers)
+    even = range(0, layers, 2)
+    odd = range(1, layers, 2)
     for width in bits:
         for attention, mlp in (((), ()), (every, every), (even, ()), ((), odd), (even, even)):
             yield LayerPlan.skipping(layers, attention, mlp).in_bits(width, width)
@@ -111,31 +110,29 @@ def drafting_under(setting: Setting, plan: LayerPlan, policy: Policy) -> Draftin
     )
 
 
-def policy_that_reads(threshold: float, length: int) -> Policy:
-    """Drafts of full length, which read their confidence where there is a threshold."""
-    return AdaptiveExit(0.0, length, step=0.0) if threshold else FixedLength(length)
-
-
 def measure_sublayers(
     setting: Setting, texts: Sequence[Continuation], bits: Collection[int]
 ) -> SublayerCosts:
     """Costs of sublayers in each of ``bits``, in the contexts of these texts.
 
-    The least-squares solution of: the cost of a plan's draft step is the sum of the costs of its
-    parts.
+    The cost of a plan's draft step is the sum of the costs of its parts: one equation per measured
+    plan, and one unknown per part, such as "attn 4". Solved by least squares.
     """
     plans = list(measured_plans(setting.model.num_layers, bits))
-    fixed, reading = (policy_that_reads(threshold, GAMMA) for threshold in (0, 1))
-    drafts = [drafting_under(setting, plan, fixed) for plan in plans]
-    # In the cheapest step a difference shows best.
-    cheapest = plans[1]
-    drafts.append(drafting_under(setting, cheapest, reading))
+    drafts = [drafting_under(setting, plan, FixedLength(GAMMA)) for plan in plans]
+    # The same again where each confidence is read; in the cheapest step that difference shows best.
+    cheapest = 1
+    drafts.append(drafting_under(setting, plans[cheapest], AdaptiveExit(0.0, GAMMA, step=0.0)))
     *tables, confident = measure_costs(setting, [text.prompt for text in texts], drafts)
     names = sorted(set().union(*map(parts_of, plans)))
-    counts = [[parts_of(plan)[name] for name in names] for plan in plans]  # [plans, parts]
-    solution = np.linalg.lstsq(counts, [table.draft for table in tables], rcond=None)[0]
-    parts = dict(zip(names, solution.clip(min=0).tolist(), strict=True))
-    return SublayerCosts(parts, max(0.0, confident.draft - tables[1].draft), confident.verify)
+    parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
+    draft_steps = [table.draft for table in tables]
+    solution = np.linalg.lstsq(parts_in_plans, draft_steps, rcond=None)[0].clip(min=0)
+    return SublayerCosts(
+        parts=dict(zip(names, solution.tolist(), strict=True)),
+        confidence=max(0.0, confident.draft - draft_steps[cheapest]),
+        verify=confident.verify,
+    )
 
 
 def predicted(
@@ -188,9 +185,8 @@ def importances(calibration: Calibration) -> dict[str, float]:
         full.keys() - {HEAD}, "importance of each sublayer", console=Console(stderr=True)
     ):
         found = calibration.acceptance(plan_of({**full, name: 0}))
-        firsts = zip(found.accept[:, 0], found.lengths, strict=True)
-        kept = sum(float(row[:length].sum()) for row, length in firsts)
-        lost[name] = 1 - kept / float(found.lengths.sum())
+        written = torch.arange(found.accept.shape[2]) < found.lengths[:, None]
+        lost[name] = 1 - found.accept[:, 0][written].mean().item()
     return lost
 
 
@@ -202,22 +198,27 @@ def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
     """
     layers = len(lost) // 2
     full = LayerPlan.full(layers)
-    order = sorted(lost, key=lambda name: (lost[name], name))
-    skipped = [order[: max(1, round(share * len(order)))] for share in THINNED]
-    thinned = [plan_of({**parameters(full), **dict.fromkeys(names, 0)}) for names in skipped]
-    exits = [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
+    thinned = thinned_plans(lost)
     low = sorted({*space[HEAD]} - {FULL})
-    rounded = [full.in_bits(bits, head=low[-1]) for bits in low]
+    plans = [full.in_bits(bits, head=low[-1]) for bits in low]
     if low:
         some = [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in EXITS]
-        rounded += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some]]
-    plans = dict.fromkeys([*rounded, *thinned, *exits])
-    return [plan for plan in plans if plan != full and is_in(space, plan)]
+        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some]]
+    plans += thinned
+    plans += [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
+    return [
+        plan
+        for plan in dict.fromkeys(plans)
+        if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
+    ]
 
 
-def is_in(space: Space, plan: LayerPlan) -> bool:
-    """Whether the space has a plan."""
-    return all(bits in space[name] for name, bits in parameters(plan).items())
+def thinned_plans(lost: Mapping[str, float]) -> list[LayerPlan]:
+    """Plans that skip the least important sublayers, in each share of ``THINNED``."""
+    full = parameters(LayerPlan.full(len(lost) // 2))
+    order = sorted(lost, key=lambda name: (lost[name], name))
+    counts = [max(1, round(share * len(order))) for share in THINNED]
+    return [plan_of({**full, **dict.fromkeys(order[:count], 0)}) for count in counts]
 
 
 def open_study(
@@ -233,11 +234,13 @@ def open_study(
     warnings.filterwarnings("ignore", category=FutureWarning)
     wrong = f"{path} is not a search's journal: remove it or give another --out"
     with explaining(wrong, (ValueError, KeyError, TypeError, AssertionError)):
-        storage = JournalStorage(JournalFileBackend(str(path)))
+        backend = optuna.storages.journal.JournalFileBackend(str(path))
+        storage = optuna.storages.JournalStorage(backend)
         study = optuna.create_study(
             study_name=NAME, storage=storage, direction="maximize", load_if_exists=True
         )
-        count, found = len(study.get_trials(deepcopy=False)), study.user_attrs.get("identity", {})
+        count = len(study.get_trials(deepcopy=False))
+        found = study.user_attrs.get("identity", {})
     if count and not resume:
         raise InputError(
             f"{path} holds an earlier search: give --resume to continue it, or another --out"
@@ -272,7 +275,7 @@ def split(
 
 
 def plain_texts(
-    setting: Setting, prompts: Sequence[str], count: int, seed: int
+    setting: Setting, prompts: Sequence[str], count: int, coupling: Coupling
 ) -> list[Continuation]:
     """Plain texts of up to ``count`` tokens after those prompts that fit the context, as the loop
     writes them.
@@ -287,31 +290,33 @@ def plain_texts(
     texts = []
     for ids in fitting:
         writer.begin(ids)
-        coupling = Coupling(setting.coupling, seed)
         sample = writer.write(writer.new_text(rules), writer.plain, setting.params, coupling)
         unused = count - len(sample.tokens)
         texts.append(Continuation(tuple(ids), tuple(sample.tokens), unused))
     return texts
 
 
-def begin(study: optuna.Study, identity: dict[str, Any], setting: Setting, seed: int) -> None:
+def begin(
+    study: optuna.Study, identity: dict[str, Any], setting: Setting, coupling: Coupling
+) -> None:
     """Store calibration texts, costs and the first plans in a new study.
 
     Stores nothing when another process has begun the study meanwhile: all predictions use the same
     texts and costs.
     """
-    model, params = setting.model, setting.params
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]
-    texts = plain_texts(setting, prompts, count, seed)
+    texts = plain_texts(setting, prompts, count, coupling)
     searched = split(texts)[0]
-    lost = importances(Calibration(model, searched, params, setting.coupling, depths=1))
+    lost = importances(
+        Calibration(setting.model, searched, setting.params, coupling.name, depths=1)
+    )
     costs = measure_sublayers(setting, texts, sorted({*identity["bits"], FULL} - {0}))
     if not study.get_trials(deepcopy=False):
         study.set_user_attr("identity", identity)
         study.set_user_attr("texts", [asdict(text) for text in texts])
         study.set_user_attr("costs", costs._asdict())
-        for plan in starts(lost, space_of(model.num_layers, identity["bits"])):
+        for plan in starts(lost, space_of(setting.model.num_layers, identity["bits"])):
             study.enqueue_trial(parameters(plan))
 
 
@@ -351,12 +356,13 @@ def optimise(
     )
     if (missing := trials - len(finished(study))) > 0:
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("", total=trials, best=0.0)
+            best = max((prediction.speedup for prediction in known.values()), default=0.0)
+            task = progress.add_task("", total=trials, completed=trials - missing, best=best)
 
             def show(study: optuna.Study, trial: FrozenTrial) -> None:
                 progress.update(task, completed=len(finished(study)), best=study.best_value)
 
-            enough = MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+            enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
             study.optimize(run, missing, callbacks=[show, enough])
 
 

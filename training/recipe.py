@@ -1,13 +1,13 @@
 """LayerSkip's recipe (arXiv 2404.16710, section 4.1): layer dropout, the early-exit loss and its
-curriculum, and what an ordinary loop needs beside them.
+curriculum, and the optimisers, learning rate and evaluation of an ordinary loop.
 
 Begin with ``dropout_rates`` and ``exit_weights``, which are the paper's equations. One option is
 not in the paper: the last layer can teach the exits (``recipe_loss``).
 """
 
-import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,10 +22,34 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 CURRICULA = ("rotational", "gradual", "none")
 LAST_RATE = 0.1  # share of the peak learning rate at the end
-HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 8
+HELD_OUT_BATCHES = 8
+HELD_OUT_ROWS = 8
 
 
-def dropout_rates(options: argparse.Namespace, layers: int, step: int) -> list[float]:
+@dataclass(frozen=True)
+class Recipe:
+    """Parameters of the recipe for a run of ``steps`` updates.
+
+    ``from_scratch``   whether the weights were random at first
+    ``layer_dropout``  p_max, the dropout of the last layer
+    ``exit_scale``     e_scale, the weight of the early exits' losses
+    ``exit_power``     1 in the paper; below it the first exits weigh more
+    ``exit_teaching``  0 in the paper; the share of the exits' loss that the last layer teaches
+    ``curriculum``     the exits that are on in a step: a name in ``CURRICULA``
+    ``rotation``       R: under "rotational" every R-th exit is on
+    """
+
+    steps: int
+    from_scratch: bool = True
+    layer_dropout: float = 0.1
+    exit_scale: float = 1.0
+    exit_power: float = 1.0
+    exit_teaching: float = 0.0
+    curriculum: str = "rotational"
+    rotation: int = 8
+
+
+def dropout_rates(recipe: Recipe, layers: int, step: int) -> list[float]:
     """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations
     1 and 2).
 
@@ -33,31 +57,45 @@ def dropout_rates(options: argparse.Namespace, layers: int, step: int) -> list[f
     training continues from a checkpoint; from scratch it grows over the steps likewise, exp(t·ln 2
     / (T-1)) - 1.
     """
-    growth = 1.0 if options.start_from else 2 ** (step / max(1, options.steps - 1)) - 1
+    growth = 2 ** (step / max(1, recipe.steps - 1)) - 1 if recipe.from_scratch else 1.0
     return [
-        growth * (2 ** (layer / max(1, layers - 1)) - 1) * options.layer_dropout
+        growth * (2 ** (layer / max(1, layers - 1)) - 1) * recipe.layer_dropout
         for layer in range(layers)
     ]
 
 
-def exit_weights(options: argparse.Namespace, layers: int, step: int) -> list[float]:
+def exit_weights(recipe: Recipe, layers: int, step: int) -> list[float]:
     """Weights ẽ(t, l) of the exits' losses in step t (section 4.1.2, equations 4 to 6).
 
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the
-    last; ẽ are these divided by their sum. Curriculum ``rotational`` turns on every R-th exit,
-    shifted by one each step; ``gradual`` turns on one exit after another from the last to the
-    first, all by half of the steps; ``none`` leaves them off. The last layer's loss is always on.
-    An exit after a quarter of the layers gets a sixteenth of the last one's weight, too little for
-    a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power · s(L-2)^(1-power).
+    last; ẽ are these divided by their sum. The last layer's loss is always on, an early exit's by
+    the curriculum. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
+    too little for a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power ·
+    s(L-2)^(1-power).
     """
-    layer, last, power = np.arange(layers - 1), layers - 1, options.exit_power
+    last = layers - 1
+    layer = np.arange(last)
+    sums = layer * (layer + 1) / 2
     largest = last * (last - 1) / 2
-    rotational = (layer - step) % options.rotation == 0
-    gradual = step >= (layers - layer) * options.steps / (2 * layers)
-    on = dict(zip(CURRICULA, (rotational, gradual, 0), strict=True))[options.curriculum]
-    early = on * options.exit_scale * (layer * (layer + 1) / 2) ** power * largest ** (1 - power)
-    weights = np.append(early, max(last, 1) + options.exit_scale * largest)
+    early = recipe.exit_scale * sums**recipe.exit_power * largest ** (1 - recipe.exit_power)
+    early *= exits_on(recipe, layers, step)
+    weights = np.append(early, max(last, 1) + recipe.exit_scale * largest)
     return (weights / weights.sum()).tolist()
+
+
+def exits_on(recipe: Recipe, layers: int, step: int) -> np.ndarray:
+    """Whether each early exit's loss is on in a step: bool ``[layers - 1]``.
+
+    Curriculum ``rotational`` turns on every R-th exit, shifted by one each step; ``gradual`` turns
+    on one exit after another from the last to the first, all by half of the steps; ``none`` leaves
+    them off.
+    """
+    layer = np.arange(layers - 1)
+    if recipe.curriculum == "rotational":
+        return (layer - step) % recipe.rotation == 0
+    if recipe.curriculum == "gradual":
+        return step >= (layers - layer) * recipe.steps / (2 * layers)
+    return np.zeros(layers - 1, dtype=bool)
 
 
 def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) -> Iterator[Tensor]:
@@ -84,23 +122,27 @@ def recipe_loss(
     ``taught``, and the next token with the rest. The model verifies drafts, not the text. The
     paper's share is 0 (else see arXiv 1905.08094).
     """
-    hidden = {
-        layer: h
-        for layer, h in enumerate(layer_outputs(model, tokens[:, :-1], kept))
-        if weights[layer]
-    }
-    following, total, lesson = tokens[:, 1:].flatten(), torch.zeros((), device=tokens.device), None
-    for layer in sorted(hidden, reverse=True):  # the last layer first: it teaches the others
-        log_probs = torch.log_softmax(model.logits(hidden[layer]).float(), -1).flatten(0, 1)
-        if lesson is None:
-            loss = F.nll_loss(log_probs, following)
-        else:
-            loss = -torch.dot(lesson.flatten(), log_probs.flatten()) / len(following)
-        total = total + weights[layer] * loss
-        if taught and lesson is None:
-            share = torch.full_like(following, 1 - taught, dtype=log_probs.dtype)[:, None]
-            lesson = (taught * log_probs.detach().exp()).scatter_add_(1, following[:, None], share)
+    outputs = enumerate(layer_outputs(model, tokens[:, :-1], kept))
+    *early, last = [hidden for layer, hidden in outputs if weights[layer]]
+    *early_weights, last_weight = filter(None, weights)
+    following = tokens[:, 1:].flatten()
+    teacher = log_probabilities(model, last)
+    total = last_weight * F.nll_loss(teacher, following)
+    for weight, hidden in zip(early_weights, early, strict=True):
+        log_probs = log_probabilities(model, hidden)
+        loss = (1 - taught) * F.nll_loss(log_probs, following)
+        if taught:
+            lesson = teacher.detach().exp()
+            loss -= taught * (lesson * log_probs).sum() / len(following)
+        total += weight * loss
     return total
+
+
+def log_probabilities(model: Decoder, hidden: Tensor) -> Tensor:
+    """Log-probabilities ``[batch · T, vocab]`` of the next tokens after a layer's output ``[batch,
+    T, hidden]``.
+    """
+    return model.logits(hidden).float().flatten(0, 1).log_softmax(-1)
 
 
 def learning_rate(step: int, steps: int, warm_up: int) -> float:
@@ -123,41 +165,14 @@ def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.o
         parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1
     )
     rest = [parameter for parameter in model.parameters() if parameter not in muon]
-    decay = {True: WEIGHT_DECAY, False: 0.0}  # of matrices, of vectors
     groups = [
-        {"params": [p for p in rest if (p.dim() > 1) == key], "weight_decay": decay[key]}
-        for key in decay
+        {"params": [each for each in rest if each.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [each for each in rest if each.dim() <= 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
-    return (
-        [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)]
-        if muon
-        else [adamw]
-    )
-
-
-def backward(
-    model: Decoder, rows: Rows, options: argparse.Namespace, step: int, micro_batches: Sequence[int]
-) -> Tensor:
-    """Mean loss of these micro-batches of a step, whose gradients are added to the parameters'
-    gradients.
-    """
-    layers, mean = model.num_layers, torch.zeros((), device=model.device)
-    rates, weights = dropout_rates(options, layers, step), exit_weights(options, layers, step)
-    for micro in micro_batches:
-        seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(seed))
-        tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
-        kept = (
-            torch.rand(layers, options.batch, generator=generator) >= torch.tensor(rates)[:, None]
-        ).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
-            loss = recipe_loss(model, tokens, kept, weights, options.exit_teaching) / len(
-                micro_batches
-            )
-        loss.backward()
-        mean += loss.detach()
-    return mean
+    if not muon:
+        return [adamw]
+    return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)]
 
 
 @torch.no_grad()
@@ -165,23 +180,17 @@ def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[f
     """Held-out loss of every exit and its greedy agreement with the full model, each a list by
     layer.
     """
-    generator, sums = (
-        torch.Generator().manual_seed(0),
-        torch.zeros(2, model.num_layers, dtype=torch.float64),
-    )
+    generator = torch.Generator().manual_seed(0)
+    sums = np.zeros((2, model.num_layers))
     for _ in range(HELD_OUT_BATCHES):
         tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)
-        losses, guesses = [], []
+        losses = []
+        guesses = []
         with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
             for hidden in layer_outputs(model, tokens[:, :-1]):  # one exit's logits at a time
                 logits = model.logits(hidden).float().flatten(0, 1)
-                losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()))
+                losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()).item())
                 guesses.append(logits.argmax(-1))
-        sums += torch.tensor([losses, [(guess == guesses[-1]).float().mean() for guess in guesses]])
-    return dict(
-        zip(
-            ("held_out_loss", "agreement"),
-            (sums / HELD_OUT_BATCHES).numpy().round(4).tolist(),
-            strict=True,
-        )
-    )
+        sums += losses, [(guess == guesses[-1]).float().mean().item() for guess in guesses]
+    held_out_loss, agreement = (sums / HELD_OUT_BATCHES).round(4).tolist()
+    return {"held_out_loss": held_out_loss, "agreement": agreement}

@@ -19,7 +19,8 @@ from weights.tokenizer import Tokenizer, byte_level_tokenizer
 # whole lines, cut only where one is longer
 TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)
 HELD_OUT_SHARE = 50  # one document in 50 is held out
-BEGIN, END = "<s>", "</s>"  # ids 0 and 1
+BEGIN = "<s>"  # id 0
+END = "</s>"  # id 1
 TOKENIZER_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": BEGIN,
@@ -64,11 +65,10 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> 
     supports fewer tokens.
     """
     tokenizer = byte_level_tokenizer(models.BPE())
-    alphabet, control = pre_tokenizers.ByteLevel.alphabet(), [BEGIN, END]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=control,
-        initial_alphabet=alphabet,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
@@ -89,7 +89,8 @@ class Rows:
     """
 
     def __init__(self, tokens: np.ndarray, end: int | None, width: int) -> None:
-        self.tokens, self.width = tokens, width
+        self.tokens = tokens
+        self.width = width
         begins = [0, *(np.flatnonzero(tokens == end) + 1).tolist(), len(tokens)]
         starts = np.concatenate([np.arange(*pair, width - 1) for pair in pairwise(begins)])
         self.starts = starts[starts <= len(tokens) - width]
@@ -108,10 +109,12 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     Raises InputError for too little text.
     """
     end = min(tokenizer.eos_ids, default=None)
-    train, held_out = array("I"), array("I")
+    ending = [] if end is None else [end]
+    train = array("I")
+    held_out = array("I")
     for document in documents:  # held out by its text alone, not by other documents
         ids = held_out if zlib.crc32(document.encode()) % HELD_OUT_SHARE == 0 else train
-        ids.extend([*tokenizer.encode(document), *([] if end is None else [end])])
+        ids.extend(tokenizer.encode(document) + ending)
     if min(len(train), len(held_out)) <= context:
         raise InputError(
             f"{len(set(documents))} different documents, with {len(train)} tokens to train on and"

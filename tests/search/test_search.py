@@ -22,6 +22,7 @@ from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.run.writer import Drafting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
+from decoding.verify import Coupling
 from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from search import __main__ as command
@@ -226,12 +227,13 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
     monkeypatch.setattr("search.costs.PATIENCE", 0.0)
     model = tiny_model("llama", vocab=VOCAB_SIZE, layers=4)
     setting = Setting(tmp_path, model, Tokenizer(write_folder(tmp_path)), GREEDY, 64)
-    held_out = plain_texts(setting, ["the", "a hen"], 20, seed=0)
+    coupling = Coupling("race", 0)
+    held_out = plain_texts(setting, ["the", "a hen"], 20, coupling)
     assert all(len(text.written) + text.unused == 20 for text in held_out)
     chosen = {LayerPlan.early_exit(4, 2): (3, 0.0), LayerPlan.skipping(4, [1], [2]): (5, 0.0)}
     plans = [DraftPlan(plan, *policy) for plan, policy in chosen.items()]
     rules = Rules(20, setting.tokenizer.eos_ids)
-    results = confirm(setting, held_out, plans, rules, 0)
+    results = confirm(setting, held_out, plans, rules, coupling)
     assert {found.plan: (found.gamma, found.threshold) for found, _ in results} == chosen
     speeds = [row["speed-up"] for _, row in results]
     assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
@@ -347,6 +349,7 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     written = json.loads(out.read_text())
     assert written["model"] == model_fingerprint(folder)
     assert written["measured_speedup"] is not None
+    assert written["sampling"]["coupling"] == "race", "as the texts of generate.py"
     assert (written["gamma"] > 0) == (written["measured_speedup"] > 1)
     assert read_plan(out, 2, folder).gamma == written["gamma"]
     assert sorted(path.name for path in plots.iterdir()) == ["front.svg"]
@@ -360,11 +363,12 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert command.main(arguments(folder, "--out", out, "--trials", 12, "--resume")) == 0
     storage = JournalStorage(JournalFileBackend(str(out.with_suffix(".journal"))))
     assert len(finished(optuna.load_study(study_name=NAME, storage=storage))) == 12
-    assert (
-        command.main(arguments(folder, "--out", out, "--resume", "--temperature", 1, "--bits", 4))
-        == 2
-    )
-    assert "another search (other bits, sampling)" in capfd.readouterr().err
+    for changed, named in (
+        (["--temperature", 1, "--bits", 4], "other bits, sampling"),
+        (["--coupling", "ratio"], "other sampling"),
+    ):
+        assert command.main(arguments(folder, "--out", out, "--resume", *changed)) == 2
+        assert f"another search ({named})" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -384,7 +388,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     monkeypatch.setattr(command, "predicted", interrupted)
     monkeypatch.setattr(command, "confirm", half_as_fast)
     out = tmp_path / "plan.json"
-    given = arguments(folder, "--out", out, "--trials", 100)
+    given = arguments(folder, "--out", out, "--trials", 100, "--seed", 16)
     assert command.main(given) == 130
     assert (
         json.loads(out.read_text())["measured_speedup"] == 0.5
@@ -394,6 +398,19 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     assert "no plan beats plain decoding" in said
     resuming = shlex.join(["python", "-m", "search", *given, "--resume"])
     assert f"interrupted; to continue: {resuming}" in said
+
+
+def test_ctrl_c_before_the_first_trial_says_how_to_continue_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*of: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("search.study.importances", interrupted)
+    given = arguments(folder, "--out", tmp_path / "plan.json")
+    assert command.main(given) == 130
+    resuming = shlex.join(["python", "-m", "search", *given, "--resume"])
+    assert f"interrupted; to continue: {resuming}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,43 +1,38 @@
 """The training recipe against values computed by hand."""
 
-import argparse
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from model import Decoder, build, parse_config
+from model import Decoder, LayerPlan, build, parse_config
 from tests.folders import GEMMA2, LLAMA
-from training.recipe import dropout_rates, exit_weights, layer_outputs, learning_rate, recipe_loss
+from training.recipe import (
+    Recipe,
+    dropout_rates,
+    exit_weights,
+    layer_outputs,
+    learning_rate,
+    recipe_loss,
+)
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
 
 
-def recipe(**changed: Any) -> argparse.Namespace:
-    """Options of the recipe, for 12 steps."""
-    given = {
-        "steps": 12,
-        "layer_dropout": 0.2,
-        "start_from": None,
-        "exit_scale": 1.0,
-        "exit_power": 1.0,
-    }
-    return argparse.Namespace(**given | {"curriculum": "rotational", "rotation": 1} | changed)
-
-
 def exits(layers: int, step: int, **changed: Any) -> list[float]:
-    return exit_weights(recipe(**changed), layers, step)
+    """Weights of the exits' losses, by default in a run of 12 steps with every exit on."""
+    return exit_weights(Recipe(**{"steps": 12, "rotation": 1} | changed), layers, step)
 
 
 def test_layer_dropout_grows_over_depth_and_from_scratch_over_time() -> None:
     # L = 4: exp(l ln2 / 3) - 1 for l = 0..3
     by_hand = [0.0, 0.25992104989, 0.58740105197, 1.0]
     for step in (0, 57):
-        rates = dropout_rates(recipe(start_from="folder", steps=100), 4, step)
+        rates = dropout_rates(Recipe(100, from_scratch=False, layer_dropout=0.2), 4, step)
         assert rates == pytest.approx([0.2 * d for d in by_hand])
     # t = 2 of T = 5: exp(2 ln2 / 4) - 1 = sqrt 2 - 1
-    last = [dropout_rates(recipe(steps=5), 4, step)[3] for step in (0, 2, 4)]
+    last = [dropout_rates(Recipe(5, layer_dropout=0.2), 4, step)[3] for step in (0, 2, 4)]
     assert last == pytest.approx([0, 0.2 * 0.41421356237, 0.2])
 
 
@@ -74,8 +69,6 @@ def tiny(raw: dict[str, Any] = LLAMA) -> tuple[Decoder, Tensor]:
 
 @pytest.mark.parametrize("raw", [LLAMA, GEMMA2], ids=["llama", "gemma2"])
 def test_a_layers_output_is_what_an_early_exit_speaks_from(raw: dict[str, Any]) -> None:
-    from model import LayerPlan
-
     model, tokens = tiny(raw)
     for layer, hidden in enumerate(layer_outputs(model, tokens)):
         torch.testing.assert_close(
@@ -84,8 +77,6 @@ def test_a_layers_output_is_what_an_early_exit_speaks_from(raw: dict[str, Any]) 
 
 
 def test_a_dropped_layer_is_dropped_whole_for_its_sample_alone() -> None:
-    from model import LayerPlan
-
     model, tokens = tiny()
     kept = torch.tensor([[True] * 4, [True, False, True, False], [False] * 4])
     *_, hidden = layer_outputs(model, tokens, kept)

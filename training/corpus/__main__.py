@@ -119,16 +119,15 @@ def run(options: argparse.Namespace) -> None:
     if min(options.tokens, options.batch, options.max_new_tokens) < 1:
         raise InputError("--tokens, --batch and --max-new-tokens must be at least 1")
     params = SamplingParams(options.temperature, options.top_k)
-    folder, device = model_folder(options.model), pick_device(options.device)
-    tokenizer, stories, fruitless = Tokenizer(folder), {}, 0
-    with explaining(
-        f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
-    ):
-        add(
-            stories,
-            [row for _, row in read_json_lines(options.out)] if options.out.is_file() else [],
-            options.out,
-        )
+    folder = model_folder(options.model)
+    device = pick_device(options.device)
+    tokenizer = Tokenizer(folder)
+    stories = {}
+    fruitless = 0
+    written = read_json_lines(options.out) if options.out.is_file() else ()
+    not_ours = f"{options.out} is not a file of this command: give another"
+    with explaining(not_ours, (KeyError, TypeError)):
+        add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
     while True:
@@ -141,16 +140,11 @@ def run(options: argparse.Namespace) -> None:
                 f"the last {fruitless} texts were useless or not new: raise --temperature or"
                 " --top-k"
             )
-        before, rows = (
-            len(stories),
-            min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens),
-        )
+        before = len(stories)
+        rows = min(options.batch, 1 + (options.tokens - tokens) // options.max_new_tokens)
         rng = random.Random(f"{options.seed} {before} {fruitless}")
-        add(
-            stories,
-            write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng),
-            options.out,
-        )
+        more = write_stories(model, tokenizer, params, rows, options.max_new_tokens, rng)
+        add(stories, more, options.out)
         fruitless = 0 if len(stories) > before else fruitless + rows
 
 

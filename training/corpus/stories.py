@@ -67,7 +67,8 @@ def worth_learning(response: str, subjects: Sequence[str]) -> str:
     A word with the same beginning, less two letters, names a subject: "foxes" names a fox.
     """
     story = before_repetition(response)
-    words, sentences = words_of(story), len(SENTENCE_END.findall(story))
+    words = words_of(story)
+    sentences = len(SENTENCE_END.findall(story))
     stems = [subject.lower()[: max(3, len(subject) - 2)] for subject in subjects]
     named = sum(any(word.startswith(stem) for word in words) for stem in stems)
     fits = LEAST_WORDS <= len(words) <= LONGEST_SENTENCES * sentences
