@@ -25,6 +25,7 @@ NOT_FROM_PYTHON = {
     "compare",
     "trace",
     "html",
+    "svg",
     "json",
     "serve",
     "together",
@@ -160,6 +161,12 @@ def make_parser() -> OneLineParser:
     )
     machine.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page that replays the run round by round"
+    )
+    machine.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="write a moving picture of drafting beside plain decoding",
     )
     machine.add_argument(
         "--json", action="store_true", help="one JSON object per sample on standard output"

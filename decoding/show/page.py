@@ -36,8 +36,10 @@ class Recording:
     """
 
     def __init__(self, params: SamplingParams, label: Callable[[int], str]) -> None:
-        self.params, self.label = params, label
+        self.params = params
+        self.label = label
         self.sample: dict[str, Any] = {"rounds": [], "finish": "interrupted", "seconds": 0.0}
+        self.timeline: list[tuple[Round, float]] = []  # rounds, and the seconds until their end
         self.details: list[dict[str, Any]] = []  # of the round that ``add`` takes next
         self.examining = 0.0  # seconds
 
@@ -97,10 +99,9 @@ class Recording:
             "retracted": len(round.retracted),
         }
         self.sample["rounds"].append(data)
-        self.sample |= {
-            "finish": round.finish or "interrupted",
-            "seconds": seconds - self.examining,
-        }
+        self.sample["finish"] = round.finish or "interrupted"
+        self.sample["seconds"] = seconds - self.examining
+        self.timeline.append((round, self.sample["seconds"]))
 
     def _top(self, probs: Tensor, token: int) -> list[tuple[str, float]]:
         """Labels and ``[vocab]`` probabilities of the ``TOP`` likeliest tokens above 0, best first,
