@@ -25,7 +25,7 @@ from decoding.run.reading import Spans
 from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
-from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
+from decoding.serve.requests import Asked, Chat, RequestReader, error_json, refusal
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page
 from decoding.text import Rules, Text
@@ -49,7 +49,7 @@ class Job:
 
     def __init__(
         self,
-        asked: Options,
+        asked: Asked,
         ids: list[int],
         answers: Spans,
         options: TextOptions,

@@ -127,7 +127,7 @@ def heading(
         field.name.replace("_", "-"): (getattr(params, field.name), field.default)
         for field in fields(params)
     }
-    given = [f"{name} {value:g}" for name, (value, default) in values.items() if value != default]
+    given = [f"{name} {value}" for name, (value, default) in values.items() if value != default]
     greedy = params.temperature == 0
     sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
     facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
