@@ -83,7 +83,7 @@ def make_parser() -> OneLineParser:
         "--bits",
         type=int,
         metavar="B",
-        help="lowbit, exit, skip: draft with weights in 4, 6 or 8 bits",
+        help="lowbit, exit, skip: draft with weights in 4 or 8 bits",
     )
     draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
     draft.add_argument(

@@ -230,17 +230,15 @@ class RequestReader:
     Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
 
-    def __init__(
-        self, command_line: Request, tokenizer: Tokenizer, capacity: int, bits: int
-    ) -> None:
+    def __init__(self, command_line: Request, capacity: int, bits: int) -> None:
         self.config = command_line.config
         self.options = read_grammar_files(command_line.options)
-        self.tokenizer = tokenizer
+        self.tokenizer = command_line.tokenizer
         self.capacity = capacity
         self.bits = bits
         # Of prompts that could fit, since no token has more than the longest: to split more into
         # tokens would take seconds, in which nobody is answered.
-        self.most_bytes = capacity * max(map(len, tokenizer.pieces))
+        self.most_bytes = capacity * max(map(len, self.tokenizer.pieces))
         # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
         # copies would be made while all texts wait.
         absent = {"auto", "model"} - {self.options.draft}

@@ -87,8 +87,10 @@ class Recording:
             self.details.append(detail)
         self.examining += now(logits.device) - began
 
-    def add(self, round: Round, seconds: float) -> None:
-        """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included."""
+    def add(self, round: Round, seconds: float) -> dict[str, Any]:
+        """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included.
+        Returns its JSON.
+        """
         verdicts = zip(self.details, round.verdicts(), strict=False)
         data = {
             "position": round.position,
@@ -102,6 +104,7 @@ class Recording:
         self.sample["finish"] = round.finish or "interrupted"
         self.sample["seconds"] = seconds - self.examining
         self.timeline.append((round, self.sample["seconds"]))
+        return data
 
     def _top(self, probs: Tensor, token: int) -> list[tuple[str, float]]:
         """Labels and ``[vocab]`` probabilities of the ``TOP`` likeliest tokens above 0, best first,
