@@ -53,7 +53,7 @@ def write(request: Request, session: Session) -> int:
             return 130 if output.write_together(scheduler, couplings) else 0
         writer = session.new_writer(request.capacity)
         writer.begin(request.ids)
-        if options.compare or request.device.type == "cuda":
+        if options.compare or options.svg or request.device.type == "cuda":
             writer.warm_up(drafting, request.params, request.coupling)
         for coupling in couplings:
             sample = output.write(writer, coupling)
@@ -63,6 +63,8 @@ def write(request: Request, session: Session) -> int:
                 exact = ":" not in options.draft  # a class of the user may misstate its q
                 result = comparison(writer, sample, drafting, request.params, coupling, exact=exact)
                 print(result, file=sys.stderr)
+        if options.svg:
+            output.write_picture(writer, couplings[0])
     finally:  # complete samples are printed, also after Ctrl-C or an error
         output.close()
     return 0

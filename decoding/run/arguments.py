@@ -25,10 +25,17 @@ NOT_FROM_PYTHON = {
     "compare",
     "trace",
     "html",
+    "svg",
     "json",
     "serve",
     "together",
     "interactive",
+}
+# Types of an option's values, by its type on the command line, and their name in messages.
+TYPES = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    None: (str | Path, "a string"),
 }
 COUPLING = (
     "race (default): the seed determines the text, whatever drafts; ratio: accepts"
@@ -76,7 +83,7 @@ def make_parser() -> OneLineParser:
         "--bits",
         type=int,
         metavar="B",
-        help="lowbit, exit, skip: draft with weights in 4, 6 or 8 bits",
+        help="lowbit, exit, skip: draft with weights in 4 or 8 bits",
     )
     draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
     draft.add_argument(
@@ -162,6 +169,12 @@ def make_parser() -> OneLineParser:
         "--html", type=Path, metavar="FILE", help="write a page that replays the run round by round"
     )
     machine.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="write a moving picture of drafting beside plain decoding",
+    )
+    machine.add_argument(
         "--json", action="store_true", help="one JSON object per sample on standard output"
     )
     machine.add_argument(
@@ -177,7 +190,7 @@ def make_parser() -> OneLineParser:
 
 
 def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
-    """The options ``known``, with those ``given`` to a call in their place.
+    """The options ``known``, with those ``given`` to a call or in a request in their place.
 
     Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Raises
     InputError for a name that is no option of a call, and for a value of another type.
@@ -187,32 +200,24 @@ def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
         if name not in actions or name in NOT_FROM_PYTHON:
             raise InputError(f"there is no option {name}: see python generate.py --help")
         action = actions[name]
-        is_default = value is None and action.default is None
-        if not is_default and not has_type_of(action, value):
-            raise InputError(f"{name} must be {type_in_words(action)}, found {value!r:.80}")
+        fits, wanted = has_type_of(action, value)
+        if not fits and (value is not None or action.default is not None):
+            raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
     return Namespace(**vars(known) | given)
 
 
-def has_type_of(action: argparse.Action, value: Any) -> bool:
-    """Whether a value of Python is one that this option of the command line could have."""
+def has_type_of(action: argparse.Action, value: Any) -> tuple[bool, str]:
+    """Whether a value of Python or JSON is one that this option of the command line could have, and
+    the type of its values in words.
+    """
     if action.choices is not None:
-        return value in list(action.choices)
+        return value in list(action.choices), f"one of {', '.join(action.choices)}"
     if isinstance(action.default, list):
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return fits, "a list of strings"
     if action.nargs == 0:
-        return isinstance(value, bool)
+        return isinstance(value, bool), "True or False"
     if action.dest == "json_schema" and isinstance(value, dict):
-        return True
-    allowed = {int: int, float: (int, float), Path: (str, Path)}.get(action.type, (str, Path))
-    return isinstance(value, allowed) and not isinstance(value, bool)
-
-
-def type_in_words(action: argparse.Action) -> str:
-    """The type of an option's values, for a message."""
-    if action.choices is not None:
-        return "one of " + ", ".join(map(str, action.choices))
-    if isinstance(action.default, list):
-        return "a list of strings"
-    if action.nargs == 0:
-        return "True or False"
-    return {int: "a whole number", float: "a number"}.get(action.type, "a string")
+        return True, "a schema"
+    types, words = TYPES.get(action.type, TYPES[None])
+    return isinstance(value, types) and not isinstance(value, bool), words

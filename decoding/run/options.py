@@ -127,8 +127,11 @@ class Request:
             raise InputError("--num-samples, --together and --context must be at least 1")
         if max(options.num_samples, options.together) > MOST:
             raise InputError(f"--num-samples and --together may be at most {MOST}")
-        if options.html is not None:
-            check_place(options.html)
+        for place in filter(None, (options.html, options.svg)):
+            check_place(place)
+        if options.svg and (options.num_samples > 1 or options.serve or options.interactive):
+            several = "--num-samples, --serve or --interactive"
+            raise InputError(f"--svg shows one text: leave out {several}")
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)

@@ -84,8 +84,9 @@ def run_on_ranks(
 
 def run(options: Namespace, write: Callable[[Request, Session], int]) -> int:
     """Meet the other ranks, check the request, load this rank's shard, and write."""
-    if options.serve or options.interactive:
-        raise InputError("--serve and --interactive run in one process: start without torchrun")
+    if options.serve or options.interactive or options.svg:
+        alone = "--serve, --interactive and --svg run in one process"
+        raise InputError(f"{alone}: start without torchrun")
     on_gpus = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
     with explaining(
         f"{', '.join(ENVIRONMENT)} must be as torchrun sets them",

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cli.command_line import say
 from decoding.run.chooser import Setting
-from decoding.run.options import Request, TextOptions
+from decoding.run.options import Request
 from decoding.serve.requests import (
     MAX_GAMMA,
     Chat,
@@ -38,9 +38,9 @@ from model.fast import accelerate
 from model.plan import LOW_BITS
 from weights.load import load_model
 from weights.memory import Memory, check_fits, estimate, free_bytes
-from weights.tokenizer import Tokenizer
 
-MAX_BODY, BODY_SECONDS = 1 << 20, 30  # bytes, and the time in which they must arrive
+MAX_BODY = 1 << 20  # bytes
+BODY_SECONDS = 30  # in which a body must arrive
 MAX_ARRIVING = 32  # bodies of one address that arrive at once; of more, the oldest is given up
 # open at once, those that wait in the queue included; further ones are answered with status 503
 MAX_REQUESTS = 128
@@ -129,10 +129,8 @@ async def collect(request: HTTPRequest) -> bytes:
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
     bodies = BodyReader()
-    page, model = (
-        live_page(reader),
-        {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"},
-    )
+    page = live_page(reader)
+    model = {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
 
     def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
         """The route of one kind of request for texts."""
@@ -173,7 +171,8 @@ def context_length(command_line: Request, slots: int) -> int:
     The estimate includes low-bit copies of all weights in the widest width: requests get one width
     only.
     """
-    config, device = command_line.config, command_line.device
+    config = command_line.config
+    device = command_line.device
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     needs = command_line.needs() | {"longest_draft": MAX_GAMMA, "plan": low_bits, "fast_on": device}
     positions = min(command_line.context, (needs["draft"] or config).max_positions)
@@ -202,11 +201,8 @@ class Server(uvicorn.Server):
         """Listen, then load the model. Raises InputError where either is not possible, or the model
         does not fit.
         """
-        asked, folder, options = (
-            command_line.options,
-            command_line.folder,
-            TextOptions.of(command_line.options),
-        )
+        asked = command_line.options
+        folder = command_line.folder
         host, _, port = asked.serve.rpartition(":")
         try:
             self.listener = socket.create_server((host or "127.0.0.1", int(port)))
@@ -216,27 +212,26 @@ class Server(uvicorn.Server):
             ) from None
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         slots = asked.together if command_line.device.type == "cpu" else 1
-        capacity, tokenizer = context_length(command_line, slots), Tokenizer(folder)
-        model = accelerate(
-            load_model(folder, command_line.dtype, command_line.device), not asked.no_compile
+        capacity = context_length(command_line, slots)
+        tokenizer = command_line.tokenizer
+        model = load_model(folder, command_line.dtype, command_line.device)
+        model = accelerate(model, not asked.no_compile)
+        coupling = command_line.coupling.name
+        setting = Setting(folder, model, tokenizer, command_line.params, capacity, coupling)
+        self.worker = Worker(setting, command_line.draft, slots)
+        reader = RequestReader(command_line, capacity, self.worker.bits)
+        config = uvicorn.Config(
+            guarded(make_app(self.worker, reader), host),
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            headers=[*HEADERS.items()],
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            timeout_graceful_shutdown=3,
         )
-        setting = Setting(folder, model, tokenizer, options.params, capacity, options.coupling.name)
-        self.worker = Worker(setting, options, slots)
-        reader = RequestReader(command_line, tokenizer, capacity, self.worker.bits)
-        app = guarded(make_app(self.worker, reader), host)
-        quiet = {
-            "log_level": "critical",
-            "access_log": False,
-            "server_header": False,
-            "headers": [*HEADERS.items()],
-        }
-        off = {
-            "lifespan": "off",
-            "ws": "none",
-            "proxy_headers": False,
-            "timeout_graceful_shutdown": 3,
-        }
-        super().__init__(uvicorn.Config(app, **quiet, **off))
+        super().__init__(config)
 
     def serve_until_stopped(self) -> None:
         """Print the address and serve until stopped. Raises KeyboardInterrupt on Ctrl-C, when

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
+from decoding.run.arguments import checked
 from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.run.options import (
     GRAMMARS,
@@ -28,11 +29,16 @@ from decoding.run.options import (
 )
 from decoding.run.prompt import check_prompt, encode_prompt, tell_schema, too_long
 from decoding.run.reading import Spans, conversation
-from decoding.verify import COUPLINGS
+from decoding.sampling import SamplingParams
 from model import InputError
 from weights.tokenizer import Tokenizer
 
 MAX_GAMMA = 32
+# Options of the command line that a request may give: those of Python, without files and folders.
+SHARED = {field.name for field in fields(SamplingParams)} | {
+    *("seed", "coupling", "stop", "ban", "schema_prompt"),
+    *("draft", "exit_layer", "gamma", "adaptive", "min_target_confidence"),
+}
 # Longest sources in characters. Thousands of Lark rules that each name the next overflow the stack
 # of llguidance, which ends the process.
 MAX_SOURCE = {"json_schema": 1 << 16, "regex": 1 << 16, "grammar": 1 << 13}
@@ -74,9 +80,8 @@ def error_json(error: HTTPException) -> dict[str, Any]:
     """
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
-    names_field = (
-        f"{field} is not" in error.detail or field in LiveText.model_fields | Chat.model_fields
-    )
+    known = {*LiveText.model_fields, *Chat.model_fields, *SHARED}
+    names_field = field in known or f"{field} is not" in error.detail
     return {
         "error": {
             "message": error.detail,
@@ -101,11 +106,6 @@ class Message(BaseModel):
         ),
         Field(min_length=1),
     ]
-
-
-Strings = Annotated[
-    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-]
 
 
 class NamedSchema(BaseModel):
@@ -153,35 +153,20 @@ class StructuredOutputs(BaseModel):
         return {name: source for name, source in found.items() if source is not None}
 
 
-class Options(BaseModel):
-    """Fields of every request. None: as on the command line."""
+class Asked(BaseModel):
+    """Fields of every request. Others are the command line's options, or have no effect here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    coupling: Literal[tuple(COUPLINGS)] | None = None
-    stop: Strings | None = None
-    ban: Strings | None = None
-    draft: Literal[tuple(DRAFTERS)] | None = None
-    exit_layer: int | None = None
-    gamma: int | None = Field(None, le=MAX_GAMMA)
-    adaptive: bool | None = None
-    min_target_confidence: float | None = None
-    schema_prompt: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
 
 
-class Completion(Options):
+class Completion(Asked):
     """JSON of ``/v1/completions``."""
 
     prompt: str = Field(min_length=1)
@@ -211,7 +196,7 @@ class LiveText(Completion):
         return ids, ()
 
 
-class Chat(Options):
+class Chat(Asked):
     """JSON of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
@@ -245,17 +230,15 @@ class RequestReader:
     Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
 
-    def __init__(
-        self, command_line: Request, tokenizer: Tokenizer, capacity: int, bits: int
-    ) -> None:
+    def __init__(self, command_line: Request, capacity: int, bits: int) -> None:
         self.config = command_line.config
         self.options = read_grammar_files(command_line.options)
-        self.tokenizer = tokenizer
+        self.tokenizer = command_line.tokenizer
         self.capacity = capacity
         self.bits = bits
         # Of prompts that could fit, since no token has more than the longest: to split more into
         # tokens would take seconds, in which nobody is answered.
-        self.most_bytes = capacity * max(map(len, tokenizer.pieces))
+        self.most_bytes = capacity * max(map(len, self.tokenizer.pieces))
         # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
         # copies would be made while all texts wait.
         absent = {"auto", "model"} - {self.options.draft}
@@ -268,32 +251,11 @@ class RequestReader:
         self, kind: type[Completion | Chat], body: bytes
     ) -> tuple[Completion | Chat, list[int], Spans, TextOptions]:
         """The JSON of a body, the prompt's token ids with the positions of earlier answers in them,
-        and the options. Raises the errors that
-        ``refusal`` takes.
-
-        Further fields are allowed where they have no effect: null, false, 0, empty or a default.
-        The command line's options hold where the request gives none; those of drafting, for the
-        command line's kind of draft only.
+        and the options. Raises the errors that ``refusal`` takes.
         """
         asked = kind.model_validate_json(body)
         self.check_model(asked.model or self.name)
-        for name, value in asked.model_extra.items():
-            if value and NEUTRAL.get(name) != value and name not in UNUSED:
-                raise HTTPException(400, f"{name} is not served here: leave it out")
-        given = dict(vars(self.options))
-        if asked.draft not in (None, given["draft"]):
-            if asked.draft == "auto":  # which would make low-bit copies while all texts wait
-                raise HTTPException(
-                    400, "draft: auto is served only by a server that was started with it"
-                )
-            given |= dict.fromkeys(field.name for field in fields(DraftOptions))
-            given["bits"] = self.bits if asked.draft == "lowbit" else None
-        for structure in filter(None, (asked.response_format, asked.structured_outputs)):
-            if grammar := structure.grammar():
-                given |= dict.fromkeys(GRAMMARS) | grammar
-        options = Namespace(
-            **given | asked.model_dump(include={*Options.model_fields}, exclude_none=True)
-        )
+        options = self.options_of(asked)
         if (size := len("".join(asked.texts).encode())) > self.most_bytes:
             raise too_long(f"{size} bytes", self.config, self.capacity)
         for name, most in MAX_SOURCE.items():
@@ -306,6 +268,35 @@ class RequestReader:
         wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
         options.max_new_tokens = min(wanted, self.capacity - len(ids))
         return asked, ids, answers, TextOptions.of(options, self.tokenizer.eos_ids, grammar)
+
+    def options_of(self, asked: Asked) -> Namespace:
+        """The command line's options, with those of a request in their place; those of drafting
+        hold for the command line's kind of draft only.
+
+        Further fields are allowed where they have no effect: null, false, 0, empty or a default.
+        """
+        known = dict(vars(self.options))
+        given: dict[str, Any] = {}
+        for name, value in asked.model_extra.items():
+            if name in SHARED and value is not None:
+                one = name in ("stop", "ban") and isinstance(value, str)
+                given[name] = [value] if one else value
+            elif value and NEUTRAL.get(name) != value and name not in UNUSED:
+                raise HTTPException(400, f"{name} is not served here: leave it out")
+        kind = given.get("draft", known["draft"])
+        if kind != known["draft"]:
+            if kind not in self.drafts:
+                drafts = ", ".join(self.drafts)
+                raise HTTPException(400, f"draft must be one of {drafts}, found {kind!r:.80}")
+            known |= dict.fromkeys(field.name for field in fields(DraftOptions))
+            known["bits"] = self.bits if kind == "lowbit" else None
+        for structure in filter(None, (asked.response_format, asked.structured_outputs)):
+            if grammar := structure.grammar():
+                known |= dict.fromkeys(GRAMMARS) | grammar
+        options = checked(given, Namespace(**known))
+        if given.get("gamma", 0) > MAX_GAMMA:
+            raise HTTPException(400, f"gamma must be at most {MAX_GAMMA}, found {options.gamma}")
+        return options
 
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""

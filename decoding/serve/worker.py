@@ -2,6 +2,8 @@
 to clients.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import secrets
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from decoding.rounds import Round
-from decoding.run.chooser import Draftings, Setting
+from decoding.run.chooser import Draftings, DraftOptions, Setting
 from decoding.run.options import TextOptions
 from decoding.run.reading import Spans
 from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
-from decoding.serve.requests import Chat, Options, RequestReader, error_json, refusal
+from decoding.serve.requests import Asked, Chat, RequestReader, error_json, refusal
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page
 from decoding.text import Rules, Text
@@ -39,30 +42,45 @@ MAX_WAITING = 16  # requests in the queue, besides as many as texts are written 
 LOOK = 0.2
 
 
+@dataclass(eq=False)
 class Job:
     """A request, its texts, and its messages for the client: JSON values or an HTTPException, at
     the end None.
 
     ``begin(job, worker, drafting)`` submits the texts, whose readers send the messages, all in the
-    worker's thread. Unread messages wait in memory: a text is bounded, so are they.
+    worker's thread. Unread messages wait in memory: a text is bounded, so are they. ``answers`` are
+    the positions of earlier answers in the prompt's ``ids``.
     """
 
-    def __init__(
-        self,
-        asked: Options,
-        ids: list[int],
-        answers: Spans,
-        options: TextOptions,
-        begin: Callable[..., object],
-    ) -> None:
-        self.asked = asked
-        self.ids = ids
-        self.answers = answers
-        self.options = options
-        self.begin = begin
-        self.tasks: list[Task] = []
-        self.gone = False  # whether the client has disconnected
-        self.loop, self.messages = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    asked: Asked
+    ids: list[int]
+    answers: Spans
+    options: TextOptions
+    begin: Callable[..., object]
+    tasks: list[Task] = field(default_factory=list)
+    error: Exception | None = None  # that the job itself met
+    gone: bool = False  # whether the client has disconnected
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """The errors of the job and of its texts."""
+        return [*filter(None, (self.error, *(task.error for task in self.tasks)))]
+
+    @property
+    def ended(self) -> bool:
+        """Whether all texts are written, or nothing more will be."""
+        written = self.tasks and all(task.ended for task in self.tasks)
+        return bool(self.gone or self.errors or written)
+
+    def end(self) -> None:
+        """End the texts that are not written, and the messages, with the first error if any."""
+        for task in self.tasks:
+            task.cancelled = True
+        for error in self.errors[:1]:
+            self.send(refusal(error))
+        self.send(None)
 
     def send(self, message: Any) -> None:
         """Send a message, from any thread."""
@@ -100,29 +118,28 @@ class Job:
 class Worker(Scheduler):
     """Scheduler of the texts of all jobs, up to ``slots`` at a time, in order of arrival."""
 
-    def __init__(self, setting: Setting, options: TextOptions, slots: int) -> None:
-        """Raises InputError where the command line's draft is not possible."""
+    def __init__(self, setting: Setting, draft: DraftOptions, slots: int) -> None:
+        """``draft`` is the command line's. Raises InputError where it is not possible."""
         super().__init__(setting.model, setting.positions, slots)
-        self.setting, self.plain, tokenizer = setting, plain(setting.model), setting.tokenizer
-        self.labels = Labels(tokenizer.token_bytes, tokenizer.special)
+        self.setting = setting
+        self.plain = plain(setting.model)
+        self.labels = Labels(setting.tokenizer.token_bytes, setting.tokenizer.special)
         self.name = setting.folder.resolve().name  # of the model, to clients
         self.draftings = Draftings(setting)
         self.jobs: list[Job] = []  # in order of arrival; those with tasks have begun
-        self.arrived, self.stopped = threading.Event(), lambda: False
-        drafting = self.drafting(options)
+        self.arrived = threading.Event()
+        self.stopped = lambda: False
+        drafting = self.draftings.of(draft, setting.params)
         drafting.preparation.finish()  # no client waits for it
-        widths = (
-            {*drafting.plan.attention, *drafting.plan.mlp}.intersection(LOW_BITS)
-            if drafting.plan
-            else ()
-        )
+        plan = drafting.plan
+        widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
         # of the low-bit copies that requests may ask for
         self.bits = max(widths, default=LOW_BITS[0])
-        text, coupling = partial(Text, [0], Rules(16), self.model), Coupling("ratio", 0)
         # A few tokens, so that no client waits for a compiler.
-        self.write_all(
-            [Task(text(), way, setting.params, coupling) for way in (drafting, self.plain)]
-        )
+        few = partial(Text, [0], Rules(16), self.model)
+        seeded = Coupling.of(None, 0)
+        ways = (drafting, self.plain)
+        self.write_all([Task(few(), way, setting.params, seeded) for way in ways])
 
     def enqueue(self, job: Job) -> None:
         """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is
@@ -144,37 +161,37 @@ class Worker(Scheduler):
     def write(self, job: Job, drafting: Drafting, **more: Any) -> Task:
         """Submit a text of a job; ``more`` are further fields of its task."""
         _, params, rules, coupling = job.options
-        more |= {"answers": job.answers}
         text = Text(job.ids, rules, self.model, self.setting.tokenizer.token_bytes)
-        job.tasks.append(Task(text, drafting, params, coupling, **more))
-        self.submit(job.tasks[-1])
-        return job.tasks[-1]
+        task = Task(text, drafting, params, coupling, answers=job.answers, **more)
+        job.tasks.append(task)
+        self.submit(task)
+        return task
 
     def admit(self) -> bool:
         """Begin waiting jobs, and end those that are written, have failed or lost their client; see
         ``Scheduler``.
         """
         for job in [*self.jobs]:
-            errors = [task.error for task in job.tasks if task.error]
             if self.stopped():
-                errors = [HTTPException(503, "the server is stopping")]
-            elif (
-                not job.tasks
-                and not job.gone
-                and len(self.active) + len(self.waiting) < len(self.slots)
-            ):
-                try:
-                    job.begin(job, self, self.drafting(job.options))
-                except Exception as error:
-                    errors = [error]
-            if job.gone or errors or (job.tasks and all(task.ended for task in job.tasks)):
+                job.error = HTTPException(503, "the server is stopping")
+            elif not job.tasks and not job.gone and self.has_room():
+                self.begin(job)
+            if job.ended:
                 self.jobs.remove(job)
-                for task in job.tasks:
-                    task.cancelled = True
-                for message in [*map(refusal, errors[:1]), None]:
-                    job.send(message)
+                job.end()
         self.waiting = [task for task in self.waiting if not task.cancelled]
         return super().admit()
+
+    def has_room(self) -> bool:
+        """Whether a text could be written at once."""
+        return len(self.active) + len(self.waiting) < len(self.slots)
+
+    def begin(self, job: Job) -> None:
+        """Let a job submit its texts. An error is the job's."""
+        try:
+            job.begin(job, self, self.drafting(job.options))
+        except Exception as error:
+            job.error = error
 
     def drafting(self, options: TextOptions) -> Drafting:
         """The drafting of a request. Raises InputError where it is not possible."""
@@ -249,49 +266,61 @@ def live_page(reader: RequestReader) -> str:
         "plan": None,
         "greedy": True,
         "race": False,
+        "form": form,
     }
     empty = {"rounds": [], "finish": None, "seconds": 0}
-    return render_page({**facts, "form": form}, [empty], FORM.read_text(encoding="utf-8"))
+    return render_page(facts, [empty], FORM.read_text(encoding="utf-8"))
+
+
+@dataclass
+class LiveColumn:
+    """Text of the live page: tells the page each draft before its verification, and each round
+    after it. When it has ended, the text of the column ``beside`` it begins, if any.
+    """
+
+    job: Job
+    worker: Worker
+    drafting: Drafting
+    number: int = 0
+    beside: LiveColumn | None = None
+
+    def __post_init__(self) -> None:
+        self.recording = Recording(self.job.options.params, self.worker.labels)
+
+    def begin(self) -> None:
+        """Submit the text."""
+        self.worker.write(
+            self.job,
+            self.drafting,
+            readers=[self.read],
+            observer=self.recording.observe,
+            on_draft=self.draft,
+        )
+
+    def draft(self, tokens: list[int]) -> None:
+        """Send a draft."""
+        self.send("draft", tokens=[self.worker.labels(token) for token in tokens])
+
+    def read(self, round: Round, seconds: float) -> None:
+        """Send a round."""
+        data = self.recording.add(round, seconds)
+        seconds = self.recording.sample["seconds"]  # without observing
+        self.send("round", round=data, finish=round.finish, seconds=seconds)
+        if round.finish and self.beside:
+            self.beside.begin()
+
+    def send(self, kind: str, **more: Any) -> None:
+        """Send an event of this column."""
+        self.job.send({"kind": kind, "column": self.number, **more})
 
 
 def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
-    """Submit the text of the live page and, when it has ended, its plain text if asked.
-
-    The page gets each draft before its verification, and each round after it.
-    """
-    _, params, _, coupling = job.options
-    ways = [drafting, worker.plain] if job.asked.beside else [drafting]
-    facts = heading("", worker.name, drafting, params, coupling)
-    job.send({"kind": "begin", "columns": [way.name for way in ways], **facts})
-
-    def write(column: int) -> None:
-        recording = Recording(params, worker.labels)
-
-        def draft(tokens: list[int]) -> None:
-            job.send(
-                {
-                    "kind": "draft",
-                    "column": column,
-                    "tokens": [worker.labels(token) for token in tokens],
-                }
-            )
-
-        def read(round: Round, seconds: float) -> None:
-            recording.add(round, seconds)
-            *_, added = recording.sample["rounds"]
-            seconds = recording.sample["seconds"]  # without observing
-            job.send(
-                {
-                    "kind": "round",
-                    "column": column,
-                    "round": added,
-                    "finish": round.finish,
-                    "seconds": seconds,
-                }
-            )
-            if round.finish and column + 1 < len(ways):
-                write(column + 1)
-
-        worker.write(job, ways[column], readers=[read], observer=recording.observe, on_draft=draft)
-
-    write(0)
+    """Submit the text of the live page and, when it has ended, its plain text if asked."""
+    first = LiveColumn(job, worker, drafting)
+    names = [drafting.name]
+    if job.asked.beside:
+        first.beside = LiveColumn(job, worker, worker.plain, number=1)
+        names.append(worker.plain.name)
+    facts = heading("", worker.name, drafting, job.options.params, job.options.coupling)
+    job.send({"kind": "begin", "columns": names, **facts})
+    first.begin()

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -14,9 +16,10 @@ from rich.console import Console
 from cli.command_line import say
 from cli.files import atomic_path, explaining
 from decoding.run.options import Request
-from decoding.run.streaming import Labels, TextStream
+from decoding.run.streaming import Labels, TextStream, visible
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, Reader, Sample, Writer
+from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
 from decoding.text import Text
@@ -137,9 +140,27 @@ class Output:
             facts = heading(
                 request.prompt, request.folder.name, self.drafting, request.params, request.coupling
             )
-            with explaining(f"{page} cannot be written"), atomic_path(page) as temporary:
-                temporary.write_text(render_page(facts, samples), encoding="utf-8")
+            save(page, render_page(facts, samples))
             say(f"the run round by round: {page}")
+
+    def write_picture(self, writer: Writer, coupling: Coupling) -> None:
+        """Write the first sample's text plainly too, and the moving picture of both. Raises
+        InputError when it cannot be written.
+        """
+        request, plain = self.request, Recording(self.request.params, self.labels)
+        text = writer.new_text(request.rules)
+        writer.write(text, writer.plain, request.params, coupling, readers=[plain.add])
+        title = f"{request.folder.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
+        drafted = self.recordings[0].timeline
+        picture = render_picture(title, plain.timeline, drafted, self.drafting.name, self.labels)
+        save(request.options.svg, picture)
+        say(f"the run as a moving picture: {request.options.svg}")
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file atomically. Raises InputError when it cannot be written."""
+    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def in_words(sample: Sample, draft: str) -> str:

@@ -36,8 +36,10 @@ class Recording:
     """
 
     def __init__(self, params: SamplingParams, label: Callable[[int], str]) -> None:
-        self.params, self.label = params, label
+        self.params = params
+        self.label = label
         self.sample: dict[str, Any] = {"rounds": [], "finish": "interrupted", "seconds": 0.0}
+        self.timeline: list[tuple[Round, float]] = []  # rounds, and the seconds until their end
         self.details: list[dict[str, Any]] = []  # of the round that ``add`` takes next
         self.examining = 0.0  # seconds
 
@@ -85,8 +87,10 @@ class Recording:
             self.details.append(detail)
         self.examining += now(logits.device) - began
 
-    def add(self, round: Round, seconds: float) -> None:
-        """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included."""
+    def add(self, round: Round, seconds: float) -> dict[str, Any]:
+        """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included.
+        Returns its JSON.
+        """
         verdicts = zip(self.details, round.verdicts(), strict=False)
         data = {
             "position": round.position,
@@ -97,10 +101,10 @@ class Recording:
             "retracted": len(round.retracted),
         }
         self.sample["rounds"].append(data)
-        self.sample |= {
-            "finish": round.finish or "interrupted",
-            "seconds": seconds - self.examining,
-        }
+        self.sample["finish"] = round.finish or "interrupted"
+        self.sample["seconds"] = seconds - self.examining
+        self.timeline.append((round, self.sample["seconds"]))
+        return data
 
     def _top(self, probs: Tensor, token: int) -> list[tuple[str, float]]:
         """Labels and ``[vocab]`` probabilities of the ``TOP`` likeliest tokens above 0, best first,
@@ -126,7 +130,7 @@ def heading(
         field.name.replace("_", "-"): (getattr(params, field.name), field.default)
         for field in fields(params)
     }
-    given = [f"{name} {value:g}" for name, (value, default) in values.items() if value != default]
+    given = [f"{name} {value}" for name, (value, default) in values.items() if value != default]
     greedy = params.temperature == 0
     sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
     facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]

@@ -194,7 +194,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no such option": (["--drafts"], "unrecognized arguments: --drafts"),
     "no such value": (["--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
     "low bits": (["--draft", "lowbit"], "several processes draft without low bits"),
-    "a server": (["--serve", "0"], "--interactive run in one process"),
+    "a server": (["--serve", "0"], "--svg run in one process"),
 }
 
 

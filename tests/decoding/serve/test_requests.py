@@ -19,7 +19,6 @@ from decoding.run.reading import Spans
 from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, RequestReader, refusal
 from model import InputError
 from tests.serving import chat_folder
-from weights.tokenizer import Tokenizer
 
 NAMES = [
     *(
@@ -64,7 +63,7 @@ def reader_of(folder: Path, *arguments: str, bits: int = 4) -> RequestReader:
     line = generate.Request(
         make_parser().parse_args(["--serve", "0", "--model", str(folder), *arguments])
     )
-    return RequestReader(line, Tokenizer(folder), 64, bits)
+    return RequestReader(line, 64, bits)
 
 
 @pytest.fixture(scope="module")

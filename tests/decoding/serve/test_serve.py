@@ -206,13 +206,13 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "stop",
         "stop strings and banned words: give a list",
     ),
-    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "should be 'auto', 'none'"),
-    "a draft model": (texts(draft="model"), 400, "draft", "draft model needs"),
+    "a file of code": (texts(draft="evil.py:Drafter"), 400, "draft", "draft must be one of none, "),
+    "a draft model": (texts(draft="model"), 400, "draft", "found 'model'"),
     "costs to be measured": (
         texts(draft="auto"),
         400,
         "draft",
-        "only by a server that was started with it",
+        "found 'auto'",
     ),
     "no such exit": (texts(exit_layer=5), 400, None, "exit layer 5 is not in 1..4"),
     "no effect": (
@@ -222,6 +222,15 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "exit_layer has no effect with draft lookup",
     ),
     "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not served here"),
+    "a number as a string": (
+        texts(temperature="0.7"),
+        400,
+        "temperature",
+        "temperature must be a number, found '0.7'",
+    ),
+    "no list of strings": (texts(stop=["a", 3]), 400, "stop", "stop must be a list of strings"),
+    "too long a draft": (texts(gamma=33), 400, "gamma", "gamma must be at most 32, found 33"),
+    "no file of the server": (texts(plan="p.json"), 400, "plan", "plan is not served here"),
     "probabilities": (
         texts(logprobs=3),
         400,

@@ -1,0 +1,278 @@
+"""Moving picture of a run: an SVG in which a text is written twice, plainly and speculatively, in
+the rhythm that was measured.
+
+It is animated by CSS alone, so that it plays in an ``<img>``. Each piece of text is an element that
+appears at one moment and may disappear at a later one. Where nothing can move, the picture shows
+the end of the run.
+"""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from rich.cells import cell_len
+
+from decoding.rounds import Round
+from decoding.run.streaming import Labels, visible
+
+# Rounds of a text, each with the seconds of decoding until its end.
+Timeline = Sequence[tuple[Round, float]]
+
+MOST_TOKENS = 128  # of a text that are shown: all of a long one would be a large file
+PAUSE = 3.0  # seconds between the end and the beginning
+SHORTEST = 10.0  # seconds: a run that was faster is shown in slow motion
+SLOWER = (1, 2, 5, 10, 20, 50, 100)  # times that slow motion may be slower than the run
+LEAST_DRAFTING = 0.2  # share of a round's time in which its draft appears
+WIDTH = 800
+MARGIN = 24
+CELL = 8.4  # width of a character
+COLUMNS = 84  # of a line
+OVERHANG = 5  # columns more for the end of a word
+PLAIN_LINE = 20  # from one line of text to the next
+DRAFT_LINE = 27  # with room below for rejected tokens
+DROP = 12  # from the text to rejected tokens
+LEGEND = {
+    "drafted": "drafted",
+    "accepted": "accepted",
+    "rejected": "rejected",
+    "own": "written by the target itself",
+}
+CSS = """
+svg {
+  --card: #fff; --line: #d4d7dc; --ink: #22242a; --muted: #656a75;
+  --drafted: #a86200; --accepted: #15803d; --rejected: #c8281e; --own: #1f4fc4;
+}
+@media (prefers-color-scheme: dark) {
+  svg {
+    --card: #15171b; --line: #32363e; --ink: #e6e8ec; --muted: #9ba2ae;
+    --drafted: #f0b04c; --accepted: #58d17c; --rejected: #ff7b70; --own: #8fb2ff;
+  }
+}
+rect { fill: var(--card); stroke: var(--line) }
+text { font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: var(--ink) }
+.title { font-weight: bold }
+.muted { fill: var(--muted) }
+.drafted { fill: var(--drafted) }
+.accepted { fill: var(--accepted) }
+.rejected { fill: var(--rejected); text-decoration: line-through }
+.own { fill: var(--own); font-weight: bold }
+.plain .own { fill: var(--ink); font-weight: normal }
+@media (prefers-reduced-motion: reduce) { g text { animation: none !important } }
+"""
+
+
+@dataclass
+class Piece:
+    """Text of a token at a line and column; ``kind`` is one of ``LEGEND``.
+
+    It appears at ``begin`` and, unless ``end`` is None, disappears then, in seconds of decoding.
+    """
+
+    text: str
+    kind: str
+    line: int
+    column: int
+    begin: float
+    end: float | None = None
+
+
+class Lane:
+    """Layout of a text in time and place.
+
+    Drafted tokens appear where they would stand in the text. When some are rejected, the target's
+    token takes their place, and they are shown below it, until others are rejected.
+    """
+
+    def __init__(self, labels: Labels) -> None:
+        self.labels = labels
+        self.pieces: list[Piece] = []
+        self.kept: list[Piece] = []  # of each token of the text
+        self.struck: list[Piece] = []  # the latest rejected ones
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @property
+    def height(self) -> int:
+        """Number of lines."""
+        return 1 + max(piece.line for piece in self.pieces)
+
+    def add(self, round: Round, began: float, ended: float, verifying: float) -> None:
+        """Place the tokens of a round. The draft takes its time but for ``verifying`` seconds, each
+        token as long as the others.
+        """
+        drafting = max(ended - began - verifying, LEAST_DRAFTING * (ended - began))
+        rejected: list[Piece] = []
+        for number, (token, verdict) in enumerate(round.verdicts(), 1):
+            data = self.labels.token_bytes(token) or self.labels(token).encode()
+            drawn = began + drafting * number / max(1, len(round.drafted))
+            if verdict == "own":
+                self.kept.append(self._place(self.decoder.decode(data), "own", self.kept, ended))
+            elif verdict == "accepted":
+                text = self.decoder.decode(data)
+                draft = self._place(text, "drafted", self.kept, drawn, ended)
+                self.kept.append(self._judge(draft, "accepted"))
+            else:
+                before = rejected or self.kept
+                draft = self._place(data.decode(errors="replace"), "drafted", before, drawn, ended)
+                rejected.append(self._judge(draft, "rejected"))
+        for piece in self.kept[len(self.kept) - len(round.retracted) :]:
+            piece.end = ended
+            rejected.append(self._judge(piece, "rejected"))
+            self.kept.pop()
+            self.decoder.reset()
+        if rejected:
+            for piece in self.struck:
+                piece.end = ended
+            self.struck = rejected
+
+    def _place(
+        self, text: str, kind: str, before: list[Piece], begin: float, end: float | None = None
+    ) -> Piece:
+        """A piece behind the last of those ``before`` it, on a new line where it does not fit, and
+        after a line break of the text, which is shown as a sign.
+        """
+        text = visible(text)
+        last = before[-1] if before else Piece("", kind, 0, 0, begin)
+        column = last.column + cell_len(last.text)
+        most = COLUMNS if text.startswith(" ") else COLUMNS + OVERHANG
+        breaks = column + cell_len(text) > most or ("↵" in last.text and last.kind != "rejected")
+        if breaks:
+            column = 0
+        if column == 0:
+            text = text.lstrip()
+        piece = Piece(text, kind, last.line + breaks, column, begin, end)
+        self.pieces.append(piece)
+        return piece
+
+    def _judge(self, piece: Piece, kind: str) -> Piece:
+        """The piece that takes the place of a drafted or retracted one when that disappears."""
+        judged = replace(piece, kind=kind, begin=piece.end, end=None)
+        self.pieces.append(judged)
+        return judged
+
+
+class Canvas:
+    """An SVG that repeats after ``period`` seconds, and is ``slower`` than the run."""
+
+    def __init__(self, slower: int, period: float) -> None:
+        self.slower = slower
+        self.period = period
+        self.svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
+        self.style = SubElement(self.svg, "style")
+        self.card = SubElement(self.svg, "rect", x=".5", y=".5", rx="8", fill="#fff")
+        self.moments: dict[str, str] = {}  # keyframes: their name
+
+    def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> Element:
+        """Write text that does not move."""
+        place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
+        element = SubElement(self.svg, "text", place | {"class": kind})
+        element.text = text
+        return element
+
+    def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> float:
+        """Draw the pieces of a lane from ``top`` on; returns the place below them."""
+        group = SubElement(self.svg, "g", {"class": kind})
+        for piece in lane.pieces:
+            text = piece.text.strip()
+            if not text:
+                continue
+            indented = len(piece.text) - len(piece.text.lstrip())
+            x = MARGIN + CELL * (piece.column + indented)
+            y = top + pitch * piece.line + DROP * (piece.kind == "rejected")
+            attributes = {
+                "x": f"{x:.0f}",
+                "y": f"{y:g}",
+                # so wide in any font
+                "textLength": f"{CELL * min(cell_len(text), COLUMNS):.0f}",
+                "lengthAdjust": "spacingAndGlyphs",
+                "class": piece.kind,
+                "style": f"animation-name:{self.moment(piece)}",
+            }
+            if piece.end is not None:
+                attributes["opacity"] = "0"
+            SubElement(group, "text", attributes).text = text
+        return top + pitch * lane.height
+
+    def moment(self, piece: Piece) -> str:
+        """Name of the keyframes by which a piece appears and disappears."""
+        shown = f"{self.percent(piece.begin)}{{opacity:1}}"
+        if piece.end is None:
+            frames = f"0%{{opacity:0}}{shown}"
+        else:
+            frames = f"{shown}{self.percent(piece.end)}{{opacity:0}}"
+        return self.moments.setdefault(frames, f"m{len(self.moments)}")
+
+    def percent(self, seconds: float) -> str:
+        """A moment of the run as a share of the period."""
+        return f"{100 * self.slower * seconds / self.period:.2f}%"
+
+    def finish(self, height: float) -> str:
+        """The whole file."""
+        size = {"width": f"{WIDTH}", "height": f"{height:g}"}
+        self.svg.attrib |= size | {"viewBox": f"0 0 {WIDTH} {height:g}"}
+        self.card.attrib |= {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
+        moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
+        frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
+        self.style.text = moving + CSS + "\n".join(frames)
+        indent(self.svg, space="")
+        return tostring(self.svg, encoding="unicode")
+
+
+def render_picture(
+    title: str, plain: Timeline, drafted: Timeline, draft: str, labels: Labels
+) -> str:
+    """The picture of a text that was written plainly, and ``drafted`` by a draft of this name."""
+    lanes = [lane_of(timeline, plain, labels) for timeline in (plain, drafted)]
+    last = max(piece.begin for lane in lanes for piece in lane.pieces)
+    slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
+    canvas = Canvas(slower, round(slower * last + PAUSE, 3))
+    SubElement(canvas.svg, "title").text = f"{title}: plain decoding beside drafting by {draft}"
+    right = WIDTH - MARGIN
+    canvas.write(title, "muted", MARGIN, 30)
+    canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
+    canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")
+    bottom = canvas.draw(lanes[0], "plain", 84, PLAIN_LINE)
+    gain = f"{speed(drafted):.1f} tokens/s: {speed(drafted) / speed(plain):.2f} times plain"
+    canvas.write(f"draft: {draft}", "title", MARGIN, bottom + 14)
+    canvas.write(gain, "title", right, bottom + 14, "end")
+    bottom = canvas.draw(lanes[1], "draft", bottom + 38, DRAFT_LINE)
+    x = float(MARGIN)
+    for kind, words in LEGEND.items():
+        canvas.write(words, kind, x, bottom + 12)
+        x += CELL * (len(words) + 2)
+    rhythm = "in real time" if slower == 1 else f"slowed down {slower} times"
+    most = max(tokens_of(drafted), tokens_of(plain))
+    part = f"; the first {MOST_TOKENS} of {most} tokens" if most > MOST_TOKENS else ""
+    canvas.write(f"{rhythm}{part}", "muted", right, bottom + 12, "end")
+    return canvas.finish(bottom + 28)
+
+
+def lane_of(timeline: Timeline, plain: Timeline, labels: Labels) -> Lane:
+    """Layout of a text. To verify a draft is counted as a plain step, the rest of a round as its
+    draft.
+    """
+    verifying = median(after - before for before, after in spans(plain))
+    lane = Lane(labels)
+    for (round, _), (began, ended) in zip(timeline, spans(timeline), strict=True):
+        lane.add(round, began, ended, verifying)
+        if len(lane.kept) >= MOST_TOKENS:
+            break
+    return lane
+
+
+def spans(timeline: Timeline) -> list[tuple[float, float]]:
+    """Beginning and end of each round in seconds of decoding."""
+    ends = [0.0, *(seconds for _, seconds in timeline)]
+    return list(pairwise(ends))
+
+
+def tokens_of(timeline: Timeline) -> int:
+    """Number of tokens of the text."""
+    return sum(len(round.emitted) - len(round.retracted) for round, _ in timeline)
+
+
+def speed(timeline: Timeline) -> float:
+    """Tokens per second of decoding."""
+    return tokens_of(timeline) / timeline[-1][1]

@@ -1,0 +1,188 @@
+"""The moving picture: all that was written, in the rhythm that was measured, and nothing that
+runs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import pytest
+
+import generate
+from decoding.rounds import Round
+from decoding.run.streaming import Labels, visible
+from decoding.show.moving import MARGIN, MOST_TOKENS, WIDTH, Timeline, render_picture
+from tests.folders import write_folder
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+
+PIECES = [" the", " fox", "</text><script>", "<&>\"'", "\n", "e\u0301", "]]>", " " + "long" * 40]
+LABELS = Labels(lambda token: PIECES[token].encode(), {})
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+PLAIN: Timeline = [
+    (Round(0, [], 0, [token]), seconds)
+    for token, seconds in enumerate((1.0, 2.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0))
+]
+DRAFTED: Timeline = [
+    (Round(0, [0, 1, 0, 6], 2, [0, 1, 2]), 2.0),
+    (Round(3, [3, 4], 2, [3, 4, 5]), 4.0),
+    (Round(6, [1], 0, [6], finish=None), 5.5),
+    (Round(7, [], 0, [7], finish="length"), 6.5),
+]
+
+
+def picture(plain: Timeline = PLAIN, drafted: Timeline = DRAFTED) -> Element:
+    return ElementTree.fromstring(render_picture("tiny: <&>", plain, drafted, "a & b", LABELS))
+
+
+def lanes(svg: Element) -> list[list[Element]]:
+    return [list(group) for group in svg.findall(f"{NAMESPACE}g")]
+
+
+def of_kind(lane: list[Element], *kinds: str) -> list[Element]:
+    return [piece for piece in lane if piece.get("class") in kinds]
+
+
+def texts(pieces: list[Element]) -> list[str | None]:
+    return [piece.text for piece in pieces]
+
+
+def moments(svg: Element, piece: Element) -> list[float]:
+    """Shares of the period at which a piece appears and disappears."""
+    name = piece.get("style", "").removeprefix("animation-name:")
+    style = svg.findtext(f"{NAMESPACE}style") or ""
+    (frames,) = re.findall(rf"@keyframes {name}{{(.*)}}\n?", style)
+    return [float(share) / 100 for share in re.findall(r"([\d.]+)%{opacity:[01]}", frames)]
+
+
+def period(svg: Element) -> float:
+    (found,) = re.findall(r"animation: ([\d.]+)s", svg.findtext(f"{NAMESPACE}style") or "")
+    return float(found)
+
+
+def test_every_token_of_both_texts_appears() -> None:
+    plain, drafted = lanes(picture())
+    shown = [text.strip(" ").replace("\n", "↵") for text in PIECES]
+    assert texts(of_kind(plain, "own")) == shown
+    assert texts(of_kind(drafted, "accepted", "own")) == shown
+    assert texts(of_kind(drafted, "rejected")) == ["the", "]]>", "fox"]
+    assert texts(of_kind(drafted, "drafted")) == ["the", "fox", "the", "]]>", "<&>\"'", "↵", "fox"]
+
+
+def test_times_are_those_of_the_run() -> None:
+    """In slow motion, where the slower text took less than ten seconds."""
+    svg = picture()
+    plain, drafted = lanes(svg)
+    assert period(svg) == 2 * 8 + 3
+    for piece, (_, seconds) in zip(of_kind(plain, "own"), PLAIN, strict=True):
+        assert moments(svg, piece)[-1] == pytest.approx(2 * seconds / 19, abs=1e-4)
+    # The first round: a verification takes as long as a plain step, the draft's tokens the rest.
+    for number, piece in enumerate(of_kind(drafted, "drafted")[:4], 1):
+        drawn, judged = moments(svg, piece)
+        assert drawn == pytest.approx(2 * number / 4 / 19, abs=1e-4)
+        assert judged == pytest.approx(2 * 2 / 19, abs=1e-4)
+    struck = of_kind(drafted, "rejected")
+    assert moments(svg, struck[0]) == pytest.approx([2 * 2 / 19, 2 * 5.5 / 19], abs=1e-4)
+    assert moments(svg, struck[-1])[-1] == pytest.approx(2 * 5.5 / 19, abs=1e-4)
+
+
+def test_speeds_and_a_legend_are_told() -> None:
+    told = [text or "" for text in texts(picture().findall(f"{NAMESPACE}text"))]
+    assert "1.0 tokens/s" in told and "1.2 tokens/s: 1.23 times plain" in told
+    assert {"drafted", "accepted", "rejected", "slowed down 2 times"} <= {*told}
+    assert "draft: a & b" in told
+
+
+def test_tokens_that_a_banned_word_takes_back_disappear() -> None:
+    taken = [
+        (Round(0, [0], 1, [0, 1], retracted=[0, 1]), 1.0),
+        (Round(0, [], 0, [2], finish="length"), 2.0),
+    ]
+    svg = picture(drafted=taken)
+    _, drafted = lanes(svg)
+    (the,) = of_kind(drafted, "accepted")
+    assert the.get("opacity") == "0" and len(moments(svg, the)) == 2
+    assert texts(of_kind(drafted, "rejected")) == ["the", "fox"]
+    own = of_kind(drafted, "own")[-1]
+    assert (own.text, own.get("x"), own.get("opacity")) == ("</text><script>", str(MARGIN), None)
+
+
+def test_the_target_s_token_takes_the_place_of_the_rejected_one() -> None:
+    _, drafted = lanes(picture())
+    own, rejected = of_kind(drafted, "own")[0], of_kind(drafted, "rejected")[0]
+    assert rejected.text == "the" and own.text == "</text><script>"
+    assert int(rejected.get("x", "")) - int(own.get("x", "")) in (8, 9), "its leading space"
+
+
+def test_nothing_runs_nothing_is_loaded_and_nothing_leaves_the_card() -> None:
+    svg = picture()
+    source = ElementTree.tostring(svg, encoding="unicode")
+    tags = {element.tag.removeprefix(NAMESPACE) for element in svg.iter()}
+    assert tags == {"svg", "style", "title", "rect", "text", "g"}
+    assert not re.search(r"url\(|@import|href|https?:(?!//www.w3.org/2000/svg)", source)
+    for lane in lanes(svg):
+        for piece in lane:
+            end = int(piece.get("x", "")) + int(piece.get("textLength", ""))
+            assert end <= WIDTH and float(piece.get("y", "")) < float(svg.get("height", ""))
+
+
+def test_a_long_text_is_cut_and_says_so() -> None:
+    long = [(Round(at, [], 0, [at % 2]), 0.1 * (at + 1)) for at in range(2 * MOST_TOKENS)]
+    svg = picture(plain=long, drafted=long)
+    assert [len(lane) for lane in lanes(svg)] == [MOST_TOKENS] * 2
+    told = [text or "" for text in texts(svg.findall(f"{NAMESPACE}text"))]
+    assert f"in real time; the first {MOST_TOKENS} of {2 * MOST_TOKENS} tokens" in told
+    assert len(ElementTree.tostring(svg)) < 60_000
+
+
+def test_the_command_line_writes_it_after_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = write_folder(tmp_path / "tiny"), tmp_path / "run.svg"
+    options = ["the <hen>", "--model", str(model), "--draft", "exit", "--max-new-tokens", "9"]
+    assert generate.main([*options, "--svg", str(file)]) == 0
+    said = capsys.readouterr()
+    assert f"the run as a moving picture: {file}" in said.err
+    svg = ElementTree.parse(file).getroot()
+    assert svg.findtext(f"{NAMESPACE}text") == "tiny: the <hen>"
+    for lane in lanes(svg):
+        kept = "".join(filter(None, texts(of_kind(lane, "accepted", "own"))))
+        assert kept == visible(said.out.removesuffix("\n")).replace(" ", "")
+
+
+@pytest.mark.parametrize("more", [["--num-samples", "2"], ["--serve", "0"], ["--interactive"]])
+def test_it_shows_one_text_of_the_command_line(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main([*more, "--svg", str(tmp_path / "a.svg")]) == 2
+    assert "--svg shows one text" in capsys.readouterr().err
+
+
+def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(
+    browser: WebDriver, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.svg"
+    file.write_text(render_picture("tiny", PLAIN, DRAFTED, "a", LABELS), encoding="utf-8")
+    shown = (
+        "return [...document.querySelectorAll('g:last-of-type text')].filter(piece =>"
+        " getComputedStyle(piece).opacity == 1).map(piece => piece.textContent)"
+    )
+    at = (
+        "for (const each of document.getAnimations()) { each.pause(); each.currentTime ="
+        " arguments[0] }"
+    )
+    browser.get(file.as_uri())
+    browser.execute_script(at, 3500)
+    assert browser.execute_script(shown) == ["the", "fox", "the", "]]>"]
+    browser.execute_script(at, 4500)
+    assert browser.execute_script(shown) == ["the", "fox", "the", "]]>", "</text><script>"]
+    still = [{"name": "prefers-reduced-motion", "value": "reduce"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": still})
+    assert browser.execute_script("return document.getAnimations().length") == 0
+    assert len(browser.execute_script(shown)) == len(PIECES) + 1
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
