@@ -148,8 +148,8 @@ def prepare(options: argparse.Namespace) -> Bench:
         [length for length in LENGTHS if length <= min(most, model.max_positions)],
     )
     bench.libraries, bench.drafts = library_contenders(bench), find_drafts(setting, options)
-    if why := getattr(model, "why_rows_vary", None):
-        say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
+    if model.why_rows_vary:
+        say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
     return bench
 
 
