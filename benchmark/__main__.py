@@ -132,8 +132,8 @@ def prepare(options: argparse.Namespace) -> Bench:
     bench = Bench(options, setting, prompts, lengths)
     bench.libraries = library_contenders(bench)
     bench.drafts = find_drafts(setting, options)
-    if why := getattr(model, "why_rows_vary", None):
-        say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
+    if model.why_rows_vary:
+        say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
     return bench
 
 

@@ -1,4 +1,4 @@
-"""Interface of a model, as the loop, the drafters and the cost measurement use it."""
+"""Interface of a model, as the loop and the drafters use it."""
 
 from typing import Any, Protocol
 
@@ -14,14 +14,12 @@ class Model(Protocol):
 
     A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
     ``start`` on, and writes their entries into the cache; ``prefill`` only writes the entries. For
-    ``why_rows_vary`` and ``trouble`` see ``Decoder``.
+    the rest of a prepared model see ``model.decoder.Steps``.
     """
 
     vocab_size: int
     max_positions: int
     device: torch.device
-    why_rows_vary: str | None
-    trouble: str | None
 
     def __call__(
         self, tokens: Tensor, cache: Any, start: int, plan: LayerPlan | None = None

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
-from typing import Any
 
 from decoding.rounds import Round
 
@@ -360,25 +359,50 @@ class BreakEven(Policy):
                 self.slope(name).learn((seconds / plain - 1) / self.drafted)
 
 
-class ConfidenceGate:
-    """Gate by the target's confidence: a round has no draft where drafts are likely to be rejected.
+class PolicyAround(Policy):
+    """Policy around another one, ``inner``: a subclass replaces some of its decisions."""
 
-    The gate is closed for a round if, in the round before, the target's confidence in the token
-    that it drew was below ``least``. While it is open, ``inner`` decides, whose other methods are
-    the gate's too.
-    """
-
-    reads_target_confidence = True
-
-    def __init__(self, inner: Policy, least: float) -> None:
-        self.inner, self.least, self.open = inner, least, True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner.gamma)
+        self.inner = inner
+        self.reads_draft_confidence = inner.reads_draft_confidence
+        self.reads_target_confidence = inner.reads_target_confidence
 
     def draft_length(self) -> int:
-        return self.inner.draft_length() if self.open else 0
+        return self.inner.draft_length()
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return self.inner.keep_drafting(confidence)
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
+        return self.inner.choose(offers)
 
     def observe(self, round: Round) -> None:
         self.inner.observe(round)
+
+    def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
+        self.inner.grant_clock(past, shares_steps)
+
+    def observe_time(self, seconds: float) -> None:
+        self.inner.observe_time(seconds)
+
+
+class ConfidenceGate(PolicyAround):
+    """Gate by the target's confidence: a round has no draft where drafts are likely to be rejected.
+
+    The gate is closed for a round if, in the round before, the target's confidence in the token
+    that it drew was below ``least``. While it is open, ``inner`` decides.
+    """
+
+    def __init__(self, inner: Policy, least: float) -> None:
+        super().__init__(inner)
+        self.reads_target_confidence = True
+        self.least = least
+        self.open = True
+
+    def draft_length(self) -> int:
+        return super().draft_length() if self.open else 0
+
+    def observe(self, round: Round) -> None:
+        super().observe(round)
         self.open = round.target_confidence is None or round.target_confidence >= self.least

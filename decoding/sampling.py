@@ -73,9 +73,8 @@ def distribution(
         temperature if params.temperature else None,
         params.top_p if params.top_p < 1 else None,
         params.min_p or None,
+        float(params.top_k) or None,
     )
-    if params.top_k:  # a graph would be compiled for each
-        return probabilities(scores, *filters, params.top_k)
     return launch(probabilities, scores, *filters)
 
 
@@ -98,12 +97,12 @@ def probabilities(
     temperature: float | None,
     top_p: float | None,
     min_p: float | None,
-    top_k: int = 0,
+    top_k: float | None,
 ) -> Tensor:
     """Probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32; see
     ``distribution``.
 
-    None: greedy, or no such filter.
+    None: greedy, or no such filter. Numbers may be tensors ``[]``, as in a graph.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     likeliest = first_largest(scores)
@@ -134,10 +133,14 @@ def new_like(scores: Tensor, values: Tensor | float) -> Tensor:
     return new
 
 
-def filtered(scores: Tensor, top_p: float | None, min_p: float | None, top_k: int | None) -> Tensor:
+def filtered(
+    scores: Tensor, top_p: float | None, min_p: float | None, top_k: float | None
+) -> Tensor:
     """Scores after top-k, top-p and min-p, in this order: a removed token has score -inf."""
-    if top_k:
-        kth = scores.topk(min(top_k, scores.shape[-1])).values[..., -1:]
+    if top_k is not None:
+        descending = scores.sort(dim=-1, descending=True).values
+        places = torch.arange(scores.shape[-1], device=scores.device)
+        kth = descending.masked_fill(places >= top_k, math.inf).amin(-1, keepdim=True)
         scores = scores.masked_fill(scores < kth, -math.inf)  # ties with the k-th stay
     if top_p is not None:
         scores = scores.masked_fill(unlikely(scores.softmax(-1), 1 - top_p), -math.inf)
@@ -154,7 +157,7 @@ def probabilities_by_few(
     temperature: float,
     top_p: float | None,
     min_p: float | None,
-    top_k: int,
+    top_k: float | None,
 ) -> Tensor:
     """``probabilities`` on a CPU, row by row on one thread, with filters that see few tokens.
 
@@ -172,7 +175,7 @@ def probabilities_by_few(
 
 
 def candidates(
-    scores: np.ndarray, top_p: float | None, min_p: float | None, top_k: int
+    scores: np.ndarray, top_p: float | None, min_p: float | None, top_k: float | None
 ) -> tuple[np.ndarray | slice, float]:
     """Ids of a row's few tokens that may pass the filters, and their mass.
 

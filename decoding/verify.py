@@ -11,8 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness
+from decoding.randomness import (
+    GivenUniforms,
+    KeyedRandomness,
+    Place,
+    Randomness,
+    SeededRandomness,
+)
 from model.errors import InputError
+from model.launch import launch
 
 
 def verify_by_ratio(
@@ -55,6 +62,31 @@ def verify_by_ratio(
     return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p), place)
 
 
+def launch_ratio_rule(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
+) -> tuple[Tensor, Tensor]:
+    """``verify_by_ratio``, in one launch where that is possible: with uniform numbers that are
+    drawn before it.
+    """
+    if not (len(drafted) and isinstance(randomness, SeededRandomness)):
+        return verify_by_ratio(target_probs, draft_probs, drafted, randomness, place)
+    accepting = randomness.uniform(len(drafted))
+    inputs = (target_probs, draft_probs, drafted, accepting, randomness.uniform(1))
+    verdict = launch(ratio_verdicts, *(each[None] for each in inputs), is_compiled=False)
+    return verdict[0, 0], verdict[0, 1]
+
+
+def ratio_verdicts(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, accepting: Tensor, drawing: Tensor
+) -> Tensor:
+    """Results of ``verify_by_ratio``, ``[1, 2]`` int64, for arguments ``[1, ...]`` and uniform
+    numbers: a function of rows (``model.launch``), of which each is a draft.
+    """
+    given = GivenUniforms(accepting[0], drawing[0])
+    verdict = verify_by_ratio(target_probs[0], draft_probs[0], drafted[0], given, Place(0))
+    return torch.stack(verdict)[None]
+
+
 def verify_by_race(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +108,7 @@ Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Ten
 
 
 COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
-    "ratio": (SeededRandomness, verify_by_ratio),
+    "ratio": (SeededRandomness, launch_ratio_rule),
     "race": (KeyedRandomness, verify_by_race),
 }
 

@@ -2,7 +2,8 @@
 cache and plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +13,72 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import rounded
+from model.quantise import Quantised, judge, quantise
 from model.twins import Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
 
-class Decoder(nn.Module):
+class Steps:
+    """Interface of a model in the steps of a text, with the values of the readable blocks, which
+    ``model.fast`` replaces.
+
+    ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
+    reference here. ``keeps_copies``: low-bit copies are made one by one and can be kept, by the
+    methods of ``model.fast.cpu``; else ``prepare`` makes them. ``kept`` holds those that are.
+    ``shares_steps``: ``together`` computes several calls in one step. ``trouble`` is the reason why
+    static steps fell back to the readable blocks, if they did. ``why_rows_vary`` is None if the
+    bits of a position's logits do not depend on the other rows of the step; else one line with the
+    reason.
+    """
+
+    fast_bits: tuple[int, ...] = ()
+    keeps_copies = False
+    kept: Any = None
+    shares_steps = False
+    trouble: str | None = None
+    why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
+
+    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
+        """Static step of a plan on this cache, made now if there is none; None where the readable
+        blocks run.
+        """
+        return None
+
+    def together(
+        self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
+    ) -> list[Tensor]:
+        """Logits of several calls ``(tokens, cache, start)`` under one plan, in as few steps as
+        possible.
+
+        Each call has its own cache.
+        """
+        return [self(*call, plan) for call in calls]
+
+
+class Decoder(Steps, nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
     A family's file supplies ``norm`` and ``layers``, modules called as ``block(x, positions, cache,
     attention=..., mlp=...)``. Parameter names are those of the checkpoint, without the prefix
-    ``model.``. ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are
-    only a reference here. ``trouble`` is the reason why static steps fell back to the readable
-    blocks, if they did. ``why_rows_vary`` is None if the bits of a position's logits do not
-    depend on the other rows of the step; else one line with the reason.
+    ``model.``. ``importance`` is the mean square of the inputs of a layer, ``[in]``, by which its
+    weights are rounded, of the layers where it is known.
     """
 
     layers: nn.ModuleList
     norm: nn.Module
     embedding_scale = 1.0
-    fast_bits: tuple[int, ...] = ()
-    trouble: str | None = None
-    why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
     # ``model.fast`` puts faster functions here
-    attend, rounded = staticmethod(attend_causally), staticmethod(rounded)
+    attend = staticmethod(attend_causally)
+    judge = staticmethod(judge)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.vocab_size = config, config.vocab_size
-        self.max_positions, self.num_layers = config.max_positions, config.num_layers
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        self.num_layers = config.num_layers
+        self.importance: dict[nn.Module, Tensor] = {}
         # Not initialised: on the meta device torch's initialisation would import its compiler, in
         # two seconds.
         table = torch.empty(config.vocab_size, config.hidden_size)
@@ -64,8 +101,12 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std, generator=generator)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
+        """Rounded weights of a linear layer or an embedding, by the importance of its inputs."""
+        return quantise(product.weight, bits, self.importance.get(product), self.judge)
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +138,8 @@ class Decoder(nn.Module):
         The T tokens have positions ``[start, start + T)``, and their keys and values are written
         there. Without a cache the tokens attend to each other only.
         """
-        plan, x = plan or LayerPlan.full(self.num_layers), self.embed(tokens)
+        plan = plan or LayerPlan.full(self.num_layers)
+        x = self.embed(tokens)
         positions = layer_positions(self.config, start, tokens.shape[1], x, self.attend)
         for layer, (attention, mlp) in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = self.twins.block(layer, attention, mlp)
@@ -141,7 +183,8 @@ class Decoder(nn.Module):
         while tokens.shape[1]:
             count = chunk_at(start)
             self.hidden(tokens[:, :count], cache, start)
-            tokens, start = tokens[:, count:], start + count
+            tokens = tokens[:, count:]
+            start += count
 
 
 def chunk_at(start: int) -> int:

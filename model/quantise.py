@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 GROUP = 32  # weights that share scale and zero, in four bits
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
@@ -135,13 +135,6 @@ def quantise(
     return Quantised(
         codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits
     )
-
-
-def rounded(product: nn.Linear | nn.Embedding, bits: int, judge: Judge = judge) -> Quantised:
-    """Rounded weights of a linear layer or an embedding, by the ``importance`` of its inputs if it
-    has one.
-    """
-    return quantise(product.weight, bits, getattr(product, "importance", None), judge)
 
 
 def round_inputs(x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class RoundedLinear(nn.Linear):
         nn.Module.__init__(self)
         weight = model.rounded(product, bits).dequantised(model.dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = getattr(product, "bias", None)
+        self.bias = product.bias if isinstance(product, nn.Linear) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(round_inputs(x), self.weight, self.bias)

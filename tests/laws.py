@@ -18,7 +18,6 @@ from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
-from decoding.run.writer import make_steps
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
 from model.plan import FULL, LOW_BITS
@@ -195,10 +194,10 @@ def begun(
     cache = model.new_cache(capacity)
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
-        make_steps(model, cache)
+        model.step_of(cache)
         for each in (drafts, *getattr(drafts, "drafters", {}).values()):
             if drafting_model := getattr(each, "model", None):
-                make_steps(drafting_model, each.cache, each.plan)
+                drafting_model.step_of(each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
     return cache, drafts
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from model import InputError, KVCache, LayerPlan
+from model.decoder import Steps
 from model.plan import FULL
 
 # the bytes of its tokens; 2 has those of 0 and 1 together
@@ -15,7 +16,7 @@ TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")
 DRAFT_PLAN = LayerPlan((FULL, 0), (FULL, FULL))
 
 
-class TableModel:
+class TableModel(Steps):
     """Language model that is a table: after each text a row of probabilities, which depends on its
     whole history.
 
@@ -27,7 +28,6 @@ class TableModel:
     max_positions = 64
     device = torch.device("cpu")
     why_rows_vary = None
-    trouble = None
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
         """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; ``draft`` answers

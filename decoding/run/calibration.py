@@ -175,7 +175,7 @@ def low_bit_steps(
     may be written between two steps, but not drafted under the plan.
     """
     kept = kept_of(model, folder)
-    if not hasattr(model, "missing_copies"):  # on a GPU ``prepare`` makes them
+    if not model.keeps_copies:  # ``prepare`` makes them
         yield from importance_steps(model, kept, tokenizer)
         return
     names = {layer: name for name, layer in linear_layers(model).items()}
@@ -199,17 +199,17 @@ def low_bit_steps(
 
 def kept_of(model: Decoder, folder: Path) -> KeptTensors:
     """The kept tensors of a model that was loaded from this folder, in use as long as the model."""
-    if not hasattr(model, "kept"):
+    if model.kept is None:
         model.kept = KeptTensors(folder, model.dtype, version(SOURCES))
     return model.kept
 
 
 def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) -> Iterator[None]:
-    """Set the ``importance`` of every linear layer's inputs, by which ``model.quantise`` rounds its
-    weights, in steps of one text: the mean square over the prompts, or what is kept of it.
+    """Set the model's ``importance`` of every linear layer's inputs, in steps of one text: the mean
+    square over the prompts, or what is kept of it.
     """
     layers = linear_layers(model)
-    if all(hasattr(layer, "importance") for layer in layers.values()):
+    if model.importance:
         return
     found = kept.read("importance")
     if found is None:
@@ -223,5 +223,4 @@ def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) ->
         kept.write("importance", found)
     sizes = [layer.weight.shape[1] for layer in layers.values()]
     parts = found.view(torch.float32)[0].split(sizes)
-    for layer, part in zip(layers.values(), parts, strict=True):
-        layer.importance = part
+    model.importance.update(zip(layers.values(), parts, strict=True))

@@ -96,18 +96,20 @@ class DraftOptions:
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
-    def needs(self, folder: Path, config: ModelConfig) -> dict[str, Any]:
+    def needs(
+        self, folder: Path, config: ModelConfig, kernels: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
         """Arguments of ``weights.memory.estimate`` that depend on the draft: draft model, longest
         draft, plan.
 
-        Low bits under ``auto`` are not counted: they are used only if their copies fit. Raises
-        InputError for a draft model or a plan that cannot be read.
+        For ``kernels`` see ``fitting``. Low bits under ``auto`` are not counted: they are used only
+        if their copies fit. Raises InputError for a draft model or a plan that cannot be read.
         """
         chosen = PLANS[self.kind](self, folder, config.num_layers) if self.kind in PLANS else None
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
             "longest_draft": LONGEST_DRAFT if self.gamma is None else self.gamma,
-            "plan": chosen and chosen.plan,
+            "plan": chosen and fitting(chosen, kernels).plan,
         }
 
 
@@ -223,6 +225,7 @@ def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Dra
     Prints a line where low bits make drafts no faster.
     """
     model = setting.model
+    chosen = fitting(chosen, model.fast_bits)
     plan = chosen.plan
     if plan.has_low_bits and not model.fast_bits:
         where = f"{model.dtype} on {model.device.type}"
@@ -351,11 +354,13 @@ def plans_for_auto(options: DraftOptions, setting: Setting) -> dict[str, DraftPl
     model = setting.model
     plans: dict[str, DraftPlan] = {}
     if BITS in model.fast_bits:
-        low = low_bits_plan(options, setting.folder, model.num_layers)
+        low = fitting(low_bits_plan(options, setting.folder, model.num_layers), model.fast_bits)
         plans["low bits"] = replace(low, kept_share=PRIOR_LOW_BITS)
     given = plan_of_file(options, setting.folder, model.num_layers)
-    if given and given.gamma != 0 and given.plan not in [each.plan for each in plans.values()]:
-        plans["plan"] = given
+    if given and given.gamma != 0:
+        given = fitting(given, model.fast_bits)
+        if given.plan not in [each.plan for each in plans.values()]:
+            plans["plan"] = given
     return {
         name: chosen
         for name, chosen in plans.items()
@@ -415,6 +420,15 @@ def plan_of_file(options: DraftOptions, folder: Path, layers: int) -> DraftPlan 
 def in_bits(chosen: DraftPlan, bits: int | None) -> DraftPlan:
     """The plan with its sublayers in this many bits, if any are asked."""
     return replace(chosen, plan=chosen.plan.in_bits(bits)) if bits else chosen
+
+
+def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
+    """The plan with its head in four bits instead of eight where only four have a kernel: on a
+    GPU, which would read the checkpoint's own weights. ``kernels`` are the bits that have one.
+    """
+    if chosen.plan.head == 8 and kernels == (4,):
+        return replace(chosen, plan=replace(chosen.plan, head=4))
+    return chosen
 
 
 # Kinds of draft whose plan, and so whose memory, is known before the model is loaded.

@@ -19,6 +19,7 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
+from model.fast import gpu_bits
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
 from weights.tokenizer import Tokenizer
 
@@ -179,4 +180,5 @@ class Request:
     def needs(self) -> dict[str, Any]:
         """Arguments of ``weights.memory.estimate`` besides the config."""
         needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
-        return needs | self.draft.needs(self.folder, self.config)
+        kernels = gpu_bits(self.device, self.dtype)
+        return needs | self.draft.needs(self.folder, self.config, kernels)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Event
 from typing import Any, NoReturn
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from cli.command_line import run_command
 from cli.files import explaining
-from decoding.policies import Policy
-from decoding.randomness import Randomness
+from decoding.policies import Offer, PolicyAround
+from decoding.randomness import Place, Randomness
 from decoding.run.options import Request
 from decoding.run.prompt import read_prompt
 from decoding.run.session import Session
-from decoding.run.writer import Writer
-from decoding.verify import Verify
+from decoding.run.writer import Decisions
 from model import InputError
 from model.parallel import Shard, exchange, split
 from weights.load import load_model, model_fingerprint
@@ -45,28 +44,48 @@ def from_rank_0(value: Any) -> Any:
     return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
-def decide_as_rank_0(
-    policy: Policy, randomness: Randomness, verify: Verify
-) -> tuple[Randomness, Verify]:
-    """Replace the decisions of policy, randomness and rule on every rank by those of rank 0.
+class PolicyOfRank0(PolicyAround):
+    """Policy whose decisions are those of rank 0."""
 
-    Returns randomness and rule; the policy is changed in place. Ctrl-C on rank 0 ends the text on
-    all ranks.
+    def draft_length(self) -> int:
+        return from_rank_0(super().draft_length())
+
+    def keep_drafting(self, confidence: float) -> bool:
+        return from_rank_0(super().keep_drafting(confidence))
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
+        return from_rank_0(super().choose(offers))
+
+
+class RandomnessOfRank0(Randomness):
+    """Randomness whose draws are those of rank 0."""
+
+    def __init__(self, inner: Randomness) -> None:
+        self.inner = inner
+
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
+        return from_rank_0(self.inner.draw(probs, place))
+
+    def draw_each(self, probs: Tensor, place: Place) -> Tensor:
+        return from_rank_0(self.inner.draw_each(probs, place))
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        return from_rank_0(self.inner.accept(probabilities))
+
+
+def decide_as_rank_0(decisions: Decisions) -> Decisions:
+    """Policy, randomness and rule whose decisions on every rank are those of rank 0.
+
+    Ctrl-C on rank 0 ends the text on all ranks.
     """
-
-    def shared(decide: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments: from_rank_0(decide(*arguments))
+    policy, randomness, verify = decisions
 
     def verify_probs_of_rank_0(probs: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         if from_rank_0(INTERRUPTED.is_set()):
             raise KeyboardInterrupt
         return verify(from_rank_0(probs), *more)
 
-    for name in ("draft_length", "keep_drafting", "choose"):
-        setattr(policy, name, shared(getattr(policy, name)))
-    for name in ("draw", "draw_each", "accept"):
-        setattr(randomness, name, shared(getattr(randomness, name)))
-    return randomness, verify_probs_of_rank_0
+    return PolicyOfRank0(policy), RandomnessOfRank0(randomness), verify_probs_of_rank_0
 
 
 def run_on_ranks(
@@ -134,5 +153,4 @@ def run(options: Namespace, write: Callable[[Request, Session], int]) -> int:
         return 0
     model = split(load_model(request.folder, request.dtype, request.device, shard), shard)
     signal.signal(signal.SIGINT, lambda *_: INTERRUPTED.set())
-    Writer.decide = staticmethod(decide_as_rank_0)
-    return write(request, Session(request, model))
+    return write(request, Session(request, model, decide_as_rank_0))

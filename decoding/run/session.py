@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from decoding.run.prompt import check_prompt, encode_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
 from decoding.run.streaming import TextStream
 from decoding.run.together import MOST_TOGETHER, Scheduler, Task
-from decoding.run.writer import Reader, Sample, Writer
+from decoding.run.writer import Decisions, Reader, Sample, Writer
 from decoding.text import Text
 from model import Decoder, InputError
 from model.fast import accelerate
@@ -42,11 +42,17 @@ class Session:
     that has not ended.
     """
 
-    def __init__(self, request: Request, model: Decoder | None = None) -> None:
-        """``model`` is a prepared one, by default that of the request's folder. Raises InputError
-        where it does not fit into memory.
+    def __init__(
+        self,
+        request: Request,
+        model: Decoder | None = None,
+        decide: Callable[[Decisions], Decisions] = lambda decisions: decisions,
+    ) -> None:
+        """``model`` is a prepared one, by default that of the request's folder; for ``decide`` see
+        ``Writer``. Raises InputError where the model does not fit into memory.
         """
         self.request = request
+        self.decide = decide
         if model is None:
             needs = estimate(request.config, **request.needs(), fast_on=request.device)
             check_fits(needs, request.device)
@@ -139,11 +145,11 @@ class Session:
 
     def new_writer(self, capacity: int) -> Writer:
         """A writer with a cache of its own."""
-        return Writer(self.model, capacity, self.tokenizer.token_bytes)
+        return Writer(self.model, capacity, self.tokenizer.token_bytes, self.decide)
 
     def slots(self, texts: int, capacity: int) -> int:
         """Number of texts that are written at once: as many as share steps and fit into memory."""
-        if not hasattr(self.model, "together"):
+        if not self.model.shares_steps:
             return 1
         request = self.request
         needs = request.needs() | {"positions": capacity}

@@ -2,7 +2,7 @@
 
 Several loops run side by side, each in a greenlet, and a scheduler stands between them and the
 model. It waits until each loop has called the model, computes the calls that can share a step, and
-returns each loop its logits. A model without ``together`` computes the calls in turn. There is one
+returns each loop its logits. A model that shares no steps computes the calls in turn. There is one
 thread, since switching threads makes a step half as long again: it runs a text's loop until that
 calls the model, or the scheduler. No text depends on the others: the rows of a step do not depend
 on each other, prompts are read in the same chunks as alone, and under the ratio rule a draft length
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -80,15 +80,16 @@ class Task:
 
 
 class ModelProxy:
-    """Stand-in for a model in a text's loop: the scheduler answers its calls, or raises their
-    errors there.
+    """Stand-in for a model in a text's loop (``decoding.model_port``): the scheduler answers its
+    calls, or raises their errors there.
     """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        self.vocab_size = model.vocab_size
+        self.max_positions = model.max_positions
+        self.device = model.device
+        self.new_cache = model.new_cache
 
     def __call__(
         self, tokens: Tensor, cache: KVCache, start: int = 0, plan: LayerPlan | None = None
@@ -103,7 +104,8 @@ class Slot(Writer):
     """Writer of one of the texts written together; its cache serves one text after another."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(ModelProxy(scheduler.model), scheduler.capacity)
+        super().__init__(scheduler.model, scheduler.capacity)
+        self.target = ModelProxy(scheduler.model)
         self.scheduler = scheduler
         self.pasts = scheduler.pasts
         self.shared_steps = 0
@@ -253,7 +255,7 @@ class Scheduler:
         has been read yet.
         """
         reads_all = task.call.cache is task.slot.cache and not task.call.start and not task.answers
-        if not reads_all or not hasattr(self.model, "together"):
+        if not reads_all or not self.model.shares_steps:
             return None
         prompt = task.text.tokens[: task.text.prompt_length]
         count = task.call.tokens.shape[1]
@@ -291,8 +293,6 @@ def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
     """
     model = calls[0].model
     try:
-        if hasattr(model, "together"):
-            return model.together([call[1:4] for call in calls], calls[0].plan)
-        return [model(*call[1:5]) for call in calls]
+        return model.together([call[1:4] for call in calls], calls[0].plan)
     except Exception as error:  # computed one by one, only the failing call has an error
         return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 import torch
 
 from decoding.drafters import Drafter, ModelDrafter, NoDraft
+from decoding.model_port import Model
 from decoding.policies import FixedLength, Past, Policy
+from decoding.randomness import Randomness
 from decoding.rounds import Round, Statistics
 from decoding.run.plan_file import DraftPlan
 from decoding.run.reading import Segment, Spans, reusable, segments_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
-from decoding.verify import Coupling
+from decoding.verify import Coupling, Verify
 from model import Decoder, KVCache, LayerPlan
 from model.clock import now
 
@@ -78,15 +80,9 @@ def plain(model: Decoder, name: str = "plain") -> Drafting:
     )
 
 
-def make_steps(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> None:
-    """Make the static steps of a model that has them, before any text is timed."""
-    if step := getattr(model, "step_of", None):
-        step(cache, plan or LayerPlan.full(model.num_layers))
-
-
 def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None) -> ModelDrafter:
-    """A drafter with its steps made."""
-    make_steps(model, cache, plan)
+    """A drafter whose static step, if its model has any, is made before a text is timed."""
+    model.step_of(cache, plan)
     return ModelDrafter(model, cache, plan)
 
 
@@ -129,22 +125,34 @@ class Interrupted(KeyboardInterrupt):
         self.sample = sample
 
 
+# Policy, randomness and rule of a text, which several processes make the same.
+Decisions = tuple[Policy, Randomness, Verify]
+
+
 class Writer:
     """A target with one cache for all prompts, and one drafter per drafting.
 
     So steps that were made for them, such as CUDA graphs, serve every text.
     """
 
-    # On several processes rank 0 decides: ``decoding.run.ranks`` replaces this.
-    decide = staticmethod(lambda policy, randomness, verify: (randomness, verify))
-
     def __init__(
-        self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b""
+        self,
+        model: Decoder,
+        capacity: int,
+        token_bytes: TokenBytes = lambda token: b"",
+        decide: Callable[[Decisions], Decisions] = lambda decisions: decisions,
     ) -> None:
-        """``capacity``: positions of the cache, for the longest prompt with its output."""
-        self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
+        """``capacity``: positions of the cache, for the longest prompt with its output.
+
+        ``decide`` makes the decisions of a text those of rank 0 (``decoding.run.ranks``).
+        """
+        self.model = model
+        self.target: Model = model  # as the loop calls it
+        self.capacity = capacity
+        self.token_bytes = token_bytes
+        self.decide = decide
         self.cache: KVCache = model.new_cache(capacity)
-        make_steps(model, self.cache)
+        model.step_of(self.cache)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
         self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.prompt: list[int] = []
@@ -173,9 +181,9 @@ class Writer:
             first = max(segment.begin, kept)
             tokens = ids[:, first : segment.end]
             if segment.by_steps and first < segment.end:
-                self.model(tokens, self.cache, first)
+                self.target(tokens, self.cache, first)
             elif first < segment.end:
-                self.model.prefill(tokens, self.cache, first)
+                self.target.prefill(tokens, self.cache, first)
         self.prompt = list(prompt)
         self.segments = segments
         return self.clock() - began
@@ -261,9 +269,19 @@ class Writer:
             drafting.preparation.finish()
         else:
             policy.grant_clock(self.pasts[drafting.new_drafter], self.shares_steps)
-        drawn = self.decide(policy, coupling.randomness(self.model.device), coupling.verify)
+        policy, randomness, verify = self.decide(
+            (policy, coupling.randomness(self.model.device), coupling.verify)
+        )
         rounds = speculate(
-            self.model, self.cache, self.text, drafter, policy, params, *drawn, observer=observer
+            self.target,
+            self.cache,
+            self.text,
+            drafter,
+            policy,
+            params,
+            randomness,
+            verify,
+            observer=observer,
         )
         try:
             with closing(rounds):

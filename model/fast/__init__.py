@@ -38,6 +38,11 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
     return FastDecoder(model)
 
 
+def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Numbers of bits for which torch has a kernel on a GPU: tinygemm's, of bf16 inputs."""
+    return (4,) if device.type == "cuda" and dtype == torch.bfloat16 else ()
+
+
 def why_not_compiled() -> str | None:
     """Reason why Numba cannot compile and run steps here; None where it can."""
     try:

@@ -17,7 +17,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,10 +26,12 @@ from torch.func import functional_call
 
 from model.cache import KVCache
 from model.decoder import Decoder
+from model.fast import gpu_bits
 from model.fast.graphs import Launcher, compile_function, launcher_of
+from model.fast.prepared import PreparedDecoder
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
-from model.quantise import GROUP, Quantised, rounded
+from model.quantise import GROUP, Quantised
 from model.twins import Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
@@ -125,15 +126,17 @@ class Int4Linear(nn.Module):
 
 
 @torch.no_grad()
-def low_bits(product: nn.Linear | nn.Embedding, bits: int) -> Callable[[Tensor], Tensor]:
+def low_bits(
+    model: Decoder, product: nn.Linear | nn.Embedding, bits: int
+) -> Callable[[Tensor], Tensor]:
     """Low-bit twin of a product, or the product by the checkpoint's weights where the kernel does
     not take it.
     """
-    weight = product.weight
-    fits = weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and bits == 4
-    if fits and weight.shape[0] % 8 == weight.shape[1] % GROUP == 0:
-        return Int4Linear(rounded(product, bits), getattr(product, "bias", None))
-    return product if isinstance(product, nn.Linear) else partial(F.linear, weight=weight)
+    is_linear = isinstance(product, nn.Linear)
+    rows, columns = product.weight.shape
+    if bits in gpu_bits(model.device, model.dtype) and rows % 8 == 0 and columns % GROUP == 0:
+        return Int4Linear(model.rounded(product, bits), product.bias if is_linear else None)
+    return product if is_linear else partial(F.linear, weight=product.weight)
 
 
 class StaticStep:
@@ -232,7 +235,7 @@ class StaticCache:
     steps: dict[LayerPlan, StaticStep]
 
 
-class StaticDecoder:
+class StaticDecoder(PreparedDecoder):
     """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are
     the decoder's.
 
@@ -241,20 +244,16 @@ class StaticDecoder:
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
-        self.model, self.trouble, self.why_rows_vary = model, None, None
-        model.twins = Twins(model, low_bits)
-        self.fast_bits = (
-            (4,) if model.dtype == torch.bfloat16 and model.device.type == "cuda" else ()
-        )
+        super().__init__(model)
+        model.twins = Twins(model, partial(low_bits, model))
+        self.fast_bits = gpu_bits(model.device, model.dtype)
+        self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block
         self.captures = compiled and model.device.type == "cuda"
         self.launcher = Launcher(model.device)
         self.static_caches: list[StaticCache] = []
         # by the cache of a text
         self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static
@@ -305,10 +304,8 @@ class StaticDecoder:
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
     @torch.inference_mode()
-    def step_of(self, cache: KVCache, plan: LayerPlan) -> StaticStep | None:
-        """Static step of a plan on this cache, made now if there is none; None where the readable
-        blocks run.
-        """
+    def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
+        plan = plan or LayerPlan.full(self.num_layers)
         static = self.in_use.get(cache)
         if static is None or self.trouble:
             return None

@@ -112,14 +112,17 @@ class Launcher:
         return next((buffer for copy, buffer in found if not copy._version), None)
 
     @torch.inference_mode()
-    def __call__(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def __call__(
+        self, function: Callable[..., Tensor], *arguments: Any, is_compiled: bool = True
+    ) -> Tensor:
         """``function(*arguments)``, of which the first is a tensor of rows."""
         key = function, *(kind(given, self.source(given)) for given in arguments)
         if key not in self.launches:
             self.launches[key] = None
             try:
                 expected = function(*arguments)
-                self.launches[key] = self._make(function, arguments, expected)
+                run = self.compile(function) if is_compiled else function
+                self.launches[key] = self._make(function, run, arguments, expected)
                 difference = (self._run(key, arguments).double() - expected).abs().max()
                 if not difference <= TOLERANCE:  # NaN fails too
                     raise RuntimeError(f"its results are {difference.item():.3g} away")
@@ -144,9 +147,13 @@ class Launcher:
         return results[turn]
 
     def _make(
-        self, function: Callable[..., Tensor], arguments: tuple[Any, ...], expected: Tensor
+        self,
+        function: Callable[..., Tensor],
+        run: Callable[..., Tensor],
+        arguments: tuple[Any, ...],
+        expected: Tensor,
     ) -> tuple[list[Tensor | None], Callable[[], None], Tensor]:
-        """Record a function for arguments of this kind."""
+        """Record ``run``, the function or its compiled code, for arguments of this kind."""
         inputs, written = list(arguments), [None] * len(arguments)
         for at, given in enumerate(arguments):
             if (source := self.source(given)) is not None:
@@ -156,7 +163,7 @@ class Launcher:
                 inputs[at] = written[at] = self.buffer((function, at), given.shape, given.dtype)
             elif isinstance(given, float):
                 inputs[at] = written[at] = self.buffer((function, at), (), torch.float64)
-        run, is_draw = self.compile(function), expected.dtype == torch.int64
+        is_draw = expected.dtype == torch.int64
         shape = (TURNS, *expected.shape) if is_draw else expected.shape
         results = self.buffer("results", shape, expected.dtype)
 

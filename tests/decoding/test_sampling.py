@@ -216,7 +216,7 @@ def filtered_whole(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution with filters that see every token, as on a GPU."""
     scaled = (logits - logits.amax(-1, keepdim=True)) / params.temperature
     top_p = params.top_p if params.top_p < 1 else None
-    return filtered(scaled, top_p, params.min_p or None, params.top_k).softmax(-1)
+    return filtered(scaled, top_p, params.min_p or None, params.top_k or None).softmax(-1)
 
 
 def rounding_decides(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -225,6 +225,18 @@ def test_non_finite_target_logits_end_the_loop() -> None:
         write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0))
 
 
+def test_the_ratio_rule_in_one_launch_takes_the_same_uniform_numbers() -> None:
+    """Also where the generator draws new ones in the middle of a verification."""
+    generator = torch.Generator().manual_seed(0)
+    alone, launched = SeededRandomness(5), SeededRandomness(5)
+    for drafted in (0, 1, 2, 3, 5) * 15:
+        p = torch.rand(drafted + 1, VOCAB, generator=generator).softmax(-1)
+        q = torch.rand(drafted, VOCAB, generator=generator).softmax(-1)
+        tokens = torch.randint(VOCAB, (drafted,), generator=generator)
+        expected = rules.verify_by_ratio(p, q, tokens, alone, Place(0))
+        assert rules.launch_ratio_rule(p, q, tokens, launched, Place(0)) == expected
+
+
 def test_an_all_zero_residual_draws_from_the_target() -> None:
     """Where p = q up to rounding, the residual is all zeros; the draw is then from p, not from
     NaN.

@@ -15,7 +15,7 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from decoding.verify import verify_by_race, verify_by_ratio
+from decoding.verify import Coupling
 from model import Decoder
 from model.fast.gpu import StaticDecoder
 from model.fast.graphs import Launcher
@@ -45,7 +45,6 @@ def write(
         "race": KeyedRandomness,
         "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness,
     }
-    verify = {"race": verify_by_race, "ratio": verify_by_ratio}
     cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
     randomness = make[coupling](3, device if coupling == "race" else "cpu")
@@ -59,7 +58,7 @@ def write(
             REAL_POLICIES[policy](),
             params,
             randomness,
-            verify[coupling],
+            Coupling(coupling, 3).verify,
         )
     )
     if isinstance(model, StaticDecoder):
@@ -140,14 +139,16 @@ def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
         SamplingParams(0.9),
         SamplingParams(0.9, top_p=0.95),
         SamplingParams(0.9, min_p=0.05),
+        SamplingParams(0.9, top_k=7),
+        SamplingParams(0.9, top_k=9, top_p=0.95, min_p=0.01),
     ],
-    ids=["greedy", "temperature", "top-p", "min-p"],
+    ids=["greedy", "temperature", "top-p", "min-p", "top-k", "all filters"],
 )
 def test_recorded_sampling_leaves_few_operators_outside_of_graphs(
     coupling: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain round launches at most 16, a further drafted token 4; one read per round; the text is
-    the CPU's.
+    """A round launches at most 16 beside its draft, a drafted token 4; one read per round; the text
+    is the CPU's.
     """
     device = torch.device(fake_device.NAME, 0)
     launcher = Launcher(device, fake_device.record, compile=lambda function: function)
@@ -166,7 +167,7 @@ def test_recorded_sampling_leaves_few_operators_outside_of_graphs(
                 if coupling == "race"
                 else fake_device.FakeDeviceRandomness(3)
             )
-            verify = verify_by_race if coupling == "race" else verify_by_ratio
+            verify = Coupling(coupling, 3).verify
             per_draft.clear()
             fake_device.counts.clear()
             rounds = list(
@@ -175,14 +176,12 @@ def test_recorded_sampling_leaves_few_operators_outside_of_graphs(
         counts = fake_device.counts.copy()
         assert counts["read"] == len(rounds)
         texts[drafter] = text.tokens
-        if drafter == "none":
-            assert counts["kernel"] <= 16 * len(rounds)
-        else:
+        verified = counts["kernel"] - sum(kernels for kernels, _ in per_draft)
+        assert verified <= 16 * len(rounds)
+        if drafter == "exit":
             # besides the steps: a position, and the draft's tokens and probabilities as one each
             assert all(kernels <= 4 * drafted + 4 for kernels, drafted in per_draft)
             assert max(drafted for _, drafted in per_draft) == 3
-            verified = counts["kernel"] - sum(kernels for kernels, _ in per_draft)
-            assert verified <= (16 if coupling == "race" else 36) * len(rounds)
     assert model.trouble is None and all(launcher.launches.values())
     expected, *_ = write("cpu", "llama", "exit", coupling=coupling, params=params)
     assert texts["exit"] == expected

@@ -105,9 +105,9 @@ def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
 @pytest.mark.parametrize(
     ("function", "more"),
     [
-        (probabilities, (None, None, None)),
-        (probabilities, ("number", None, None)),
-        (probabilities, ("number", "number", "number")),
+        (probabilities, (None, None, None, None)),
+        (probabilities, ("number", None, None, None)),
+        (probabilities, ("number", "number", "number", "number")),
         (race_at, (torch.int64,)),
         (inverse_cdf, (torch.float64,)),
     ],
@@ -140,11 +140,16 @@ def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers() ->
     launch = launcher()
     logits = torch.randn(19, 11, generator=torch.Generator().manual_seed(0))
     keys = torch.arange(len(logits))
-    for temperature, top_p in ((0.7, 0.9), (1.3, 0.9), (0.7, None)):
+    for temperature, top_p, top_k in (
+        (0.7, 0.9, None),
+        (1.3, 0.9, 4.0),
+        (1.3, 0.9, 100.0),
+        (0.7, None, None),
+    ):
         for rows in (1, 5, len(logits)):
             given = logits[:rows].to(THERE)
-            found = launch(probabilities, given, temperature, top_p, None)
-            expected = probabilities(logits[:rows], temperature, top_p, None)
+            found = launch(probabilities, given, temperature, top_p, None, top_k)
+            expected = probabilities(logits[:rows], temperature, top_p, None, top_k)
             torch.testing.assert_close(found.cpu(), expected)
             drawn = launch(race_at, found, keys[:rows])
             assert drawn.tolist() == race_at(expected, keys[:rows]).tolist()
@@ -154,8 +159,8 @@ def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers() ->
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     launch, logits = launcher(), torch.randn(7, 13).to(THERE)
-    together = launch(probabilities, logits, 0.8, 0.9, 0.01)
-    alone = [launch(probabilities, row[None], 0.8, 0.9, 0.01) for row in logits]
+    together = launch(probabilities, logits, 0.8, 0.9, 0.01, 5.0)
+    alone = [launch(probabilities, row[None], 0.8, 0.9, 0.01, 5.0) for row in logits]
     assert torch.equal(together.cpu(), torch.cat(alone).cpu())
 
 
@@ -166,7 +171,7 @@ def test_a_copy_is_read_from_its_buffer_until_it_is_changed() -> None:
     """
     launch, keys = launcher(), torch.tensor([5])
     for change in (False, True):
-        probs = launch(probabilities, torch.ones(1, 9).to(THERE), 1.0, None, None)
+        probs = launch(probabilities, torch.ones(1, 9).to(THERE), 1.0, None, None, None)
         if change:
             probs[0, 4:] = 0
             probs.div_(probs.sum())
@@ -182,9 +187,9 @@ def test_results_stay_when_later_ones_are_computed() -> None:
     launch, kept = launcher(), []
     for number in range(30):
         logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(number))
-        probs = launch(probabilities, logits.to(THERE), 1.0, None, None)
+        probs = launch(probabilities, logits.to(THERE), 1.0, None, None, None)
         drawn = launch(race_at, probs, torch.tensor([number]))
-        kept.append((probabilities(logits, 1.0, None, None), probs, drawn, number))
+        kept.append((probabilities(logits, 1.0, None, None, None), probs, drawn, number))
     for expected, probs, drawn, number in kept:
         torch.testing.assert_close(probs.cpu(), expected)
         assert drawn.tolist() == race_at(expected, torch.tensor([number])).tolist()
@@ -202,7 +207,7 @@ def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
 
     launch, rows = launcher(compile=compile), torch.randn(2, 9)
     for _ in range(2):
-        found = launch(probabilities, rows.to(THERE), 1.0, None, None)
-        torch.testing.assert_close(found.cpu(), probabilities(rows, 1.0, None, None))
+        found = launch(probabilities, rows.to(THERE), 1.0, None, None, None)
+        torch.testing.assert_close(found.cpu(), probabilities(rows, 1.0, None, None, None))
     said = capsys.readouterr().err
     assert said.startswith("[probabilities is not one launch: ") and said.count("\n") == 1

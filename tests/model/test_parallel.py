@@ -101,12 +101,6 @@ def test_logits_on_every_rank_are_those_of_one_process(
     assert all(torch.equal(other, first) for other in others)
 
 
-class RankWriter(Writer):
-    """Writer of a rank."""
-
-    decide = staticmethod(decide_as_rank_0)
-
-
 fixed = partial(FixedLength, 3)
 
 
@@ -141,7 +135,7 @@ def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
         model.vocab_size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
     )
     model.register_forward_hook(lambda module, inputs, logits: logits + 10 * rank * noise)
-    return text_by(RankWriter(model, 64), asked, 7 + rank)
+    return text_by(Writer(model, 64, decide=decide_as_rank_0), asked, 7 + rank)
 
 
 @pytest.mark.parametrize("drafter", REAL_DRAFTERS)

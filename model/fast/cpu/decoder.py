@@ -5,8 +5,6 @@ weights.
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +19,17 @@ from model.fast.cpu.flash import attend_by_flash
 from model.fast.cpu.rounding import judge
 from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import FIELDS, attention_task, input_task, product_task
+from model.fast.prepared import PreparedDecoder
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
-from model.quantise import Quantised, rounded
+from model.quantise import Quantised
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 MOST_ROWS = 64  # tokens per step
 STEPPING = threading.Lock()  # Numba's threads run one step at a time
 
 
-class FastDecoder:
+class FastDecoder(PreparedDecoder):
     """``Decoder`` on a CPU in bfloat16, float16 or float32, with compiled steps; all else is the
     decoder's.
 
@@ -39,23 +38,21 @@ class FastDecoder:
     are made when a plan first needs them, or before, one by one: ``missing_copies``, ``make_copy``.
     """
 
-    step, why_rows_vary = staticmethod(step), None
+    step = staticmethod(step)
     fast_bits = tuple(LOW_BITS)
+    keeps_copies = True
+    shares_steps = True
+    why_rows_vary = None
 
     def __init__(self, model: Decoder) -> None:
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
-        self.model, model.attend, model.rounded = (
-            model,
-            attend_by_flash,
-            partial(rounded, judge=judge),
-        )
+        super().__init__(model)
+        model.attend = attend_by_flash
+        model.judge = judge
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now."""
@@ -191,7 +188,7 @@ class FastDecoder:
             weight = self.low_bits.get((product, bits))
             if weight is None:
                 weight = self.make_copy(product, bits)
-        if getattr(product, "bias", None) is not None:
+        if isinstance(product, nn.Linear) and product.bias is not None:
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
         block_bytes = weight.stride(0) * weight.itemsize
         tasks = [input_task(kind), product_task(kind)]

@@ -103,7 +103,7 @@ def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
     assert "kept for later runs" in capsys.readouterr().err
     read, steps = prepared(tokenizer)
     assert steps == 0 and not capsys.readouterr().err
-    assert not any(hasattr(layer, "importance") for layer in linear_layers(read).values())
+    assert not read.importance
     for key, copy in copies_of(made).items():
         assert torch.equal(copies_of(read)[key], copy)
     ids = torch.arange(5)[None]
@@ -161,6 +161,21 @@ def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
         drafting = choose(DraftOptions("lowbit", bits=bits), setting)
         assert {*drafting.plan.attention, *drafting.plan.mlp} == {wanted}
         assert drafting.new_policy().gamma == 5
+
+
+@pytest.mark.parametrize(("kernels", "head"), [((4,), 4), ((4, 8), 8), ((), 8)])
+def test_a_low_bit_drafts_head_has_bits_with_a_kernel_in_the_memory_estimate_too(
+    kernels: tuple[int, ...],
+    head: int,
+    model: Decoder,
+    tokenizer: Tokenizer,
+) -> None:
+    """A GPU has a kernel for four bits only."""
+    model.fast_bits = kernels
+    setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
+    for kind in ("lowbit", "auto") if kernels else ("lowbit",):
+        assert Draftings(setting).of(DraftOptions(kind), GREEDY).plan.head == head
+    assert DraftOptions("lowbit").needs(FOLDER, model.config, kernels)["plan"].head == head
 
 
 def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
