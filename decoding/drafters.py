@@ -122,10 +122,19 @@ class ModelDrafter:
         self.model, self.cache, self.plan = model, cache, plan
 
     def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
+        self,
+        text: Text,
+        limit: int,
+        params: SamplingParams,
+        policy: Policy,
+        randomness: Randomness,
+        steps: int | None = None,
     ) -> Draft:
         """Draft of up to ``limit`` tokens, drawn one by one from the distribution of the model's
         logits.
+
+        ``steps``: the most tokens that the model draws, where these are fewer. Tokens that
+        constraints force come without a step, before, between and after them.
         """
         context = text.tensor(self.model.device)
         start = self.cache.length
@@ -136,6 +145,7 @@ class ModelDrafter:
         rows: list[Tensor] = []
         unprocessed: list[Tensor] = []
         confidence: list[float] = []
+        drawn = 0
         while len(rows) < limit:
             forced = text.forced(context[len(text) :])
             if forced is not None:
@@ -149,6 +159,9 @@ class ModelDrafter:
                 if forced in text.rules.eos_ids:
                     break
                 continue
+            if steps is not None and drawn >= steps:
+                break
+            drawn += 1
             if len(new) > CATCH_UP:
                 self.model.prefill(new[None, :-1], self.cache, start)
                 start, new = start + len(new) - 1, new[-1:]
@@ -223,16 +236,11 @@ class ForcedTokens(KnownTokens):
     """
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """Number of forced tokens, and up to ``limit`` tokens; none for a text without a
-        grammar.
-        """
-        found: list[int] = []
-        while len(found) < limit and (token := text.forced(found)) is not None:
-            found.append(token)
-        forced = len(found)
+        """0, and up to ``limit`` tokens; none for a text without a grammar."""
+        found = text.forced_run(limit)
         if text.grammar and not text.rules.eos_ids.intersection(found):
             found += text.grammar.guess([*text.tokens, *found])
-        return forced, found[:limit]
+        return 0, found[:limit]
 
 
 class PromptLookup(KnownTokens):
@@ -284,23 +292,31 @@ class BestOf:
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
-        """Draft of the chosen drafter. The acceptance of a lookup is estimated per length of the
-        n-gram it found.
+        """Draft of the chosen drafter. A model draws as many tokens as were chosen, and those that
+        constraints force behind them come on top.
         """
+        taken, length = policy.choose(self._offers(text, limit))
+        drafter = self.drafters[taken.name]
+        if taken.tokens is None and length:
+            steps = length - taken.forced
+            return drafter.propose(text, limit, params, policy, randomness, steps)
+        return drafter.propose(text, min(limit, length), params, policy, randomness)
+
+    def _offers(self, text: Text, limit: int) -> list[Offer]:
+        """An offer of each drafter. Copied tokens that differ from the forced ones are none.
+
+        The acceptance of a lookup is estimated per length of the n-gram it found.
+        """
+        forced = text.forced_run(limit)
         offers = []
         for name, drafter in self.drafters.items():
-            if isinstance(drafter, ForcedTokens):
-                forced, tokens = drafter.find(text, limit)
-                offers.append(Offer(name, name, tokens, forced))
-            elif isinstance(drafter, KnownTokens):
-                size, tokens = drafter.find(text, limit)
-                offers.append(Offer(name, f"{name} {size}", tokens))
+            if isinstance(drafter, KnownTokens):
+                quality, tokens = drafter.find(text, limit)
+                if list(tokens[: len(forced)]) == forced:
+                    offers.append(Offer(name, f"{name} {quality}", tokens, len(forced)))
             elif self.models_are_ready():
-                offers.append(Offer(name, name))
-        taken, length = policy.choose(offers)
-        return self.drafters[taken.name].propose(
-            text, min(limit, length), params, policy, randomness
-        )
+                offers.append(Offer(name, name, forced=len(forced)))
+        return offers
 
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():

@@ -114,7 +114,7 @@ class Offer:
     is estimated for.
 
     ``tokens``: the tokens to be drafted, where they are known without running a model. The first
-    ``forced`` of them are sure to be accepted.
+    ``forced`` tokens of the draft, of a model's too, are the only ones that constraints allow.
     """
 
     name: str
@@ -155,17 +155,21 @@ class Slope:
         self.trust *= self.FADE
 
 
+KNOWN = "known"  # the name of the slope of tokens that are drafted without running a model
+
+
 @dataclass
 class Past:
     """Estimates from past rounds, of one text or of several: see ``BreakEven``.
 
-    ``seen``: tokens accepted and tokens judged, per kind of draft; ``slopes``: per name of an
-    offer; ``timed``: the names of offers, None for plain rounds, that have run once.
+    ``seen``: tokens accepted and tokens judged, per kind of draft; ``slopes``: per model, by the
+    name of its offer, and that of ``KNOWN`` tokens; ``timed``: the names of slopes whose drafts
+    have run once.
     """
 
     seen: dict[str, tuple[float, float]] = field(default_factory=dict)
     slopes: dict[str, Slope] = field(default_factory=dict)
-    timed: set[str | None] = field(default_factory=set)
+    timed: set[str] = field(default_factory=set)
 
 
 class BreakEven(Policy):
@@ -174,7 +178,8 @@ class BreakEven(Policy):
     A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
     drafted token adds: its draft step, and its share of the verification. It writes
     1 + α + ... + α^k expected tokens (arXiv 2211.17192, equation 1). The speed-up is their ratio;
-    where none is above 1, the round is plain.
+    where none is above 1, the round is plain. Tokens that are known without running a model, such
+    as a lookup's, have one slope, that of their verification.
 
     The acceptance rate α of each kind of draft is estimated from recent rounds; older ones fade by
     ``memory``. Known tokens of an offer without a model are compared with the text afterwards, even
@@ -183,9 +188,11 @@ class BreakEven(Policy):
 
     With a clock (``grant_clock``) the slopes are measured while the text is written. T, the time of
     a plain round, is the median of this text's last ones, and a round of k drafted tokens measures
-    s = (time / T - 1) / k. So a few rounds are plain only to measure T: the second one, the third
-    after it, and then one in 64. The first round of a text and the first of each offer are not
-    learned from, since they warm up caches. Without a clock the slopes keep their first values.
+    s = (time / T - 1) / k. So a few rounds are plain only to measure T: the second, and others 16,
+    32, 48 and then every 64 rounds after the one before; the next one where a draft was much faster
+    than T, which must have been disturbed. The first round of a text and the first of each slope
+    are not learned from, since they warm up caches. Without a clock the slopes keep their first
+    values.
 
     The credit, in plain rounds, limits losses: no draft is made whose cost, were all of it
     rejected, exceeds that of a plain round by more than the credit. It begins at ``START_CREDIT``
@@ -193,8 +200,10 @@ class BreakEven(Policy):
     text and subtracts its cost 1 + k·s. So a text never costs more than ``START_CREDIT`` plus 1 +
     ``CREDIT_PER_TOKEN`` times plain decoding, by these slopes, whatever the target accepts.
 
-    Tokens that constraints force are sure to be accepted (``Offer.forced``): they count neither
-    into α nor as a risk.
+    Tokens that constraints force are sure to be accepted, and each costs a known token's slope
+    under every offer. So they count neither into α nor as a risk, and offers are compared without
+    them: behind ten forced tokens a model drafts two exactly where these two would pay without the
+    ten. Forced tokens that follow a model's own come on top.
 
     Where several texts share the model's steps, nothing is drafted: the more rows a step has, the
     more another row costs.
@@ -219,9 +228,10 @@ class BreakEven(Policy):
     START_CREDIT = 4.0
     CREDIT_PER_TOKEN = 0.02
     LARGEST_CREDIT = 6.0
-    FIRST_PAUSE = 3  # rounds from the first measurement of T to the second
+    FIRST_PAUSE = 16  # rounds from the first measurement of T to the second; twice as many follow
     LONGEST_PAUSE = 64  # rounds between measurements of T
-    LONGEST_FORCED = 15  # tokens of a draft that are forced; a GPU verifies 16 rows in one step
+    DISTURBED = 1.5  # T in times of a round with a draft, above which it is measured again
+    LONGEST_DRAFT = 15  # tokens, forced ones included: a GPU verifies 16 rows in one step
 
     def __init__(
         self,
@@ -232,8 +242,8 @@ class BreakEven(Policy):
         pause: int = 16,
         priors: Mapping[str, float] | None = None,
     ) -> None:
-        """``slopes``: the first slope per name of an offer; ``priors``: α of a kind before its
-        first round.
+        """``slopes``: the first slope per name of a model's offer, and of ``KNOWN`` tokens;
+        ``priors``: α of a kind before its first round.
         """
         super().__init__(longest)
         self.first_slopes = slopes
@@ -244,7 +254,8 @@ class BreakEven(Policy):
         self.waiting = 0
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
-        self.drafted = 0
+        self.guessed = 0  # tokens of the last draft that have the slope of its offer
+        self.forced = 0  # and those that constraints forced in it
         self.past = Past()
         self.has_clock = False
         self.shares_steps: Callable[[], bool] = lambda: False
@@ -254,7 +265,7 @@ class BreakEven(Policy):
         self.draft_times: deque[float] = deque(maxlen=Slope.WINDOW)
 
     def draft_length(self) -> int:
-        return max(self.gamma, self.LONGEST_FORCED)
+        return self.LONGEST_DRAFT
 
     def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
         self.has_clock = True
@@ -262,7 +273,7 @@ class BreakEven(Policy):
         self.shares_steps = shares_steps
 
     def slope(self, name: str) -> Slope:
-        """The slope of an offer."""
+        """The slope of a model's tokens, by the name of its offer, or of ``KNOWN`` ones."""
         return self.past.slopes.setdefault(name, Slope(self.first_slopes[name]))
 
     def acceptance(self, kind: str) -> float:
@@ -288,37 +299,41 @@ class BreakEven(Policy):
         probe_speed = 0.0
         for offer in offers:
             rate = self.acceptance(offer.kind)
-            slope = self.slope(offer.name).value
-            longest = self.gamma if offer.tokens is None else min(self.gamma, len(offer.tokens))
-            longest = max(longest, offer.forced)
+            slope = self.slope(slope_of(offer)).value
+            longest = self.LONGEST_DRAFT if offer.tokens is None else len(offer.tokens)
             tokens = 1.0
-            for count in range(1, longest + 1):
-                guesses = max(0, count - offer.forced)
+            for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
                 if guesses * slope > self.credit:
                     break  # the loss, were all of it rejected
                 tokens += rate**guesses
-                speed = tokens / (1 + count * slope)
+                speed = tokens / (1 + guesses * slope)
                 if speed > best_speed:
                     best_speed = speed
                     self.taken = offer
-                    length = count
-                if count == 1 and offer.tokens is None and speed > probe_speed:
+                    length = offer.forced + guesses
+                if guesses == 1 and offer.tokens is None and speed > probe_speed:
                     probe_speed = speed
                     probe = offer
         if self.taken is None and probe is not None and not self.waiting:
             self.taken = probe
-            length = 1
+            length = probe.forced + 1
+        if self.taken is None and forced:
+            self.taken = next((offer for offer in offers if offer.tokens), offers[0])
+            length = self.taken.forced
         return self.taken or offers[0], length
 
     def observe(self, round: Round) -> None:
         self.rounds += 1
-        self.drafted = len(round.drafted)
+        self.guessed, accepted = round.guessed
+        self.forced = len(round.drafted) - self.guessed
         cost = 1.0
         if self.taken:
-            cost += self.drafted * self.slope(self.taken.name).value
+            cost += self.guessed * self.slope(slope_of(self.taken)).value
+        if self.forced:
+            cost += self.forced * self.slope(KNOWN).value
         earned = (1 + self.CREDIT_PER_TOKEN) * len(round.emitted)
         self.credit = min(self.LARGEST_CREDIT, self.credit + earned - cost)
-        self.waiting = self.pause if self.drafted else max(0, self.waiting - 1)
+        self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
         for offer in self.offers:
             if offer.tokens:
                 pairs = list(zip(offer.tokens, round.emitted, strict=False))
@@ -326,9 +341,8 @@ class BreakEven(Policy):
                 equal = next(differing, len(pairs))
                 forced = min(offer.forced, equal)
                 self._learn(offer.kind, equal - forced, equal < len(pairs))
-            elif self.drafted and offer is self.taken:
-                guessed, accepted = round.guessed
-                self._learn(offer.kind, accepted, accepted < guessed)
+            elif self.guessed and offer is self.taken:
+                self._learn(offer.kind, accepted, accepted < self.guessed)
 
     def _learn(self, kind: str, accepted: int, rejected: bool) -> None:
         before = self.past.seen.get(kind, (0.0, 0.0))
@@ -339,24 +353,38 @@ class BreakEven(Policy):
         )
 
     def observe_time(self, seconds: float) -> None:
-        name = self.taken.name if self.taken else None
+        name = slope_of(self.taken) if self.taken else None
         for other, slope in self.past.slopes.items():
             if other != name:
                 slope.fade()
+        if name is None:
+            if self.rounds > 1:
+                self.plain_times.append(seconds)
+                pause = self.FIRST_PAUSE * len(self.plain_times)
+                self.next_plain = self.rounds + min(pause, self.LONGEST_PAUSE)
+            return
+        drafted = self.guessed + (self.forced if name == KNOWN else 0)
         is_first = self.rounds == 1 or name not in self.past.timed
         self.past.timed.add(name)
-        if is_first:
+        if is_first or not drafted:  # a model that drafted nothing ran all the same
             return
-        if name is None:
-            pause = self.FIRST_PAUSE if not self.plain_times else self.LONGEST_PAUSE
-            self.next_plain = self.rounds + pause
-            self.plain_times.append(seconds)
-        elif self.drafted:  # a model that drafted nothing ran all the same: no plain round
-            self.draft_times.append(seconds)
-            if self.plain_times:
-                # A plain round that took longer than one with a draft was disturbed.
-                plain = min(median_low(self.plain_times), *self.draft_times)
-                self.slope(name).learn((seconds / plain - 1) / self.drafted)
+        self.draft_times.append(seconds)
+        if not self.plain_times:
+            return
+        plain = median_low(self.plain_times)
+        if plain > self.DISTURBED * seconds:
+            self.next_plain = self.rounds
+        # A plain round that took longer than one with a draft was disturbed.
+        plain = min(plain, *self.draft_times)
+        extra = seconds / plain - 1
+        if name != KNOWN and self.forced:
+            extra -= self.forced * self.slope(KNOWN).value
+        self.slope(name).learn(extra / drafted)
+
+
+def slope_of(offer: Offer) -> str:
+    """Name of the slope of an offer's tokens."""
+    return offer.name if offer.tokens is None else KNOWN
 
 
 class PolicyAround(Policy):

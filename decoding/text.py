@@ -270,6 +270,13 @@ class Text:
             return None
         return int(allowed.numpy().argmax())
 
+    def forced_run(self, limit: int) -> list[int]:
+        """Up to ``limit`` tokens that the constraints force next, one after another."""
+        run: list[int] = []
+        while len(run) < limit and (token := self.forced(run)) is not None:
+            run.append(token)
+        return run
+
     def extend(self, tokens: Sequence[int | None]) -> Extension:
         """Append tokens in order, up to the first that ends the text or completes a banned word.
 

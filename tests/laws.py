@@ -181,7 +181,7 @@ REAL_POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: FixedLength(3),
     "adaptive": lambda: AdaptiveExit(0.3, 4),
     "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
-    "break-even": lambda: BreakEven({"model": 0.2, "lookup": 0.1}, 3),
+    "break-even": lambda: BreakEven({"model": 0.2, "known": 0.1}, 3),
 }
 
 

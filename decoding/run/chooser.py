@@ -14,7 +14,14 @@ from typing import Any
 
 from cli.command_line import say
 from decoding.drafters import BestOf, ForcedTokens, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.policies import (
+    KNOWN,
+    AdaptiveExit,
+    BreakEven,
+    ConfidenceGate,
+    FixedLength,
+    Policy,
+)
 from decoding.run.calibration import low_bit_steps
 from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan
@@ -30,8 +37,8 @@ from weights.tokenizer import Tokenizer
 BITS = 4  # of a low-bit draft by default
 GAMMA_LOW_BITS = 5  # tokens drafted per round with --bits
 PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
-LOOKUP_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5}
-PRIOR_FORCED = 0.9  # acceptance of the guesses after forced tokens
+# and of tokens that are known without a model; "forced 0": of the guesses after forced ones
+KNOWN_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5, "forced 0": 0.9}
 LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY = 0.8  # its first threshold
 START_SAMPLED = 0.5
@@ -324,8 +331,8 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
     ways: dict[str, Drafting] = {}
-    slopes = {"lookup": VERIFY_SLOPE, "forced": VERIFY_SLOPE}
-    priors = dict(LOOKUP_PRIORS, forced=PRIOR_FORCED)
+    slopes = {KNOWN: VERIFY_SLOPE}
+    priors = dict(KNOWN_PRIORS)
     for name, chosen in plans_for_auto(options, setting).items():
         ways[name] = planned(setting, chosen)
         slopes[name] = first_slope(model, chosen.plan)

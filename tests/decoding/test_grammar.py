@@ -73,7 +73,7 @@ STOPS: list[dict[str, Any]] = [
     {"banned": ("bb",), "max_new_tokens": 2},
     {"banned": ("aa", "ca"), "max_new_tokens": 2, "stop_strings": ("c",)},
 ]
-WAYS = {"model": 0.45, "lookup": 0.1, "forced": 0.1}
+WAYS = {"model": 0.45, "known": 0.1}
 POLICIES: list[Callable[[], Policy]] = [
     lambda: FixedLength(2),
     lambda: FixedLength(3),
@@ -287,6 +287,26 @@ def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -
     assert rounds[0].drafted[:2] == [3, 0]
     assert rounds[0].forced[:2] == [True, False]
     assert rounds[0].guessed == (1, rounds[0].accepted - 1)
+
+
+@pytest.mark.parametrize(("steps", "drafted"), [(0, [3]), (1, [3, None, 3]), (2, [3, None, 3])])
+def test_a_model_draws_as_many_tokens_as_asked_and_the_forced_ones_come_on_top(
+    steps: int, drafted: list[int | None]
+) -> None:
+    model = tiny_model("llama", vocab=5)
+    rules = Rules(9, frozenset({EOS}), grammar=Grammar("regex", "c(a|b)c(aa|bb)", VOCABULARY))
+    text = Text([1, 2], rules, model, lambda token: TOKENS[token])
+    cache = model.new_cache(20)
+    model.prefill(torch.tensor([[1]]), cache)
+    with torch.inference_mode():
+        draft = ModelDrafter(model, cache).propose(
+            text, 9, SamplingParams(1.0), FixedLength(9), SeededRandomness(0), steps
+        )
+    found = draft.tokens.tolist()
+    assert len(draft.probs) == len(found)
+    assert [token if token == 3 else None for token in found[: len(drafted)]] == drafted
+    if steps < 2:
+        assert len(found) == len(drafted)
 
 
 def test_a_model_reads_forced_tokens_in_its_next_step() -> None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import count, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from decoding.policies import (
     Offer,
     Past,
     Slope,
+    slope_of,
 )
 from decoding.rounds import Round
 
@@ -111,13 +113,13 @@ def test_break_even_never_costs_noticeably_more_than_plain_decoding(
 def test_nor_does_it_with_several_offers(
     slopes: tuple[float, float], rounds: list[tuple[int, int]]
 ) -> None:
-    by_name = dict(zip(("model", "lookup"), slopes, strict=True))
+    by_name = dict(zip(("model", "known"), slopes, strict=True))
     policy = BreakEven(by_name)
     spent = 0.0
     tokens = 0
     for most, found in rounds:
         taken, length = policy.choose([MODEL, Offer("lookup", "lookup 2", [7] * found)])
-        spent += 1 + length * by_name[taken.name]
+        spent += 1 + length * by_name[slope_of(taken)]
         round = a_round(length, min(length, most))
         tokens += len(round.emitted)
         policy.observe(round)
@@ -169,7 +171,7 @@ def test_break_even_comes_back_when_drafts_become_good() -> None:
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
     """Its tokens are compared with the text afterwards."""
-    policy = BreakEven({"lookup": 0.25}, priors={"lookup 1": 0.0})
+    policy = BreakEven({"known": 0.25}, priors={"lookup 1": 0.0})
     offer = Offer("lookup", "lookup 1", [5, 6, 7, 8])
     for _ in range(30):
         taken, length = policy.choose([offer])
@@ -314,7 +316,7 @@ def test_a_text_begins_with_the_past_of_the_text_before_where_it_has_a_clock() -
 
 def test_break_even_drafts_nothing_where_texts_share_steps() -> None:
     machine = Machine(1.0, {"model": 0.1, "lookup": 0.1})
-    policy = machine.grant(BreakEven({"model": 0.1, "lookup": 0.1}))
+    policy = machine.grant(BreakEven({"model": 0.1, "known": 0.1}))
     assert policy.choose([MODEL, LOOKUP])[1] > 0
     machine.shared = True
     assert policy.choose([MODEL, LOOKUP])[1] == 0
@@ -329,3 +331,106 @@ def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
     timed = machine.grant(BreakEven({"model": 0.3}))
     machine.accepts = 2
     assert [length for _, length in machine.write(timed, 60, [MODEL])] != drafted
+
+
+# Whole texts under a fake clock
+
+TOKENS = 96
+TEXTS = 40
+
+
+def written(
+    policy: BreakEven, acceptance: float, slope: float, random: Random
+) -> tuple[int, float]:
+    """Rounds and plain rounds' time of a text whose drafts are accepted at a rate."""
+    machine = Machine(1.0, {"model": slope})
+    machine.grant(policy)
+    rounds = 0
+    spent = 0.0
+    tokens = 0
+    while tokens < TOKENS:
+        machine.accepts = next(n for n in count() if n == 8 or random.random() >= acceptance)
+        [(_, length)] = machine.write(policy, 1, [MODEL])
+        rounds += 1
+        spent += 1 + length * slope
+        tokens += 1 + min(length, machine.accepts)
+    return rounds, spent
+
+
+@pytest.mark.parametrize("slope", [0.3, 0.45, 0.6])
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+def test_a_text_takes_hardly_longer_than_at_the_best_fixed_length(
+    acceptance: float, slope: float
+) -> None:
+    """That it first has to find, with a first slope of .45."""
+    best = max(
+        sum(acceptance**kept for kept in range(length + 1)) / (1 + length * slope)
+        for length in range(9)
+    )
+    random = Random(1)
+    found = [
+        written(BreakEven({"model": 0.45}), acceptance, slope, random)[1] for _ in range(TEXTS)
+    ]
+    assert sum(found) / TEXTS < 1.08 * TOKENS / best
+
+
+FREE = 3
+FORCED = 6
+
+
+def structured(policy: BreakEven | None, length: int, acceptance: float, random: Random) -> int:
+    """Rounds of a text in which FORCED forced tokens follow FREE free ones: by a policy, or by a
+    model that drafts ``length`` tokens a round, forced ones included.
+    """
+    rounds = 0
+    at = 0
+    while at < TOKENS:
+        cycle = [place % (FREE + FORCED) >= FREE for place in range(at, at + 16)]
+        leading = cycle.index(False)
+        steps = length
+        if policy:
+            known = Offer("forced", "forced 0", [0] * leading, leading)
+            taken, chosen = policy.choose([Offer("model", "model", forced=leading), known])
+            length = BreakEven.LONGEST_DRAFT if taken is not known else chosen
+            steps = chosen - leading
+        free = [place for place in range(length) if not cycle[place]]
+        drafted = free[steps] if steps < len(free) else length
+        rejected = next((place for place in free if random.random() >= acceptance), drafted)
+        accepted = min(rejected, drafted)
+        round = Round(at, [0] * drafted, accepted, [0] * (accepted + 1), forced=cycle)
+        if policy:
+            policy.observe(round)
+            guessed = round.guessed[0]
+            policy.observe_time(1 + 0.42 * guessed + 0.03 * drafted)
+        rounds += 1
+        at += accepted + 1
+    return rounds
+
+
+def test_structured_text_takes_fewer_rounds_than_the_model_or_the_forced_tokens_alone() -> None:
+    """A model drafts behind forced tokens, and those behind its own come on top."""
+    random = Random(2)
+
+    def mean(length: int, by_policy: bool, acceptance: float) -> float:
+        total = 0
+        for _ in range(TEXTS):
+            policy = BreakEven({"model": 0.45, "known": 0.07}) if by_policy else None
+            if policy:
+                policy.grant_clock(Past(), lambda: False)
+            total += structured(policy, length, acceptance, random)
+        return total / TEXTS
+
+    alone = mean(5, False, 0.9)
+    assert mean(0, True, 0.9) < alone
+    assert mean(0, True, 0.0) < 1.2 * TOKENS * FREE / (FREE + FORCED), "hardly more than forced"
+
+
+def test_a_draft_behind_forced_tokens_is_the_one_that_would_pay_without_them() -> None:
+    for rate, expected in ((0.9, True), (0.3, False)):
+        policy = BreakEven({"model": 0.45, "known": 0.07}, priors={"model": rate})
+        policy.waiting = 1
+        _, alone = policy.choose([MODEL])
+        known = Offer("forced", "forced 0", [0] * 4, 4)
+        taken, length = policy.choose([Offer("model", "model", forced=4), known])
+        assert (taken.name, length) == (("model", 4 + alone) if expected else ("forced", 4))
+        assert bool(alone) is expected

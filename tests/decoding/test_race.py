@@ -65,7 +65,7 @@ def no_three_alike(tokens: Sequence[int]) -> Tensor:
     return allowed
 
 
-WAYS = dict.fromkeys(("model", "lookup", ""), 0.45)
+WAYS = dict.fromkeys(("model", "known"), 0.45)
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),

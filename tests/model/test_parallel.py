@@ -111,7 +111,7 @@ def gated() -> Policy:
 def break_even() -> Policy:
     """With different slopes on every rank."""
     slope = 0.2 + dist.get_rank()
-    return BreakEven({"model": slope, "lookup": slope}, 3)
+    return BreakEven({"model": slope, "known": slope}, 3)
 
 
 Asked = tuple[str, Callable[[], Policy], str, float]

@@ -51,7 +51,7 @@ def undefined_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) ->
 
 
 # The axes. The first value of each is its plainest.
-WAYS = {"model": 0.45, "lookup": 0.1, "": 0.1}
+WAYS = {"model": 0.45, "known": 0.1}
 AXES: dict[str, dict[str, object]] = {
     "drafter": TABLE_DRAFTERS,
     "params": {
