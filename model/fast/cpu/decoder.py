@@ -3,7 +3,6 @@ weights.
 """
 
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ from model.quantise import Quantised, rounded
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 MOST_ROWS = 64  # tokens per step
-STEPPING = threading.Lock()  # Numba's threads run one step at a time
 
 
 class FastDecoder:
@@ -117,11 +115,10 @@ class FastDecoder:
         steps = [
             slice(first, first + MOST_ROWS) for first in range(0, len(batch.tokens), MOST_ROWS)
         ]
-        with STEPPING:  # a text's earlier tokens first
-            parts = [
-                torch.from_numpy(self.step(weights, Batch(*(each[part] for each in batch))))
-                for part in steps
-            ]
+        parts = [
+            torch.from_numpy(self.step(weights, Batch(*(each[part] for each in batch))))
+            for part in steps
+        ]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
