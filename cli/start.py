@@ -24,10 +24,9 @@ def start() -> None:
     except OSError:  # torch could not load its libraries
         print("error: the working directory was deleted: change to another", file=sys.stderr)
         sys.exit(2)
-    # Number of times that an idle OpenMP thread looks for work before it sleeps. Waking it takes
-    # longer than most products of a step. The default would keep a core busy for too long on a
-    # machine with other processes.
-    os.environ.setdefault("GOMP_SPINCOUNT", "200000")
+    # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
+    # looks, it keeps a core from other programs and from the threads of a compiled step.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def specdec() -> None:

@@ -47,8 +47,6 @@ def why_not_compiled() -> str | None:
     """Reason why Numba cannot compile and run steps here; None where it can."""
     try:
         import numba
-
-        numba.get_num_threads()  # starts its threads
     except (ImportError, ValueError) as error:  # not installed, or its settings are wrong
         return " ".join(str(error).split())
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None

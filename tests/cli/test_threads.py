@@ -1,4 +1,6 @@
-"""How torch's threads wait is said before torch is loaded, by every command that decodes."""
+"""How long torch's idle threads stay awake is set before torch is loaded, by every command that
+decodes.
+"""
 
 import subprocess
 import sys
@@ -21,7 +23,7 @@ runpy.run_module("{module}", run_name="__main__")
 
 
 @pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "training.corpus"])
-def test_threads_wait_awake_in_every_command(module: str) -> None:
+def test_idle_threads_soon_sleep_in_every_command(module: str) -> None:
     """Read when torch is loaded, so it must be there by then."""
     environment = {"PATH": ""}
     run = subprocess.run(
@@ -31,4 +33,4 @@ def test_threads_wait_awake_in_every_command(module: str) -> None:
         capture_output=True,
         text=True,
     )
-    assert run.stdout.strip() == "200000", run.stderr
+    assert run.stdout.strip() == "1000", run.stderr

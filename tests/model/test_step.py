@@ -29,6 +29,8 @@ numba = pytest.importorskip(
     "numba", reason="the compiled step needs numba: pip install -r requirements.txt"
 )
 
+from numba.np.ufunc import parallel  # noqa: E402
+
 from model.fast import cpu  # noqa: E402
 from model.fast.cpu import dot, elements  # noqa: E402
 from model.fast.cpu.decoder import FastDecoder, packed  # noqa: E402
@@ -155,6 +157,7 @@ def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None
     cache = model.new_cache(40, batch=70)
     found.append(torch.cat([model(texts[:, :5], cache, 0), model(texts[:, 5:], cache, 5)], 1)[3:4])
     assert all(torch.equal(each, found[0]) for each in found)
+    assert not parallel._is_initialized, "steps have threads of their own, without Numba's beside"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
@@ -489,19 +492,25 @@ def test_where_numba_is_missing_the_readable_blocks_run(
     assert model.why_rows_vary and "\n" not in model.why_rows_vary
 
 
+class RefusesSettings:
+    """Finder of modules under which an import of Numba fails as with a wrong setting."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "numba":
+            raise ValueError("Number of threads specified\nmust be > 0.")
+
+
 def test_settings_under_which_numba_cannot_run_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse() -> int:
-        raise ValueError("The threading layer requested 'foo' is unknown to Numba.\nHINT: none")
-
     model = random_model("llama")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     assert accelerate(model) is model
-    monkeypatch.setattr(numba, "get_num_threads", refuse)
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.setattr(sys, "meta_path", [RefusesSettings(), *sys.meta_path])
     assert accelerate(model) is model
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "NUMBA_DISABLE_JIT" in said[0] and "'foo' is unknown" in said[1]
+    assert len(said) == 2 and "NUMBA_DISABLE_JIT" in said[0] and "must be > 0" in said[1]
 
 
 def test_in_float64_the_readable_blocks_run() -> None:

@@ -3,7 +3,6 @@ weights.
 """
 
 import sys
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +25,6 @@ from model.quantise import Quantised
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 MOST_ROWS = 64  # tokens per step
-STEPPING = threading.Lock()  # Numba's threads run one step at a time
 
 
 class FastDecoder(PreparedDecoder):
@@ -114,11 +112,10 @@ class FastDecoder(PreparedDecoder):
         steps = [
             slice(first, first + MOST_ROWS) for first in range(0, len(batch.tokens), MOST_ROWS)
         ]
-        with STEPPING:  # a text's earlier tokens first
-            parts = [
-                torch.from_numpy(self.step(weights, Batch(*(each[part] for each in batch))))
-                for part in steps
-            ]
+        parts = [
+            torch.from_numpy(self.step(weights, Batch(*(each[part] for each in batch))))
+            for part in steps
+        ]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         shapes = [tokens.shape for tokens, _, _ in calls]
         parts = logits.split([shape.numel() for shape in shapes])
