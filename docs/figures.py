@@ -26,17 +26,15 @@ RACES = np.array([[0.9, 0.2, 0.4], [0.3, 0.36, 0.5]])
 DRAFT_COST = 0.45  # of a draft step, in plain steps
 VERIFY_COST = 1.1  # of a verification
 # The example of docs/search.md: a text, and the probability that each token is kept if drafted.
-TEXT = ("The", "fox", "ran", "home", "at", "night")
-KEPT = (0.9, 0.8, 0.5, 0.9, 0.7, 0.9)
+TEXT = {"The": 0.9, "fox": 0.8, "ran": 0.5, "home": 0.9, "at": 0.7, "night": 0.9}
 GAMMA = 2  # tokens that a round drafts there
 
 
 def sheet(height: float, left: float, right: float, top: float) -> Axes:
     """Axes without a frame; the height of the figure is in inches, the rest in units of tiles."""
-    axes = Figure(figsize=(7.5, height)).subplots()
-    axes.set(xlim=(left, right), ylim=(0, top))
-    axes.set_axis_off()
-    return axes
+    bare = {"frame_on": False, "xticks": [], "yticks": []}
+    frame = {"xlim": (left, right), "ylim": (0, top)}
+    return Figure(figsize=(7.5, height)).subplots(subplot_kw=bare | frame)
 
 
 def tiles(
@@ -65,17 +63,19 @@ def rules() -> Figure:
     the residual.
     """
     figure = Figure(figsize=(7.5, 3.4))
-    left, right = figure.subplots(1, 2, sharey=True)
     both = np.minimum(P, Q)
-    for axes, own, colour, other, name in ((left, Q, PALE_RED, P, "p"), (right, P, BLUE, Q, "q")):
+    sides = (
+        ("what is drafted: q", Q, PALE_RED, P, "p"),
+        ("what is written: p", P, BLUE, Q, "q"),
+    )
+    grid = figure.subplots(1, 2, sharey=True)
+    for axes, (title, own, colour, other, name) in zip(grid, sides, strict=True):
         axes.bar(TOKENS, both, 0.7, color=GREEN)
         axes.bar(TOKENS, own - both, 0.7, both, color=colour)
         axes.hlines(other, np.arange(3) - 0.42, np.arange(3) + 0.42, INK, linestyles="dotted")
         for at, height in enumerate(other):
             axes.text(at + 0.44, height, name, va="center", color=MUTED)
-        axes.set(ylim=(0, 0.9), xlim=(-0.6, 2.7))
-    left.set_title("what is drafted: q")
-    right.set_title("what is written: p")
+        axes.set(ylim=(0, 0.9), xlim=(-0.6, 2.7), title=title)
     colours = {"accepted: min(p, q)": GREEN, "rejected: the rest of q": PALE_RED}
     return explained(figure, colours | {"residual: max(0, p − q)": BLUE})
 
@@ -135,8 +135,9 @@ def race() -> Figure:
     """Exponentials E of three tokens, E/p and E/q, for two draws of E."""
     figure = Figure(figsize=(7.5, 3.6))
     grid = figure.subplots(2, 3)
+    outcomes = ("b and b: accepted", "a and b: b is rejected, a is written")
     columns = (("E", 1, 1.4), ("E/p: the target's race", P, 4), ("E/q: the draft's race", Q, 13))
-    for row, draw in zip(grid, RACES, strict=True):
+    for row, draw, outcome in zip(grid, RACES, outcomes, strict=True):
         for axes, (title, law, end) in zip(row, columns, strict=True):
             times = draw / law
             colours = [BLUE if time == times.min() and title != "E" else RULE for time in times]
@@ -144,8 +145,7 @@ def race() -> Figure:
             axes.bar_label(bars, [f"{time:.2f}" for time in times], padding=3)
             axes.set(xlim=(0, end), xticks=[], title=title if axes in grid[0] else "")
             axes.invert_yaxis()
-    grid[0, 1].set_xlabel("b and b: accepted")
-    grid[1, 1].set_xlabel("a and b: b is rejected, a is written")
+        row[1].set_xlabel(outcome)
     return explained(figure, {"the least, which wins": BLUE})
 
 
@@ -157,10 +157,9 @@ def states() -> np.ndarray:
     """
     found = np.zeros((GAMMA + 1, len(TEXT)))
     found[0, 0] = 1
-    for at in range(len(TEXT) - 1):
-        accepted = found[:-1, at] * KEPT[at]
-        found[1:, at + 1] = accepted
-        found[0, at + 1] = found[:, at].sum() - accepted.sum()
+    for at, kept in enumerate([*TEXT.values()][:-1]):
+        found[1:, at + 1] = found[:-1, at] * kept
+        found[0, at + 1] = found[:, at].sum() - found[1:, at + 1].sum()
     return found
 
 
@@ -169,8 +168,8 @@ def programme() -> Figure:
     axes = sheet(3.7, -2.2, 11.2, 5.4)
     for depth, name in enumerate(("a round begins", "1 drafted", "2 drafted")):
         tiles(axes, 0, 1.8 * depth + 0.85, (), name)
-    for at, token in enumerate(TEXT):
-        axes.text(2 * at + 0.5, 0.4, f"{token}\nkept {KEPT[at]:g}", ha="center", va="center")
+    for at, (token, share) in enumerate(TEXT.items()):
+        axes.text(2 * at + 0.5, 0.4, f"{token}\nkept {share:g}", ha="center", va="center")
     arrows = {"accepted": "#3f8f6b", "rejected: the target's token": RED, "full: the bonus": INK}
     kept, rejected, full = arrows.values()
     for depth, at in np.argwhere(states() > 0):

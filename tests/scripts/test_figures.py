@@ -46,8 +46,8 @@ def test_nothing_in_a_picture_reaches_beyond_its_frame(draw: Callable[[], Figure
 
 def test_the_states_of_the_programme_are_those_of_the_search() -> None:
     """In expected rounds, and in drafted tokens that the target accepts."""
-    kept = torch.tensor(figures.KEPT, dtype=torch.float64)[None, None]
-    length = torch.tensor([len(figures.KEPT)])
+    kept = torch.tensor([*figures.TEXT.values()], dtype=torch.float64)[None, None]
+    length = torch.tensor([len(figures.TEXT)])
     found = expected_rounds(
         Acceptance(kept, *[torch.ones_like(kept)] * 3, length, length), [figures.GAMMA], [0.0]
     )
