@@ -65,7 +65,8 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> No
     """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers
     in it.
     """
-    tokens, probs = getattr(draft, "tokens", None), getattr(draft, "probs", None)
+    tokens = getattr(draft, "tokens", None)
+    probs = getattr(draft, "probs", None)
     if not (isinstance(draft, Draft) and isinstance(tokens, Tensor) and isinstance(probs, Tensor)):
         raise contract_error(
             drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}"
@@ -119,7 +120,9 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Model, cache: Any, plan: LayerPlan | None = None) -> None:
-        self.model, self.cache, self.plan = model, cache, plan
+        self.model = model
+        self.cache = cache
+        self.plan = plan
 
     def propose(
         self,
@@ -151,11 +154,13 @@ class ModelDrafter:
             if forced is not None:
                 # The model does not run: its next call reads all tokens that it has not read.
                 token = context.new_tensor([forced])
-                new, context = torch.cat((new, token)), torch.cat((context, token))
+                new = torch.cat((new, token))
+                context = torch.cat((context, token))
                 tokens.append(token)
                 rows.append(F.one_hot(token, self.model.vocab_size).float())
                 unprocessed.append(rows[-1].log())
-                confidence.append(1.0)
+                if policy.reads_draft_confidence:
+                    confidence.append(1.0)
                 if forced in text.rules.eos_ids:
                     break
                 continue
@@ -164,14 +169,16 @@ class ModelDrafter:
             drawn += 1
             if len(new) > CATCH_UP:
                 self.model.prefill(new[None, :-1], self.cache, start)
-                start, new = start + len(new) - 1, new[-1:]
+                start += len(new) - 1
+                new = new[-1:]
             logits = self.model(new[None], self.cache, start, self.plan)[0, -1:]
             allowed = text.allowed(context[len(text) :], first=len(rows))
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
                 break  # no token is allowed here: an error only if the text comes to this position
             token = randomness.draw(probs[0], text.place(len(rows)))
-            start, new = start + len(new), token[None]
+            start += len(new)
+            new = token[None]
             if extends:
                 context = torch.cat((context, new))
             tokens.append(new)
@@ -186,8 +193,6 @@ class ModelDrafter:
             if rows
             else torch.zeros(0, self.model.vocab_size, device=self.model.device)
         )
-        if not policy.reads_draft_confidence:
-            confidence = []
         return Draft(torch.cat(tokens), probs, confidence or None, unprocessed)
 
     def rollback(self, length: int) -> None:
@@ -199,7 +204,8 @@ class KnownTokens:
     """Draft of tokens that are known without running a model. ``find`` gives them."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size = vocab_size
+        self.device = device
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Number that says how good the guess is, for which policies estimate an acceptance, and
@@ -261,10 +267,10 @@ class PromptLookup(KnownTokens):
         """Length of the n-gram at the end of the text that occurred before, and up to ``limit``
         tokens after it.
         """
-        tokens = text.tokens
-        ids = array("i", tokens)
-        data, width = ids.tobytes(), ids.itemsize
-        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
+        ids = array("i", text.tokens)
+        data = ids.tobytes()
+        width = ids.itemsize
+        for size in range(min(self.longest, len(ids) - 1), 0, -1):
             tail = data[-size * width :]
             end = len(data) - width  # an occurrence needs at least one token after it
             while (at := data.rfind(tail, 0, end)) >= 0:

@@ -68,7 +68,8 @@ class Vocabulary:
         """Token ids with exactly the bytes of ``text``: the longest matches, where the tokenizer
         gives other bytes, as one that normalises does.
         """
-        ids, rest = list(self.encode(text)), text.encode()
+        ids = list(self.encode(text))
+        rest = text.encode()
         if b"".join(self.tokens[token] for token in ids) == rest:
             return ids
         ids = []
@@ -148,7 +149,8 @@ class GrammarConstraint:
     """
 
     def __init__(self, grammar: Grammar, prompt_length: int) -> None:
-        self.grammar, self.prompt_length = grammar, prompt_length
+        self.grammar = grammar
+        self.prompt_length = prompt_length
         self.matcher = grammar.new_matcher()
         self.consumed: list[int] = []
         self.path: list[int] = []
@@ -192,7 +194,8 @@ class GrammarConstraint:
                 break
             # A matcher never leaves an error. Other branches may have used up a limit: once more.
             self.trouble = f"{self.grammar.option}: {reason(self.matcher)}"
-            self.matcher, self.consumed = self.grammar.new_matcher(), []
+            self.matcher = self.grammar.new_matcher()
+            self.consumed = []
         else:
             bits = bytes(len(bits))
         self.seconds += time.perf_counter() - began

@@ -76,7 +76,8 @@ class AdaptiveExit(Policy):
     """
 
     reads_draft_confidence = True
-    ALPHA, RATE_MEMORY = 0.9, 0.5
+    ALPHA = 0.9
+    RATE_MEMORY = 0.5
 
     def __init__(
         self,
@@ -87,7 +88,9 @@ class AdaptiveExit(Policy):
         threshold_memory: float = 0.9,
     ):
         super().__init__(longest)
-        self.threshold, self.step, self.threshold_memory = threshold, step, threshold_memory
+        self.threshold = threshold
+        self.step = step
+        self.threshold_memory = threshold_memory
         self.rate = 0.0
 
     def keep_drafting(self, confidence: float) -> bool:

@@ -95,7 +95,8 @@ class SeededRandomness(Randomness):
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
         # Mixed, since a generator on the CPU uses only 32 bits of its seed.
         self.generator = torch.Generator(device).manual_seed(mix(seed, sample))
-        self.drawn, self.used = torch.empty(0), 0
+        self.drawn = torch.empty(0)
+        self.used = 0  # of the numbers drawn
 
     def uniform(self, count: int) -> Tensor:
         """``[count]`` float64 in [0, 1), of which many are drawn at a time."""

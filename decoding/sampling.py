@@ -186,7 +186,8 @@ def candidates(
         return slice(None), 1.0
     weights = np.exp(scores) if top_p and not top_k else None
     for distance in DISTANCES:
-        ids, mass = np.flatnonzero(scores >= -distance), 1.0
+        ids = np.flatnonzero(scores >= -distance)
+        mass = 1.0
         if weights is not None:
             mass = (weights[ids].sum() / weights.sum()).item()
             enough = mass >= top_p

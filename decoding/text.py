@@ -85,12 +85,13 @@ class Patterns:
         Of several that end at the same byte, the longest counts. It must begin at ``floor`` or
         later.
         """
-        firsts = [
-            (string, data.find(string, max(floor, len(data) - new - len(string) + 1)))
-            for string in self.strings
-        ]
-        found = [(begin + len(string), begin) for string, begin in firsts if begin >= 0]
-        return min(found)[1] if found else None
+        begins: dict[int, int] = {}  # by the offset where a pattern ends, that of the longest
+        for string in self.strings:
+            begin = data.find(string, max(floor, len(data) - new - len(string) + 1))
+            if begin >= 0:
+                end = begin + len(string)
+                begins[end] = min(begin, begins.get(end, begin))
+        return begins[min(begins)] if begins else None
 
     def pending(self, data: bytearray, end: int, floor: int = 0) -> int:
         """Offset of the longest suffix of ``data[:end]`` that a pattern begins with; ``end`` if
@@ -144,9 +145,12 @@ class Text:
         target: Model,
         token_bytes: TokenBytes = lambda token: b"",
     ) -> None:
-        self.rules, self.token_bytes = rules, token_bytes
-        self.vocab_size, self.max_positions = target.vocab_size, target.max_positions
-        self.stops, self.bans = Patterns(rules.stop_strings), Patterns(rules.banned)
+        self.rules = rules
+        self.token_bytes = token_bytes
+        self.vocab_size = target.vocab_size
+        self.max_positions = target.max_positions
+        self.stops = Patterns(rules.stop_strings)
+        self.bans = Patterns(rules.banned)
         # A grammar's masks are found with a state that moves, so each text has its own.
         self.grammar = rules.grammar and rules.grammar(len(prompt))
         self.constraints = [*rules.constraints, *([self.grammar] if self.grammar else [])]
@@ -158,11 +162,12 @@ class Text:
         self.retractions = 0
         self.finish: str | None = None
         self.cut: int | None = None  # the offset in ``data`` where a finished text ends
-        # tokens on a device; how many hold
-        self.buffer, self.copied = torch.empty(0, dtype=torch.int64), 0
+        self.buffer = torch.empty(0, dtype=torch.int64)  # of tokens, on a device
+        self.copied = 0  # the number of tokens that the buffer holds
         for token in prompt:
             self._append(token)
-        self.prompt_length, self.prompt_bytes = len(self.tokens), len(self.data)
+        self.prompt_length = len(self.tokens)
+        self.prompt_bytes = len(self.data)
 
     def __len__(self) -> int:
         """Number of tokens, prompt included."""
@@ -189,15 +194,17 @@ class Text:
     def certain(self) -> int:
         """Offset in ``data`` up to which no later token can change the text.
 
-        A banned word that has begun may retract everything from its first token on. The rest may
-        then end in the beginning of another banned word, hence the loop. A stop string that has
-        begun may cut the text before it.
+        With "cat" banned, nothing of "black ca" is certain from the token of the "c" on, since all
+        from there may be retracted. The rest may then end in the beginning of another banned word,
+        hence the loop. A stop string that has begun may cut the text before it.
         """
         if self.cut is not None:
             return self.cut
         end = len(self.data)
-        while end > self.prompt_bytes and (begin := self.bans.pending(self.data, end)) < end:
+        begin = self.bans.pending(self.data, end)
+        while begin < end and end > self.prompt_bytes:
             end = self._begin(self._holder(begin))
+            begin = self.bans.pending(self.data, end)
         return self.stops.pending(self.data, end, self.prompt_bytes)
 
     def place(self, drafted: int = 0) -> Place:
@@ -212,7 +219,8 @@ class Text:
         """
         if len(self) > len(self.buffer) or self.buffer.device != device:
             length = len(self) + max(0, self.remaining)
-            self.buffer, self.copied = torch.empty(length, dtype=torch.int64, device=device), 0
+            self.buffer = torch.empty(length, dtype=torch.int64, device=device)
+            self.copied = 0
         if self.copied < len(self):
             new = torch.tensor(self.tokens[self.copied :], dtype=torch.int64)
             self.buffer[self.copied : len(self)].copy_(new, non_blocking=True)
@@ -228,12 +236,12 @@ class Text:
         """
         if self.constraints:
             ids = drafted.tolist()
+            rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
         elif len(self) in self.forbidden and not first:
-            # not read: only the first row, after no drafted token, has a mask
-            ids = [None] * len(drafted)
+            # Tokens are forbidden at this position only, so only the first row has a mask.
+            rows = [self.allowed_after([]), *[None] * len(drafted)]
         else:
             return None
-        rows = [self.allowed_after(ids[:count]) for count in range(first, len(ids) + 1)]
         if all(row is None for row in rows):
             return None
         everything = torch.ones(self.vocab_size, dtype=torch.bool)
@@ -324,7 +332,8 @@ class Text:
 
     def cut_at(self, position: int) -> None:
         """Remove the tokens from a position on."""
-        self.copied, self.finish = min(self.copied, position), None
+        self.copied = min(self.copied, position)
+        self.finish = None
         del self.tokens[position:], self.ends[position:]
         del self.data[self._begin(position) :]
 
@@ -334,11 +343,13 @@ class Text:
         """
         stop = self.stops.completed(self.data, self._new_bytes(), self.prompt_bytes)
         if self.tokens[-1] in self.rules.eos_ids:
-            self.finish, self.cut = "eos", len(self.data)
+            self.finish = "eos"
         elif stop is not None:
-            self.finish, self.cut = "stop", stop
+            self.finish = "stop"
         elif self.remaining <= 0:
-            self.finish, self.cut = "length", len(self.data)
+            self.finish = "length"
+        if self.finish:
+            self.cut = stop if self.finish == "stop" else len(self.data)
 
     def _new_bytes(self) -> int:
         """Number of bytes that the last token added."""

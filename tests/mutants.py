@@ -400,8 +400,8 @@ MUTANTS = [
         "of two overlapping bans, the first takes back text that was shown already",
         Text,
         "certain",
-        "while end >",
-        "if end >",
+        "while begin <",
+        "if begin <",
         test_text.test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back,
     ),
     Mutant(

@@ -64,7 +64,9 @@ class Enumerator(Randomness):
         if not path:
             return False
         path[-1] += 1
-        self.path, self.forks, self.weight = path, [], 1.0
+        self.path = path
+        self.forks = []
+        self.weight = 1.0
         return True
 
 

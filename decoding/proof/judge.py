@@ -60,7 +60,8 @@ def run_loop(
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
     verify = {"ratio": rules.verify_by_ratio, "race": rules.verify_by_race}[coupling]
     text = Text(request.prompt, request.rules, model, lambda token: TEXTS[token])
-    drafter, policy = setup.drafter(model, cache), setup.policy()
+    drafter = setup.drafter(model, cache)
+    policy = setup.policy()
     try:
         for round in loop.speculate(
             model, cache, text, drafter, policy, request.params, randomness, verify

@@ -69,7 +69,8 @@ def sample_texts(
         return []
     starts = torch.tensor([len(prompt) for prompt in prompts])
     ends = (starts + max_new_tokens).clamp(max=model.max_positions)
-    rows, capacity = len(prompts), int(ends.max())
+    rows = len(prompts)
+    capacity = int(ends.max())
     tokens = torch.zeros(rows, capacity, dtype=torch.int64)
     uniform = torch.zeros(rows, capacity, dtype=torch.float64)  # of the token at each position
     for row, prompt in enumerate(prompts):
@@ -82,22 +83,22 @@ def sample_texts(
     tokens, uniform, starts, ends, eos = (
         each.to(model.device) for each in (tokens, uniform, starts, ends, eos)
     )
-    cache, first = model.new_cache(capacity, batch=rows), int(starts.min())
+    cache = model.new_cache(capacity, batch=rows)
+    first = int(starts.min())
     model.prefill(tokens[:, : first - 1], cache)
     for position in range(first, capacity):
         logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
         if not logits.isfinite().all():
             raise InputError(NON_FINITE)
-        # ``distribution`` takes its rows for positions of one text, which only the repetition
-        # penalty reads.
-        parts = zip(
-            logits.split(rows if params.repetition_penalty == 1 else 1),
-            tokens[:, :position],
-            strict=False,
-        )
-        drawn = inverse_cdf(
-            torch.cat([distribution(*part, params) for part in parts]), uniform[:, position]
-        )
+        if params.repetition_penalty == 1:
+            # ``distribution`` takes its rows for positions of one text, here that of the first row.
+            # Only the repetition penalty reads it.
+            probs = distribution(logits, tokens[0, :position], params)
+        else:
+            texts = tokens[:, :position].split(1)
+            parts = zip(logits.split(1), texts, strict=True)
+            probs = torch.cat([distribution(row, text[0], params) for row, text in parts])
+        drawn = inverse_cdf(probs, uniform[:, position])
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
         ends = torch.where(writes & torch.isin(drawn, eos), position + 1, ends)
@@ -148,22 +149,32 @@ def input_squares(
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    layers, sums = linear_layers(model), dict[str, Tensor]()
-
-    def add(name: str, x: Tensor) -> None:
-        sums[name] = sums.get(name, 0) + square(x.float().flatten(0, -2))
-
+    sums = {name: InputSum(square) for name in linear_layers(model)}
     with ExitStack() as hooks:
-        for name in [name for name in layers if name != "head"]:
-            hook = layers[name].register_forward_pre_hook(
-                lambda _, inputs, name=name: add(name, inputs[0])
-            )
-            hooks.enter_context(hook)
+        for name, layer in linear_layers(model).items():
+            if name != "head":
+                hooks.enter_context(layer.register_forward_pre_hook(sums[name].before_layer))
         for text in texts:
             ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)
-            add("head", model.norm(model.hidden(ids)))
+            sums["head"].add(model.norm(model.hidden(ids)))
     count = sum(len(text.prompt) + len(text.written) for text in texts)
-    return {name: squares / count for name, squares in sums.items()}
+    return {name: found.total / count for name, found in sums.items()}
+
+
+class InputSum:
+    """Sum over the inputs of a linear layer, of their squares or of another function."""
+
+    def __init__(self, square: Callable[[Tensor], Tensor]) -> None:
+        self.square = square
+        self.total: Tensor | float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        """Add inputs ``[..., in]``."""
+        self.total = self.total + self.square(x.float().flatten(0, -2))
+
+    def before_layer(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Add the inputs of a call: a hook of torch."""
+        self.add(inputs[0])
 
 
 def low_bit_steps(

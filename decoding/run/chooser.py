@@ -259,7 +259,8 @@ def preparing(setting: Setting, plan: LayerPlan) -> Iterator[None]:
 
 def plan_in_words(plan: LayerPlan) -> str:
     """The number of sublayers that a plan skips, and the bits of the others."""
-    attention, mlp = len(plan.skipped_attention), len(plan.skipped_mlp)
+    attention = len(plan.skipped_attention)
+    mlp = len(plan.skipped_mlp)
     left_out = (
         f"skipping {attention} attention and {mlp} MLP sublayers, others"
         if attention or mlp
@@ -310,7 +311,9 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     its device.
     """
     folder = model_folder(options.draft_model)
-    config, theirs, ours = read_config(folder), Tokenizer(folder), setting.tokenizer
+    config = read_config(folder)
+    theirs = Tokenizer(folder)
+    ours = setting.tokenizer
     vocabulary = setting.model.vocab_size, ours.pieces, ours.special
     if vocabulary != (config.vocab_size, theirs.pieces, theirs.special):
         raise InputError(

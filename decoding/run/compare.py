@@ -3,6 +3,7 @@ texts.
 """
 
 import operator
+from collections.abc import Sequence
 from statistics import median
 
 from decoding.run.writer import Drafting, Sample, Writer
@@ -11,7 +12,8 @@ from decoding.verify import Coupling
 
 TURNS = 3  # a text is written both ways, one after the other, this often
 # below this number of tokens, or of seconds, noise is larger than the difference
-FEW_TOKENS, SHORT = 48, 0.5
+FEW_TOKENS = 48
+SHORT = 0.5
 
 
 def comparison(
@@ -32,25 +34,20 @@ def comparison(
     """
     if drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
-    rules, turns = sample.source.rules, []
-    for _ in range(TURNS):
-        turns.append(
-            [
-                writer.write(writer.new_text(rules), way, params, coupling)
-                for way in (drafting, writer.plain)
-            ]
-        )
-    drafted, plainly = sample.tokens, turns[0][1].tokens
+    rules = sample.source.rules
+    turns = [
+        [
+            writer.write(writer.new_text(rules), way, params, coupling)
+            for way in (drafting, writer.plain)
+        ]
+        for _ in range(TURNS)
+    ]
     if params.temperature and coupling.name == "ratio":
-        texts = "another text of the same law" + (
-            "" if exact else ", if the drafter states its q truly"
-        )
-    elif drafted == plainly:
-        texts = "same text"
+        texts = "another text of the same law"
+        if not exact:
+            texts += ", if the drafter states its q truly"
     else:
-        why = writer.model.why_rows_vary or "which is a defect where steps do not depend on length"
-        first = [*map(operator.eq, drafted, plainly), False].index(False)
-        texts = f"the texts differ from token {first} on ({why})"
+        texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
     tokens = min(each.statistics.tokens for turn in turns for each in turn)
     seconds = min(each.seconds for turn in turns for each in turn)
     if tokens < FEW_TOKENS or seconds < SHORT:
@@ -65,3 +62,12 @@ def comparison(
         f"[{median(ratios):.2f} times plain decoding, which writes {speed:.1f} tokens/s ({spread}),"
         f" {texts}]"
     )
+
+
+def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str | None) -> str:
+    """Whether two texts that should be equal are so, else the first token that differs."""
+    if drafted == plain:
+        return "same text"
+    why = why_rows_vary or "which is a defect where steps do not depend on length"
+    first = [*map(operator.eq, drafted, plain), False].index(False)
+    return f"the texts differ from token {first} on ({why})"

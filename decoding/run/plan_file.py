@@ -67,7 +67,8 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
 
     With the model's ``folder`` given, a plan that names another model is refused.
     """
-    raw, example = read_json(path), '{"attn": [3, 7], "mlp": [5]}'
+    raw = read_json(path)
+    example = '{"attn": [3, 7], "mlp": [5]}'
     if not isinstance(raw, dict) or not {"attn", "mlp", "bits"} & raw.keys():
         raise InputError(f"{path}: a plan file holds one object like {example}")
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
@@ -75,18 +76,20 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
     try:
-        skipped, bits = (raw.get("attn", []), raw.get("mlp", [])), raw.get("bits", FULL)
+        skipped = [raw.get(name, []) for name in ("attn", "mlp")]
+        bits = raw.get("bits", FULL)
         if not bits or any(len(set(layers)) < len(layers) for layers in skipped):
             raise ValueError("no bits, or a layer that is named twice")
+        if not isinstance(bits, dict):
+            bits = dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
         runs = LayerPlan.skipping(num_layers, *skipped)
-        bits = (
-            bits if isinstance(bits, dict) else dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
-        )
-        attention, mlp = (
-            tuple(each and wide for each, wide in zip(kept, bits.get(name, kept), strict=True))
-            for name, kept in (("attn", runs.attention), ("mlp", runs.mlp))
-        )
-        plan = LayerPlan(attention, mlp, raw.get("head_bits", FULL))
+        sublayers = [
+            tuple(
+                kept and wide for kept, wide in zip(all_kept, bits.get(name, all_kept), strict=True)
+            )
+            for name, all_kept in (("attn", runs.attention), ("mlp", runs.mlp))
+        ]
+        plan = LayerPlan(*sublayers, raw.get("head_bits", FULL))
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{path} holds no plan for {num_layers} layers, like {example}: {error}"

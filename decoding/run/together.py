@@ -78,6 +78,10 @@ class Task:
     def ended(self) -> bool:
         return bool(self.sample or self.error)
 
+    @property
+    def prompt(self) -> list[int]:
+        return self.text.tokens[: self.text.prompt_length]
+
 
 class ModelProxy:
     """Stand-in for a model in a text's loop (``decoding.model_port``): the scheduler answers its
@@ -176,14 +180,20 @@ class Scheduler:
 
     def _write(self, task: Task) -> None:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
-        text, notes = task.text, [lambda *round: task.unread.append(round)]
-        sample = Sample(text)
+        sample = Sample(task.text)
         self.active.append(task)
         try:
-            prompt = text.tokens[: text.prompt_length]
-            task.slot.begin(prompt, task.answers, reuse=bool(task.answers))
-            shown = {"policy": task.policy, "readers": notes, "observer": task.observer}
-            task.slot.write(text, task.drafting, task.params, task.coupling, sample=sample, **shown)
+            task.slot.begin(task.prompt, task.answers, reuse=bool(task.answers))
+            task.slot.write(
+                task.text,
+                task.drafting,
+                task.params,
+                task.coupling,
+                policy=task.policy,
+                readers=[lambda *round: task.unread.append(round)],
+                observer=task.observer,
+                sample=sample,
+            )
         except KeyboardInterrupt:
             sample.interrupted = True
             if not task.cancelled:
@@ -194,21 +204,31 @@ class Scheduler:
         finally:
             task.sample = sample
 
-    def _go_on(self, task: Task, answer: object = None) -> None:
-        """Let a text's loop run until its next call, from the answer of the last; pass its new
-        rounds to its readers.
+    def _start(self, task: Task) -> None:
+        """Let a text's loop begin, and run until its first call."""
+        task.loop = greenlet(self._write)
+        self._pass_on(task, task.loop.switch(task))
 
-        An ``answer`` that is an exception is raised in the loop. The first is the argument of
-        ``_write``.
+    def _go_on(self, task: Task, answer: Tensor | BaseException | None = None) -> None:
+        """Let a text's loop run until its next call, from the answer of the last. An exception is
+        raised in the loop.
         """
-        task.unread = []
-        task.call = (task.loop.throw if isinstance(answer, BaseException) else task.loop.switch)(
-            answer
-        )
+        if isinstance(answer, BaseException):
+            call = task.loop.throw(answer)
+        else:
+            call = task.loop.switch(answer)
+        self._pass_on(task, call)
+
+    def _pass_on(self, task: Task, call: Call | None) -> None:
+        """Note a loop's call, None where it has ended, and pass its new rounds and its draft to the
+        readers.
+        """
+        task.call = call
         began = now(self.model.device)
         for round, seconds in task.unread:
             for read in task.readers:
                 read(round, seconds)
+        task.unread.clear()
         if task.ended:
             self.active.remove(task)
         elif task.on_draft and self._verifies(task) and task.call.tokens.shape[1] > 1:
@@ -222,20 +242,18 @@ class Scheduler:
         while self.waiting and len(self.active) < len(self.slots):
             task = self.waiting.pop(0)
             taken = [other.slot for other in self.active]
-            prompt = task.text.tokens[: task.text.prompt_length]
-            # A conversation goes on where its cache is.
-            task.slot = max(
-                (slot for slot in self.slots if slot not in taken),
-                key=lambda slot: slot.kept(prompt, task.answers) if task.answers else 0,
-            )
-            task.loop = greenlet(self._write)
-            self._go_on(task, task)
+            free = [slot for slot in self.slots if slot not in taken]
+            task.slot = free[0]
+            if task.answers:  # A conversation goes on where its cache is.
+                task.slot = max(free, key=lambda slot: slot.kept(task.prompt, task.answers))
+            self._start(task)
         return bool(self.active)
 
     def _prefill(self) -> None:
         """Copy prompts that other slots hold, and read one chunk of the oldest that is left."""
         for task in [task for task in self.active if task.call.is_prompt]:
-            call, count = task.call, chunk_at(task.call.start)
+            call = task.call
+            count = chunk_at(call.start)
             if source := self._cache_of_same_prompt(task):
                 call.cache.copy(source, call.tokens.shape[1])
                 self._go_on(task)
@@ -257,11 +275,10 @@ class Scheduler:
         reads_all = task.call.cache is task.slot.cache and not task.call.start and not task.answers
         if not reads_all or not self.model.shares_steps:
             return None
-        prompt = task.text.tokens[: task.text.prompt_length]
         count = task.call.tokens.shape[1]
         for slot in self.slots:
             # Read in one segment, as this prompt would be.
-            if slot.prompt == prompt and len(slot.segments) < 2 and slot.cache.length >= count:
+            if slot.prompt == task.prompt and len(slot.segments) < 2 and slot.cache.length >= count:
                 return slot.cache
         return None
 
@@ -293,6 +310,7 @@ def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
     """
     model = calls[0].model
     try:
-        return model.together([call[1:4] for call in calls], calls[0].plan)
+        rows = [(call.tokens, call.cache, call.start) for call in calls]
+        return model.together(rows, calls[0].plan)
     except Exception as error:  # computed one by one, only the failing call has an error
         return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]
