@@ -233,9 +233,12 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
 ) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
     step = model.step
-    monkeypatch.setattr(
-        model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given))[1]
-    )
+
+    def recording(*given: Any) -> Any:
+        seen.append(len(given[1].tokens))
+        return step(*given)
+
+    monkeypatch.setattr(model, "step", recording)
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100
