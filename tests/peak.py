@@ -1,10 +1,18 @@
-"""Peak memory of some work, as allocated by torch."""
+"""Peak memory: of some work, as allocated by torch, and of loading a checkpoint.
+
+``python -m tests.peak FOLDER DTYPE OTHER`` prints the bytes that its process takes while it loads
+FOLDER, and those of the weights. OTHER is loaded first, to warm up allocators and late imports.
+"""
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from weights.load import DTYPES, load_model
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
@@ -33,3 +41,17 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 def held_bytes(model: torch.nn.Module) -> int:
     """Bytes of all parameters of a loaded model."""
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def of_process(field: str) -> int:
+    """A field of this process's status on Linux, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+if __name__ == "__main__":
+    folder, dtype, other = sys.argv[1:]
+    load_model(Path(other), DTYPES[dtype])
+    before = of_process("VmRSS")
+    model = load_model(Path(folder), DTYPES[dtype])
+    print(of_process("VmHWM") - before, held_bytes(model))

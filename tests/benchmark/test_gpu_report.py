@@ -1,6 +1,5 @@
 """Report of a GPU: its parts, without one and on a pretended one."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,7 @@ from benchmark import gpu_report
 from benchmark.gpu_report import parts
 
 
-def python(code: str, seconds: int = 60) -> tuple[str, list[str], int]:
-    return code, [sys.executable, "-uc", code], seconds
-
-
-def test_without_a_gpu_it_says_so_and_what_it_would_run(
+def test_without_a_gpu_the_report_says_so_and_what_it_would_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -29,17 +24,18 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (tmp_path / "slow.txt").write_text("slow\n")
     wanted = [
-        python("print('fails'); raise SystemExit(3)"),
-        python("import time; print('slow'); time.sleep(60)", seconds=1),
+        ("Fails", ["ls", "no-such-file"], 60),
+        ("Slow", ["tail", "-f", str(tmp_path / "slow.txt")], 1),
         ("Missing", ["no-such-program"], 5),
-        python("print('last')"),
+        ("Last", ["echo", "last"], 60),
     ]
     monkeypatch.setattr(gpu_report, "parts", lambda model: wanted)
     out = tmp_path / "report.md"
     assert gpu_report.main(["--out", str(out)]) == 0
     _, fails, slow, missing, last = out.read_text().split("\n## ")
-    assert "status 3" in fails and "\nfails\n" in fails
+    assert "status 2" in fails and "No such file" in fails
     assert "was stopped after 1 seconds" in slow and "\nslow\n" in slow
     assert "could not start" in missing and "no-such-program" in missing
     assert "status 0" in last and "\nlast\n" in last

@@ -89,7 +89,7 @@ def test_speculated_text_is_plain_text_on_every_built_in_prompt(
         loaded.check(prompt, PARAMS["sampled"], 80)
 
 
-def test_so_it_is_across_a_thousand_tokens_and_to_the_end_of_the_context(loaded: Loaded) -> None:
+def test_speculated_text_is_plain_text_to_the_end_of_the_context(loaded: Loaded) -> None:
     """The shipped models' context ends at 1,024."""
     ids = encode_prompt(loaded.tokenizer, "\n\n".join(EVERY) + "\n\n" + "\n\n".join(EVERY))
     loaded.check(ids[:1010], PARAMS["greedy"], 16)

@@ -110,7 +110,7 @@ def test_break_even_never_costs_noticeably_more_than_plain_decoding(
     rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200),
 )
 @settings(derandomize=True, deadline=None)
-def test_nor_does_it_with_several_offers(
+def test_break_even_among_several_offers_never_costs_noticeably_more_than_plain(
     slopes: tuple[float, float], rounds: list[tuple[int, int]]
 ) -> None:
     by_name = dict(zip(("model", "known"), slopes, strict=True))

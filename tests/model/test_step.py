@@ -138,7 +138,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.d
 
 @pytest.mark.parametrize("bits", dot.LOW_BITS)
 @torch.inference_mode()
-def test_nor_in_low_bits(bits: int) -> None:
+def test_the_bits_of_a_row_in_low_bits_do_not_depend_on_the_others(bits: int) -> None:
     plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
     for name in CONFIGS:
         model, text = accelerate(random_model(name)), tokens_for(9)
@@ -148,7 +148,7 @@ def test_nor_in_low_bits(bits: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
-def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_threads_capacity_or_other_texts(name: str) -> None:
     model, texts = accelerate(random_model(name)), tokens_for(40, batch=70)
     before, found = torch.get_num_threads(), []
     for threads, capacity in ((1, 40), (2, 41), (before, 300)):
@@ -162,7 +162,7 @@ def test_nor_on_threads_or_the_caches_capacity_or_other_texts(name: str) -> None
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
 @torch.inference_mode()
-def test_nor_on_calls_that_share_its_step(name: str) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_calls_that_share_its_step(name: str) -> None:
     """Calls of texts with separate caches, of any capacity and length, in more rows than a step
     takes.
     """
@@ -236,9 +236,12 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
 ) -> None:
     model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
     step = model.step
-    monkeypatch.setattr(
-        model, "step", lambda *given: (seen.append(len(given[1].tokens)), step(*given))[1]
-    )
+
+    def recording(*given: Any) -> Any:
+        seen.append(len(given[1].tokens))
+        return step(*given)
+
+    monkeypatch.setattr(model, "step", recording)
     cache = model.new_cache(200)
     model.prefill(text[:, :100], cache)
     assert seen == [] and cache.length == 100

@@ -40,7 +40,7 @@ def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-def test_it_prints_its_address_serves_there_and_ends_on_ctrl_c_in_the_middle_of_a_text(
+def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text(
     process: subprocess.Popen[bytes],
 ) -> None:
     assert process.stdout is not None

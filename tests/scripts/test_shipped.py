@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 @torch.inference_mode()
-def test_its_logits_and_tokens_are_those_of_transformers(folder: Path) -> None:
+def test_logits_and_tokens_of_a_shipped_model_are_those_of_transformers(folder: Path) -> None:
     """The text is longer than Gemma-2's sliding window."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -41,7 +41,7 @@ def test_its_logits_and_tokens_are_those_of_transformers(folder: Path) -> None:
     torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_it_writes_by_name_and_drafting_changes_nothing(
+def test_a_shipped_model_writes_by_name_and_drafting_changes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = next(name for name in NAMES if name != folder.name)
@@ -62,7 +62,7 @@ def test_it_writes_by_name_and_drafting_changes_nothing(
 
 
 @torch.inference_mode()
-def test_its_early_layers_speak_better_the_deeper_the_exit(folder: Path) -> None:
+def test_early_layers_of_a_shipped_model_speak_better_the_deeper_the_exit(folder: Path) -> None:
     """Greedy agreement with the full model on a short story."""
     model, tokenizer = load_model(folder, torch.float32), Tokenizer(folder)
     text = (
@@ -81,6 +81,6 @@ def test_its_early_layers_speak_better_the_deeper_the_exit(folder: Path) -> None
     assert agreement == sorted(agreement) and agreement[1] > 0.6 and agreement[-1] == 1
 
 
-def test_its_plan_was_made_for_it_and_drafts(folder: Path) -> None:
+def test_the_plan_of_a_shipped_model_was_made_for_it_and_drafts(folder: Path) -> None:
     plan = read_plan(folder / "plan.json", load_model(folder).num_layers, folder)
     assert plan.gamma and plan.plan != LayerPlan.full(len(plan.plan.mlp))

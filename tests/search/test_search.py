@@ -400,7 +400,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     assert f"interrupted; to continue: {resuming}" in said
 
 
-def test_ctrl_c_before_the_first_trial_says_how_to_continue_too(
+def test_ctrl_c_before_the_first_trial_says_how_to_continue(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*of: object) -> None:

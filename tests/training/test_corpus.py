@@ -326,13 +326,15 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
 def test_a_narrator_speaks_where_the_template_lets_one(
     template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, tokenizer = [], Tokenizer(folder)
+    read = []
+    tokenizer = Tokenizer(folder)
     tokenizer.chat_template = template
-    monkeypatch.setattr(
-        corpus,
-        "sample_texts",
-        lambda _, prompts, **__: read.extend(prompts) or [[65]] * len(prompts),
-    )
+
+    def reading(model: Decoder, prompts: list[list[int]], **how: object) -> list[list[int]]:
+        read.extend(prompts)
+        return [[65]] * len(prompts)
+
+    monkeypatch.setattr(corpus, "sample_texts", reading)
     corpus.write_stories(tiny_model("llama"), tokenizer, SamplingParams(), 3, 9, random.Random(0))
     assert len(read) == 3
     assert all(

@@ -30,18 +30,6 @@ STATUS = {
     "hub/unknown": (401, "RepoNotFound"),
     "hub/other-format": (404, "EntryNotFound"),
 }
-CHILD = """
-import json, sys, time
-time.sleep = lambda seconds: None  # the pauses between tries
-from model import InputError
-from weights.load import model_folder
-for line in sys.stdin:
-    try:
-        answer = {"folder": str(model_folder(*json.loads(line)))}
-    except InputError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer), flush=True)
-"""
 
 
 class Hub(ThreadingHTTPServer):
@@ -147,7 +135,7 @@ class Asker:
         known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         known |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
+            [sys.executable, "-m", "tests.asking"],
             cwd=ROOT,
             env=known | {"no_proxy": "127.0.0.1", "HF_TOKEN": "hf_secret"} | environment,
             stdin=subprocess.PIPE,

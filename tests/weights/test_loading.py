@@ -27,6 +27,7 @@ from tests.laws import plans
 from weights import load
 from weights.load import load_model, model_folder
 
+ROOT = Path(__file__).parents[2]
 SMALL = LLAMA | {
     "vocab_size": 24,
     "hidden_size": 16,
@@ -148,20 +149,6 @@ def test_weights_come_in_the_wanted_dtype_or_else_their_own(
 
 # Memory
 
-PEAK = """
-import resource, sys
-from pathlib import Path
-from weights.load import DTYPES, load_model
-folder, dtype = Path(sys.argv[1]), DTYPES[sys.argv[2]]
-def status(field):
-    line = next(line for line in open("/proc/self/status") if line.startswith(field))
-    return int(line.split()[1]) * 1024
-load_model(Path(sys.argv[3]), dtype)  # warms up allocators and lazy imports
-before = status("VmRSS")
-model = load_model(folder, dtype)
-print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters()))
-"""
-
 
 def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_path: Path) -> None:
     config = SMALL | {
@@ -177,8 +164,8 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
         tmp_path / "large", config, {name: torch.zeros(shape) for name, shape in shapes.items()}
     )
     small = write_weights(tmp_path / "small", SMALL, random_state(SMALL))
-    command = [sys.executable, "-c", PEAK, folder, "bfloat16", small]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "tests.peak", folder, "bfloat16", small]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     taken, size = map(int, run.stdout.split())
     largest = 4 * max(map(math.prod, shapes.values()))
     assert size > 100e6

@@ -284,15 +284,19 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
 def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
-    step, hidden = model.step, model.model.hidden
-    patch.setattr(
-        model, "step", lambda *all: (seen.append(("step", len(all[1].tokens))), step(*all))[1]
-    )
-    patch.setattr(
-        model.model,
-        "hidden",
-        lambda tokens, *more: (seen.append(("chunk", tokens.shape[1])), hidden(tokens, *more)),
-    )
+    step = model.step
+    hidden = model.model.hidden
+
+    def recording_step(*given: Any) -> Any:
+        seen.append(("step", len(given[1].tokens)))
+        return step(*given)
+
+    def recording_hidden(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        seen.append(("chunk", tokens.shape[1]))
+        return hidden(tokens, *more)
+
+    patch.setattr(model, "step", recording_step)
+    patch.setattr(model.model, "hidden", recording_hidden)
     return seen
 
 
@@ -404,7 +408,13 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
         scheduler.submit(tasks[-1])
     if place == "step":
         step = model.step
-        monkeypatch.setattr(model, "step", lambda *all: (step(*all), interrupt())[0])
+
+        def interrupted(*given: Any) -> Any:
+            done = step(*given)
+            interrupt()
+            return done
+
+        monkeypatch.setattr(model, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scheduler.run()
     assert [task.sample and task.sample.finish for task in tasks] == [

@@ -372,11 +372,12 @@ def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, gate: threading.Event, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, order, most = served.worker.write, [], MAX_WAITING + 4
-    monkeypatch.setattr(
-        served.worker,
-        "write",
-        lambda job, *rest: (order.append(len(job.ids)), write(job, *rest))[1],
-    )
+
+    def recording(job: Any, *rest: Any) -> Any:
+        order.append(len(job.ids))
+        return write(job, *rest)
+
+    monkeypatch.setattr(served.worker, "write", recording)
     with ThreadPoolExecutor(most) as pool:
         asking = []
         for number in range(most):
@@ -505,11 +506,12 @@ def test_no_seeded_text_depends_on_the_texts_beside_it(
 ) -> None:
     """Four clients at once, and each alone at a server that writes one text after another."""
     together, widths = served.worker.model.together, []
-    monkeypatch.setattr(
-        served.worker.model,
-        "together",
-        lambda calls, plan=None: (widths.append(len(calls)), together(calls, plan))[1],
-    )
+
+    def recording(calls: Any, plan: Any = None) -> Any:
+        widths.append(len(calls))
+        return together(calls, plan)
+
+    monkeypatch.setattr(served.worker.model, "together", recording)
     with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
         alone = [lonely.text(**asked) for asked in COMPANY]
     with ThreadPoolExecutor(4) as pool:

@@ -298,7 +298,7 @@ def test_another_sample_can_be_chosen(opened: WebDriver, recordings: list[Record
     )
 
 
-def test_it_opens_on_the_first_rejected_token_and_explains_it(
+def test_the_page_opens_on_the_first_rejected_token_and_explains_it(
     opened: WebDriver, recordings: list[Recording]
 ) -> None:
     verdicts = [token["verdict"] for token in tokens_of(recordings[0].sample)]
