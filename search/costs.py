@@ -17,14 +17,13 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from decoding.drafters import Draft, NoDraft
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.run.chooser import Setting
 from decoding.run.writer import Drafting, Writer
-from decoding.sampling import SamplingParams
+from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from weights.memory import LONGEST_DRAFT
@@ -77,7 +76,7 @@ class KnownDraft(NoDraft):
         written = len(text.generated)
         ids = torch.tensor(self.known[written : written + limit], dtype=torch.int64)
         ids = ids.to(self.empty.tokens.device)
-        return Draft(ids, F.one_hot(ids, self.empty.probs.shape[1]).float())
+        return Draft(ids, one_hot(ids, self.empty.probs.shape[1]))
 
 
 def enough_turns(turns: int, began: float) -> bool:
