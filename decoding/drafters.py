@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.model_port import Model
 from decoding.policies import Offer, Policy
 from decoding.randomness import Randomness
-from decoding.sampling import SamplingParams, distribution
+from decoding.sampling import SamplingParams, distribution, joined, one_hot
 from decoding.text import Text
 from model.errors import InputError
 from model.plan import LayerPlan
@@ -84,17 +83,16 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> No
     if {tokens.device, probs.device} != {target.device}:
         raise contract_error(drafter, f"`tokens` and `probs` must be on {target.device}")
     if len(tokens) and tokens.device.type == "cpu":  # reading a GPU's numbers would synchronise
-        if not (tokens.min() >= 0 and tokens.max() < target.vocab_size):
+        ids = tokens.tolist()
+        if not all(0 <= token < target.vocab_size for token in ids):
             raise contract_error(
-                drafter,
-                f"`tokens` must be from 0 and below {target.vocab_size}, found {tokens.tolist()}",
+                drafter, f"`tokens` must be from 0 and below {target.vocab_size}, found {ids}"
             )
-        sums = probs.sum(-1)
+        # by NumPy, on one thread
+        sums = probs.to(torch.promote_types(probs.dtype, torch.float32)).numpy().sum(-1).tolist()
         # 0: of a model with non-finite logits
-        if not ((sums - 1).abs() * (sums != 0) < 0.01).all():
-            raise contract_error(
-                drafter, f"each row of `probs` must sum to 1, found {sums.tolist()}"
-            )
+        if not all(total == 0 or abs(total - 1) < 0.01 for total in sums):
+            raise contract_error(drafter, f"each row of `probs` must sum to 1, found {sums}")
 
 
 def contract_error(drafter: Drafter, broken: str) -> InputError:
@@ -157,7 +155,7 @@ class ModelDrafter:
                 new = torch.cat((new, token))
                 context = torch.cat((context, token))
                 tokens.append(token)
-                rows.append(F.one_hot(token, self.model.vocab_size).float())
+                rows.append(one_hot(token, self.model.vocab_size))
                 unprocessed.append(rows[-1].log())
                 if policy.reads_draft_confidence:
                     confidence.append(1.0)
@@ -189,7 +187,7 @@ class ModelDrafter:
                 if not policy.keep_drafting(confidence[-1]):
                     break
         probs = (
-            torch.cat(rows)
+            joined(rows)
             if rows
             else torch.zeros(0, self.model.vocab_size, device=self.model.device)
         )
@@ -228,7 +226,7 @@ class KnownTokens:
             if token in text.rules.eos_ids:
                 break
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
-        return Draft(ids, F.one_hot(ids, self.vocab_size).float(), [1.0] * len(drafted))
+        return Draft(ids, one_hot(ids, self.vocab_size), [1.0] * len(drafted))
 
     def rollback(self, length: int) -> None:
         """Does nothing: each search reads the text itself."""

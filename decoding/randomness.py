@@ -194,15 +194,16 @@ def race_among_few(probs: np.ndarray, key: int) -> int:
     token can only win if its 1 - u is below the E/p of the likeliest token, divided by FEW.
     """
     few = probs > 0
-    if np.count_nonzero(few) > FEW:  # of which the likeliest gives a bound of the least E/p
+    count = np.count_nonzero(few)
+    if count < 2:  # a row of zeros has token 0, which is meaningless
+        return few.argmax().item()
+    if count > FEW:  # of which the likeliest gives a bound of the least E/p
         bits = hashed(counters(len(probs)) + key).view(np.uint64)
         likeliest = probs.argmax()
         arrival = -math.log((int(bits[likeliest] >> 11) + 1) * 2.0**-53) / float(probs[likeliest])
         # 2²⁰ more than the bound in units of 2⁻⁶⁴, since it is rounded
         close = bits >= max(0, 2**64 - 2**20 - int(arrival / FEW * 2**64))
         few &= close | (probs >= 1 / FEW)
-    elif not few.any():
-        return 0  # a row of zeros, whose token is meaningless
     ids = np.flatnonzero(few)
     exponentials = -np.log1p(complements(hashed(counters(len(probs))[ids] + key)) * -(2.0**-53))
     return ids[(exponentials / probs[ids]).argmin()].item()

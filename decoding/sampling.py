@@ -5,6 +5,7 @@ One function serves draft, target, residual and bonus token: speculation is exac
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +90,7 @@ def penalised(scores: Tensor, context: Tensor, penalty: float) -> Tensor:
     seen = torch.where(later, context[:1], context)
     values = scores.gather(-1, seen)
     values = torch.where(values < 0, values * penalty, values / penalty)
-    return new_like(scores, scores).scatter_(-1, seen, values)
+    return joined([scores]).scatter_(-1, seen, values)
 
 
 def probabilities(
@@ -105,32 +106,16 @@ def probabilities(
     None: greedy, or no such filter. Numbers may be tensors ``[]``, as in a graph.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    likeliest = first_largest(scores)
+    if scores.device.type == "cpu":
+        found = probabilities_by_few(scores.numpy(), temperature, top_p, min_p, top_k)
+        return torch.from_numpy(found)
+    likeliest = scores.argmax(-1, keepdim=True)
     largest = scores.gather(-1, likeliest)
     if temperature is None:
-        return new_like(scores, 0.0).scatter_(-1, likeliest, largest.isfinite().to(scores.dtype))
-    if scores.device.type == "cpu":
-        return probabilities_by_few(scores, largest, temperature, top_p, min_p, top_k)
+        zeros = torch.zeros_like(scores)
+        return zeros.scatter_(-1, likeliest, largest.isfinite().to(scores.dtype))
     scores = filtered((scores - largest) / temperature, top_p, min_p, top_k)
     return torch.where(largest.isfinite(), scores.softmax(-1), 0.0)
-
-
-def first_largest(scores: Tensor) -> Tensor:
-    """Index of the first of the largest numbers of each row, or of NaN: ``[rows, n]`` -> ``[rows,
-    1]`` int64.
-
-    On a CPU by NumPy, whose vectorised search takes a tenth of torch's time.
-    """
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.numpy().argmax(-1, keepdims=True))
-    return scores.argmax(-1, keepdim=True)
-
-
-def new_like(scores: Tensor, values: Tensor | float) -> Tensor:
-    """New tensor like ``scores`` with these values; on a CPU written by one thread."""
-    new = torch.empty_like(scores)
-    (new.numpy() if new.device.type == "cpu" else new)[:] = values
-    return new
 
 
 def filtered(
@@ -152,26 +137,49 @@ def filtered(
 
 @np.errstate(over="ignore")  # a score far below the largest, divided by a tiny temperature
 def probabilities_by_few(
-    scores: Tensor,
-    largest: Tensor,
-    temperature: float,
+    scores: np.ndarray,
+    temperature: float | None,
     top_p: float | None,
     min_p: float | None,
     top_k: float | None,
-) -> Tensor:
+) -> np.ndarray:
     """``probabilities`` on a CPU, row by row on one thread, with filters that see few tokens.
 
     Torch would divide a vocabulary among threads. That is no faster, and much slower where another
     program has taken one of their cores.
     """
-    probs = new_like(scores, 0.0)
-    for row, top, kept in zip(scores.numpy(), largest.numpy(), probs.numpy(), strict=True):
-        if np.isfinite(top):
-            scaled = (row - top) / temperature
-            ids, mass = candidates(scaled, top_p, min_p, top_k)
-            few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
-            kept[ids] = few.softmax(-1).numpy()
+    probs = np.zeros_like(scores)
+    for row, kept in zip(scores, probs, strict=True):
+        likeliest = row.argmax()  # the first one, or a NaN
+        if not np.isfinite(row[likeliest]):
+            continue
+        if temperature is None:
+            kept[likeliest] = 1
+            continue
+        scaled = (row - row[likeliest]) / temperature
+        ids, mass = candidates(scaled, top_p, min_p, top_k)
+        few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
+        kept[ids] = few.softmax(-1).numpy()
     return probs
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """New tensor of all rows of tensors ``[rows, vocab]``; on a CPU written by one thread."""
+    if rows[0].device.type == "cpu":
+        return torch.from_numpy(np.concatenate([each.numpy() for each in rows]))
+    return torch.cat(rows)
+
+
+def one_hot(tokens: Tensor, vocab: int) -> Tensor:
+    """Distributions ``[k, vocab]`` float32 of known tokens ``[k]``; on a CPU written by one
+    thread.
+    """
+    shape = len(tokens), vocab
+    if tokens.device.type == "cpu":
+        probs = torch.from_numpy(np.zeros(shape, np.float32))
+    else:
+        probs = torch.zeros(shape, device=tokens.device)
+    return probs.scatter_(1, tokens[:, None], 1.0)
 
 
 def candidates(

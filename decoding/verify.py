@@ -100,6 +100,8 @@ def verify_by_race(
     accepted with probability p(x).
     """
     drawn = randomness.draw_each(target_probs, place)
+    if not len(drafted):  # plain decoding
+        return torch.zeros_like(drawn[0]), drawn[0]
     accepted = (drawn[:-1] == drafted).long().cumprod(0).sum()
     return accepted, drawn.index_select(0, accepted[None])[0]
 

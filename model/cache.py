@@ -32,12 +32,15 @@ class KVCache:
         self.keys, self.values = both[:num_layers], both[num_layers:]
 
     @cached_property
-    def addresses(self) -> list[tuple[int, int]]:
-        """Addresses of the keys and values of each layer, for compiled steps."""
-        return [
-            (keys.data_ptr(), values.data_ptr())
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
+    def addresses(self) -> Tensor:
+        """Addresses of each text's keys and values, int64 ``[batch, layers, 2]``, for compiled
+        steps.
+        """
+        layers = list(zip(self.keys, self.values, strict=True))
+        batch = len(self.keys[0])
+        return torch.tensor(
+            [[[each[text].data_ptr() for each in both] for both in layers] for text in range(batch)]
+        )
 
     @property
     def length(self) -> int:

@@ -21,14 +21,13 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from decoding.drafters import Draft, NoDraft
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.run.chooser import Setting
 from decoding.run.writer import Drafting, Writer
-from decoding.sampling import SamplingParams
+from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
@@ -86,7 +85,7 @@ class KnownDraft(NoDraft):
     ) -> Draft:
         written = len(text.generated)
         ids = self.empty.tokens.new_tensor(self.known[written : written + limit])
-        return Draft(ids, F.one_hot(ids, self.empty.probs.shape[1]).float())
+        return Draft(ids, one_hot(ids, self.empty.probs.shape[1]))
 
 
 def at_full_length(draft: Drafting) -> Drafting:

@@ -26,7 +26,7 @@ PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
 # the files that determine importance, rounding and packing
 SOURCES = [Path(__file__), PROMPTS_FILE, Path(quantise.__file__)]
 SOURCES += Path(fast.__file__).with_name("cpu").glob("*.py")
-BY_IMPORTANCE = (4, 6)  # numbers of bits in which weights are rounded by the importance of inputs
+BY_IMPORTANCE = (4,)  # numbers of bits in which weights are rounded by the importance of inputs
 TOKENS = 48  # written after each prompt
 
 

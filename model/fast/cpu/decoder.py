@@ -107,19 +107,20 @@ class FastDecoder(PreparedDecoder):
             for layer, bits in enumerate(plan.attention):
                 if bits:
                     cache.claim(layer, start, tokens.shape[1])
-        batch = Batch(*map(np.concatenate, zip(*map(rows_of, calls), strict=True)))
+        batches = [rows_of(*call) for call in calls]
+        batch = batches[0]
+        if len(batches) > 1:
+            batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        steps = [
-            slice(first, first + MOST_ROWS) for first in range(0, len(batch.tokens), MOST_ROWS)
-        ]
-        parts = [
-            torch.from_numpy(self.step(weights, Batch(*(each[part] for each in batch))))
-            for part in steps
-        ]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        shapes = [tokens.shape for tokens, _, _ in calls]
-        parts = logits.split([shape.numel() for shape in shapes])
-        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+        firsts = range(0, len(batch.tokens), MOST_ROWS)
+        parts = [self.step(weights, batch.part(first, first + MOST_ROWS)) for first in firsts]
+        logits = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        found = []
+        for tokens, _, _ in calls:
+            rows = tokens.numel()
+            found.append(torch.from_numpy(logits[:rows].reshape(*tokens.shape, -1)))
+            logits = logits[rows:]
+        return found
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
@@ -197,17 +198,14 @@ def scales(norm: RMSNorm) -> np.ndarray:
     return (norm.weight.float() + (1 - norm.neutral)).numpy()
 
 
-def rows_of(call: tuple[Tensor, KVCache, int]) -> Batch:
+def rows_of(tokens: Tensor, cache: KVCache, start: int) -> Batch:
     """Rows of one call, text by text."""
-    tokens, cache, start = call
-    batch, count = tokens.shape
-    (text_stride, head_stride, *_), size = cache.keys[0].stride(), cache.keys[0].itemsize
-    entries = np.arange(batch)[:, None, None] * (text_stride * size) + np.array(cache.addresses)
+    texts, count = tokens.shape
     return Batch(
         tokens=tokens.numpy().ravel(),
-        positions=np.tile(np.arange(start, start + count), batch),
-        entries=np.repeat(entries, count, 0),
-        head_bytes=np.full(batch * count, head_stride * size),
+        positions=np.arange(texts * count) % count + start,
+        entries=cache.addresses.numpy().repeat(count, 0),
+        head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
     )
 
 

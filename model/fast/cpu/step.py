@@ -8,6 +8,8 @@ computes a number from beginning to end, so its bits depend neither on the other
 number of threads.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +70,10 @@ class Batch(NamedTuple):
     positions: np.ndarray
     entries: np.ndarray
     head_bytes: np.ndarray
+
+    def part(self, first: int, end: int) -> Batch:
+        """Rows ``[first, end)``, or those of them that exist."""
+        return Batch(*(each[first:end] for each in self))
 
 
 @compiled()
