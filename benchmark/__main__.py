@@ -56,24 +56,36 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="exits to draft with (default: a middle and a late one)",
     )
-    libraries = f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf"
     add(
-        "--against", type=partial(str.split, sep=","), default=[], metavar="LIBRARY", help=libraries
+        "--against",
+        type=partial(str.split, sep=","),
+        default=[],
+        metavar="LIBRARY",
+        help=f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf",
     )
-    sections = "sections (default: all but structured and together)"
-    add("--only", choices=SECTIONS, nargs="+", default=tuple(SECTIONS)[:-2], help=sections)
-    kinds = (
-        "kinds of prompts (default: all but stories, which are requests as the corpus writer makes"
-        " them)"
+    add(
+        "--only",
+        choices=SECTIONS,
+        nargs="+",
+        default=tuple(SECTIONS)[:-2],
+        help="sections (default: all but structured and together)",
     )
-    add("--prompts", choices=[*PROMPTS, "stories"], nargs="+", default=tuple(PROMPTS), help=kinds)
+    add(
+        "--prompts",
+        choices=[*PROMPTS, "stories"],
+        nargs="+",
+        default=tuple(PROMPTS),
+        help="kinds of prompts (default: all but stories, which are requests as the corpus writer"
+        " makes them)",
+    )
     add("--quick", action="store_true", help="one prompt of each kind, and no long ones")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text")
-    off_grid = (
-        "measure a copy of the model with noise in its weights, which no rounding restores; made"
-        " once"
+    add(
+        "--off-grid",
+        action="store_true",
+        help="measure a copy of the model with noise in its weights, which no rounding restores;"
+        " made once",
     )
-    add("--off-grid", action="store_true", help=off_grid)
     add("--temperature", type=float, default=0.0, metavar="T", help="above 0 texts race")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")

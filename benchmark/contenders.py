@@ -118,15 +118,15 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
     model = bench.setting.model
 
     def load(folder: Path) -> Any:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(
-            model.device
-        )
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
         # As in this project's contenders, end-of-text is ignored and every draft has GAMMA tokens.
-        lengths = {"num_assistant_tokens": GAMMA, "num_assistant_tokens_schedule": "constant"}
         loaded.generation_config.update(
-            eos_token_id=None, assistant_confidence_threshold=0.0, **lengths
+            eos_token_id=None,
+            assistant_confidence_threshold=0.0,
+            num_assistant_tokens=GAMMA,
+            num_assistant_tokens_schedule="constant",
         )
-        return loaded
+        return loaded.to(model.device)
 
     theirs = load(bench.setting.folder)
 

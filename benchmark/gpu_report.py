@@ -23,13 +23,12 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
     python = [sys.executable, "-m"]
     bench = [*python, "benchmark", "--model", model, "--quick", "--only"]
     against = ["--against", "transformers"] if find_spec("transformers") else []
-    tests = ["pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"]
-    text = ["Why is the sky blue?", "--compare", "--model", model]
+    generate = [sys.executable, "generate.py", "Why is the sky blue?", "--compare"]
     return [
         ("Driver", ["nvidia-smi"], 20),
         ("Versions", [*python, "torch.utils.collect_env"], 40),
-        ("First text", [sys.executable, "generate.py", *text], 90),
-        ("Tests", [*python, *tests], 200),
+        ("First text", [*generate, "--model", model], 90),
+        ("Tests", [*python, "pytest", "-rfE", "--durations=5", "tests/model/test_cuda.py"], 200),
         ("Speed, greedy", [*bench, "speed", "first-token", "floor", *against], 150),
         ("Speed at temperature 0.7", [*bench, "speed", "--temperature", "0.7"], 100),
     ]

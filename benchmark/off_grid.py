@@ -51,12 +51,16 @@ def off_grid_folder(folder: Path) -> Path:
     )
     add_noise(model, texts, seed=0)
     save_model(model, copy, tokenizer_from=folder)
-    kept = share_kept(model, held_out)
-    say(f"its greedy token is the checkpoint's at {kept:.2f} of the positions of a text")
+    say(
+        f"its greedy token is the checkpoint's at {share_kept(model, held_out):.2f} of the"
+        " positions of a text"
+    )
     own = write(SamplingParams(), prompts=[some[2] for some in PROMPTS.values() if some[2:]])
     round_to_nearest(model)
-    kept = share_kept(model, own)
-    say(f"rounded to the nearest of four bits, that share of its own texts is {kept:.2f}")
+    say(
+        "rounded to the nearest of four bits, that share of its own texts is"
+        f" {share_kept(model, own):.2f}"
+    )
     return copy
 
 

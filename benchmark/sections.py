@@ -55,10 +55,9 @@ BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain rounds."""
-    lengths = [draft.new_policy().gamma for draft in bench.drafts.values()]
-    longest = max(LONGEST_VERIFICATION - 1, *lengths)
-    prompts = [prompt for _, prompt in bench.prompts]
-    tables = measure_costs(bench.setting, prompts, [*bench.drafts.values()], longest)
+    drafts = list(bench.drafts.values())
+    longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in drafts)])
+    tables = measure_costs(bench.setting, [ids for _, ids in bench.prompts], drafts, longest)
     bench.costs = dict(zip(bench.drafts, tables, strict=True))
     verifications: list[Row] = [
         {"step": "verification", "tokens": n, "plain rounds": cost}

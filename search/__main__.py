@@ -81,9 +81,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="draw front.svg, all plans tried, into this folder",
     )
-    widths = (0, *LOW_BITS)
-    bits = "bits that a sublayer may have besides the checkpoint's, 0: skipped (default: all)"
-    parser.add_argument("--bits", type=int, nargs="+", choices=widths, default=widths, help=bits)
+    parser.add_argument(
+        "--bits",
+        type=int,
+        nargs="+",
+        choices=(0, *LOW_BITS),
+        default=(0, *LOW_BITS),
+        help="bits that a sublayer may have besides the checkpoint's, 0: skipped (default: all)",
+    )
     text = parser.add_argument_group("calibration text")
     text.add_argument(
         "--calibration",

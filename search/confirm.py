@@ -120,10 +120,12 @@ def decode_in_turns(
         turns: list[list[Sample]] = []
         began = time.perf_counter()
         while not enough_turns(len(turns), began):
-            turn = [
-                writer.write(writer.new_text(rules), way, setting.params, coupling) for way in ways
-            ]
-            turns.append(turn)
+            turns.append(
+                [
+                    writer.write(writer.new_text(rules), way, setting.params, coupling)
+                    for way in ways
+                ]
+            )
         for way, samples in enumerate(zip(*turns, strict=True)):
             told = samples[0].statistics  # the same in every turn
             seconds = statistics.median(sample.seconds for sample in samples)

@@ -291,8 +291,7 @@ def plain_texts(
     for ids in fitting:
         writer.begin(ids)
         sample = writer.write(writer.new_text(rules), writer.plain, setting.params, coupling)
-        unused = count - len(sample.tokens)
-        texts.append(Continuation(tuple(ids), tuple(sample.tokens), unused))
+        texts.append(Continuation(tuple(ids), tuple(sample.tokens), count - len(sample.tokens)))
     return texts
 
 

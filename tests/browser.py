@@ -1,4 +1,4 @@
-"""What the tests of pages do in a browser."""
+"""Steps of the tests of pages in a browser."""
 
 from __future__ import annotations
 

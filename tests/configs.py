@@ -1,4 +1,4 @@
-"""The one factory of small configs: what every test that needs a model begins with."""
+"""Small configs of every family, for all tests that need a model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What every test shares: two threads, examples that are the same every run, the real
+"""Settings and fixtures of all tests: two threads, examples that are the same every run, the real
 checkpoint.
 """
 

@@ -1,4 +1,4 @@
-"""What the tests of pictures look at."""
+"""Faults of pictures: drawing beyond the paper, covered or cut text, counts in fractions."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,8 +13,8 @@ COUNTED = ("layer", "trial", "step", "tokens", "exit after layer")  # the names 
 
 
 def faults(draw: Callable[[], Figure]) -> Iterator[str]:
-    """What reaches beyond the paper, titles wider than their frame, legends over the drawing,
-    counts in fractions.
+    """Parts beyond the paper, titles wider than their frame, legends over the drawing, counts in
+    fractions.
     """
     with rc_context(fname=STYLE):
         figure = draw()

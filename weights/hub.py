@@ -43,9 +43,8 @@ def download(name: str, revision: str | None = None) -> Path:
 def check_size(name: str, config: ModelConfig) -> None:
     """Raises InputError where the weights in the narrowest dtype need more than all free memory."""
     needed = parameter_count(config) * NARROWEST
-    devices = range(torch.cuda.device_count())
-    on_gpus = sum(free_bytes(torch.device("cuda", number)) for number in devices)
-    free = max(free_bytes(torch.device("cpu")), on_gpus)
+    gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    free = max(free_bytes(torch.device("cpu")), sum(map(free_bytes, gpus)))
     if needed > free:
         raise InputError(
             f"{name} does not fit: its weights take {decimal(needed)}, and {decimal(free)} are"

@@ -122,11 +122,11 @@ def run(options: argparse.Namespace) -> None:
     folder = model_folder(options.model)
     device = pick_device(options.device)
     tokenizer = Tokenizer(folder)
-    stories = {}
+    stories: dict[str, dict[str, str]] = {}
     fruitless = 0
     written = read_json_lines(options.out) if options.out.is_file() else ()
-    not_ours = f"{options.out} is not a file of this command: give another"
-    with explaining(not_ours, (KeyError, TypeError)):
+    trouble = f"{options.out} is not a file of this command: give another"
+    with explaining(trouble, (KeyError, TypeError)):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
