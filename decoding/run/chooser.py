@@ -89,9 +89,9 @@ class DraftOptions:
         kind = self.kind if self.kind in DRAFTERS else "class"
         for option, kinds in USEFUL_WITH.items():
             if getattr(self, option) is not None and kind not in kinds:
-                option = option.replace("_", "-")
                 raise InputError(
-                    f"--{option} has no effect with --draft {self.kind}: give --draft {kinds[0]}"
+                    f"--{option.replace('_', '-')} has no effect with --draft {self.kind}:"
+                    f" give --draft {kinds[0]}"
                 )
         if self.gamma is not None and self.gamma < 0:
             raise InputError(f"gamma must be at least 0, found {self.gamma}")
