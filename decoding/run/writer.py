@@ -142,7 +142,9 @@ class Writer:
         self, model: Decoder, capacity: int, token_bytes: TokenBytes = lambda token: b""
     ) -> None:
         """``capacity``: positions of the cache, for the longest prompt with its output."""
-        self.model, self.capacity, self.token_bytes = model, capacity, token_bytes
+        self.model = model
+        self.capacity = capacity
+        self.token_bytes = token_bytes
         self.cache: KVCache = model.new_cache(capacity)
         make_steps(model, self.cache)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
