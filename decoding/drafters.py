@@ -71,14 +71,16 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> No
             drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}"
         )
     if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
-        found = f"{list(tokens.shape)} {tokens.dtype}"
         raise contract_error(
-            drafter, f"`tokens` must be [k] int64 with k at most {limit}, found {found}"
+            drafter,
+            f"`tokens` must be [k] int64 with k at most {limit}, found {list(tokens.shape)}"
+            f" {tokens.dtype}",
         )
     if probs.shape != (len(tokens), target.vocab_size) or not probs.is_floating_point():
-        found = f"{list(probs.shape)} {probs.dtype}"
         raise contract_error(
-            drafter, f"`probs` must be [{len(tokens)}, {target.vocab_size}] floats, found {found}"
+            drafter,
+            f"`probs` must be [{len(tokens)}, {target.vocab_size}] floats, found"
+            f" {list(probs.shape)} {probs.dtype}",
         )
     if {tokens.device, probs.device} != {target.device}:
         raise contract_error(drafter, f"`tokens` and `probs` must be on {target.device}")

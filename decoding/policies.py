@@ -11,10 +11,12 @@ each other.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
+from typing import NamedTuple
 
 from decoding.rounds import Round
 
@@ -124,6 +126,14 @@ class Offer:
     kind: str
     tokens: Sequence[int] | None = None
     forced: int = 0
+
+
+class PossibleDraft(NamedTuple):
+    """Draft of an offer's forced tokens and of some guesses, with its expected speed-up."""
+
+    offer: Offer
+    guesses: int
+    speed: float
 
 
 class Slope:
@@ -260,10 +270,9 @@ class BreakEven(Policy):
         self.guessed = 0  # tokens of the last draft that have the slope of its offer
         self.forced = 0  # and those that constraints forced in it
         self.past = Past()
-        self.has_clock = False
         self.shares_steps: Callable[[], bool] = lambda: False
         self.rounds = 0
-        self.next_plain = 1  # the number of the round that measures T next
+        self.next_plain = math.inf  # the number of the round that measures T next
         self.plain_times: deque[float] = deque(maxlen=Slope.WINDOW)
         self.draft_times: deque[float] = deque(maxlen=Slope.WINDOW)
 
@@ -271,7 +280,7 @@ class BreakEven(Policy):
         return self.LONGEST_DRAFT
 
     def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
-        self.has_clock = True
+        self.next_plain = 1
         self.past = past
         self.shares_steps = shares_steps
 
@@ -293,37 +302,37 @@ class BreakEven(Policy):
         self.taken = None
         forced = any(offer.forced for offer in offers)
         # A plain round would waste the tokens that are forced.
-        measures_plain = self.has_clock and self.rounds >= self.next_plain and not forced
+        measures_plain = self.rounds >= self.next_plain and not forced
         if measures_plain or self.shares_steps():
             return offers[0], 0
-        best_speed = 1.0
-        length = 0
-        probe = None
-        probe_speed = 0.0
-        for offer in offers:
-            rate = self.acceptance(offer.kind)
-            slope = self.slope(slope_of(offer)).value
-            longest = self.LONGEST_DRAFT if offer.tokens is None else len(offer.tokens)
-            tokens = 1.0
-            for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
-                if guesses * slope > self.credit:
-                    break  # the loss, were all of it rejected
-                tokens += rate**guesses
-                speed = tokens / (1 + guesses * slope)
-                if speed > best_speed:
-                    best_speed = speed
-                    self.taken = offer
-                    length = offer.forced + guesses
-                if guesses == 1 and offer.tokens is None and speed > probe_speed:
-                    probe_speed = speed
-                    probe = offer
-        if self.taken is None and probe is not None and not self.waiting:
-            self.taken = probe
-            length = probe.forced + 1
-        if self.taken is None and forced:
+        drafts = [draft for offer in offers for draft in self._drafts(offer)]
+        candidates = [draft for draft in drafts if draft.speed > 1]
+        if not candidates and not self.waiting:
+            candidates = [
+                each for each in drafts if each.offer.tokens is None and each.guesses == 1
+            ]
+        if candidates:
+            best = max(candidates, key=lambda draft: draft.speed)
+            self.taken = best.offer
+            return best.offer, best.offer.forced + best.guesses
+        if forced:
             self.taken = next((offer for offer in offers if offer.tokens), offers[0])
-            length = self.taken.forced
-        return self.taken or offers[0], length
+            return self.taken, self.taken.forced
+        return offers[0], 0
+
+    def _drafts(self, offer: Offer) -> Iterator[PossibleDraft]:
+        """The drafts of an offer, by their number of guesses, whose loss the credit covers, were
+        all of it rejected.
+        """
+        rate = self.acceptance(offer.kind)
+        slope = self.slope(slope_of(offer)).value
+        longest = self.LONGEST_DRAFT if offer.tokens is None else len(offer.tokens)
+        tokens = 1.0
+        for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
+            if guesses * slope > self.credit:
+                break
+            tokens += rate**guesses
+            yield PossibleDraft(offer, guesses, tokens / (1 + guesses * slope))
 
     def observe(self, round: Round) -> None:
         self.rounds += 1
@@ -339,11 +348,11 @@ class BreakEven(Policy):
         self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
         for offer in self.offers:
             if offer.tokens:
-                pairs = list(zip(offer.tokens, round.emitted, strict=False))
-                differing = (at for at, (token, emitted) in enumerate(pairs) if token != emitted)
-                equal = next(differing, len(pairs))
-                forced = min(offer.forced, equal)
-                self._learn(offer.kind, equal - forced, equal < len(pairs))
+                judged = min(len(offer.tokens), len(round.emitted))
+                equal = next(
+                    (at for at in range(judged) if offer.tokens[at] != round.emitted[at]), judged
+                )
+                self._learn(offer.kind, equal - min(offer.forced, equal), equal < judged)
             elif self.guessed and offer is self.taken:
                 self._learn(offer.kind, accepted, accepted < self.guessed)
 

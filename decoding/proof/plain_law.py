@@ -52,8 +52,14 @@ class Request:
     def rules(self) -> Rules:
         """The rules in the production loop's type."""
         constraints = (self.constraint,) if self.constraint else ()
-        words = self.stop_strings, self.banned
-        return Rules(self.max_new_tokens, self.eos_ids, *words, constraints, self.grammar)
+        return Rules(
+            self.max_new_tokens,
+            self.eos_ids,
+            self.stop_strings,
+            self.banned,
+            constraints,
+            self.grammar,
+        )
 
 
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:

@@ -121,11 +121,18 @@ def calibration_texts(
     """
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     fitting = [ids for ids in encoded if len(ids) < model.max_positions]
-    limits = {"max_new_tokens": tokens, "eos_ids": tokenizer.eos_ids}
-    pairs = zip(
-        fitting, sample_texts(model, fitting, params=params, seed=seed, **limits), strict=True
+    texts = sample_texts(
+        model,
+        fitting,
+        max_new_tokens=tokens,
+        params=params,
+        eos_ids=tokenizer.eos_ids,
+        seed=seed,
     )
-    return [Continuation(tuple(prompt), tuple(text), tokens - len(text)) for prompt, text in pairs]
+    return [
+        Continuation(tuple(prompt), tuple(text), tokens - len(text))
+        for prompt, text in zip(fitting, texts, strict=True)
+    ]
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:

@@ -89,9 +89,9 @@ class DraftOptions:
         kind = self.kind if self.kind in DRAFTERS else "class"
         for option, kinds in USEFUL_WITH.items():
             if getattr(self, option) is not None and kind not in kinds:
-                option = option.replace("_", "-")
                 raise InputError(
-                    f"--{option} has no effect with --draft {self.kind}: give --draft {kinds[0]}"
+                    f"--{option.replace('_', '-')} has no effect with --draft {self.kind}:"
+                    f" give --draft {kinds[0]}"
                 )
         if self.gamma is not None and self.gamma < 0:
             raise InputError(f"gamma must be at least 0, found {self.gamma}")
@@ -206,23 +206,23 @@ def adaptive_exit(
     start = START_SAMPLED if params.temperature else START_GREEDY
     if drafting.chosen and drafting.chosen.threshold:
         start = drafting.chosen.threshold
-    longest = length_of(drafting, options)
-    return partial(AdaptiveExit, start, LONGEST_ADAPTIVE if longest is None else longest)
+    return partial(AdaptiveExit, start, length_of(drafting, options, LONGEST_ADAPTIVE))
 
 
 def fixed_length(drafting: Drafting, options: DraftOptions) -> Callable[[], Policy] | None:
     """Drafts of a fixed length, if --gamma or --no-adaptive is given."""
     if options.gamma is None and options.adaptive is None:
         return None
-    length = length_of(drafting, options)
-    return partial(FixedLength, GAMMA if length is None else length)
+    return partial(FixedLength, length_of(drafting, options, GAMMA))
 
 
-def length_of(drafting: Drafting, options: DraftOptions) -> int | None:
-    """The draft length of --gamma, else that of the plan, else None."""
+def length_of(drafting: Drafting, options: DraftOptions, default: int) -> int:
+    """The draft length of --gamma, else that of the plan, else the default."""
     if options.gamma is not None:
         return options.gamma
-    return drafting.chosen.gamma if drafting.chosen else None
+    if drafting.chosen and drafting.chosen.gamma is not None:
+        return drafting.chosen.gamma
+    return default
 
 
 def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
@@ -324,9 +324,10 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
             f"{folder} has a context of {config.max_positions} tokens: lower --max-new-tokens"
         )
     model = accelerate(load_model(folder, setting.model.dtype, setting.model.device))
-    name = f"draft model {folder.name}"
     return Drafting(
-        name, lambda cache: model_drafter(model, model.new_cache(cache.capacity)), model=model
+        f"draft model {folder.name}",
+        lambda cache: model_drafter(model, model.new_cache(cache.capacity)),
+        model=model,
     )
 
 

@@ -34,10 +34,9 @@ def comparison(
     """
     if drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
-    rules = sample.source.rules
     turns = [
         [
-            writer.write(writer.new_text(rules), way, params, coupling)
+            writer.write(writer.new_text(sample.source.rules), way, params, coupling)
             for way in (drafting, writer.plain)
         ]
         for _ in range(TURNS)

@@ -11,8 +11,6 @@ from cli.files import one_line
 from decoding.drafters import Drafter
 from model import Decoder, InputError, KVCache
 
-METHODS = ("propose", "rollback")
-
 
 def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
     """Maker of instances of a ``FILE.py:Class``, from the target's cache. Raises InputError where
@@ -27,7 +25,7 @@ def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
     def make(cache: KVCache) -> Drafter:
         with blaming(kind):
             drafter = found(model, cache)
-        for method in METHODS:
+        for method in ("propose", "rollback"):
             with suppress(AttributeError):  # absent, which the loop reports, or not to be set
                 setattr(drafter, method, blaming(kind, in_text=True)(getattr(drafter, method)))
         return drafter

@@ -55,8 +55,8 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
         "gamma": chosen.gamma,
         "threshold": chosen.threshold,
         "kept_share": chosen.kept_share,
+        "model": fingerprint,
     }
-    content |= {"model": fingerprint}
     with explaining(f"{path} cannot be written"):
         write_json(path, content | provenance)
 
