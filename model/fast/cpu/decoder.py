@@ -77,11 +77,6 @@ class FastDecoder:
         blocks = -(-len(product.weight) // LANES)
         self.low_bits[product, bits] = content.view(blocks, -1)
 
-    def forget_low_bits(self) -> None:
-        """Free all low-bit copies, and the tables of plans with their addresses."""
-        self.plans.clear()
-        self.low_bits.clear()
-
     def __call__(
         self,
         tokens: Tensor,
