@@ -56,8 +56,6 @@ def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
 
 KERNELS = kernel_folder()
 # Numba reads both where a function is declared, in the files of this folder.
-numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = (
-    str(KERNELS),
-    f"{__name__}.{Locator.__name__}",
-)
+numba.config.CACHE_DIR = str(KERNELS)
+numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
 caching.IndexDataCacheFile = KernelFile

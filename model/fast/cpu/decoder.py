@@ -75,11 +75,6 @@ class FastDecoder(PreparedDecoder):
         blocks = -(-len(product.weight) // LANES)
         self.low_bits[product, bits] = content.view(blocks, -1)
 
-    def forget_low_bits(self) -> None:
-        """Free all low-bit copies, and the tables of plans with their addresses."""
-        self.plans.clear()
-        self.low_bits.clear()
-
     def __call__(
         self,
         tokens: Tensor,
@@ -130,7 +125,9 @@ class FastDecoder(PreparedDecoder):
         weights = self.plans.get(plan)
         if weights is not None and weights.cos.shape[1] >= positions:
             return weights
-        model, config, size = self.model, self.model.config, 1 << (positions - 1).bit_length()
+        model = self.model
+        config = model.config
+        size = 1 << (positions - 1).bit_length()
         matrices = np.full((config.num_layers, len(MATRICES), FIELDS), ABSENT)
         for layer, (block, attention, mlp) in enumerate(
             zip(model.layers, plan.attention, plan.mlp, strict=True)
@@ -180,12 +177,13 @@ class FastDecoder(PreparedDecoder):
         """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, address
         of its bias.
         """
-        weight, kind, bias = product.weight, KINDS[self.model.dtype], ABSENT
+        weight = product.weight
+        kind = LOW_BITS.get(bits, KINDS[self.model.dtype])
         if bits != FULL:
-            kind = LOW_BITS[bits]
             weight = self.low_bits.get((product, bits))
             if weight is None:
                 weight = self.make_copy(product, bits)
+        bias = ABSENT
         if isinstance(product, nn.Linear) and product.bias is not None:
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
         block_bytes = weight.stride(0) * weight.itemsize
@@ -210,15 +208,9 @@ def rows_of(tokens: Tensor, cache: KVCache, start: int) -> Batch:
 
 
 def packed(rounded: Quantised) -> Tensor:
-    """Codes with their scales, uint8 ``[blocks, bytes]``: operands of ``dot.multiply_codes``.
+    """Codes with their scales, uint8 ``[blocks, bytes]``, in the layout drawn in ``dot``.
 
-    A block is 16 rows, one per lane of a vector, padded with zeros; it has a part for each group of
-    32 columns. A vector of 64 bytes holds four columns: byte 4 · row + i is that of column i. ::
-
-        4 bits  | 4 vectors: columns 4v to 4v + 3 in the   | 16 scales, | 16 zeros,  |
-                | lower, 16 + 4v to 19 + 4v in the upper   | bfloat16   | bfloat16   |  next group
-                | half of each byte                        |            |            |
-        8 bits  | 8 vectors, codes plus 128 | next group ... last group | 16 scales, float32 |
+    A block is 16 rows, padded with rows of zeros.
     """
     out, columns = rounded.codes.shape
     codes = F.pad(rounded.codes, (0, -columns % GROUP, 0, -out % LANES))
@@ -233,8 +225,8 @@ def packed(rounded: Quantised) -> Tensor:
         for each in (rounded.scale, rounded.zero)
     )
     if rounded.bits == 8:
-        parts = codes.flatten(1).view(torch.uint8) + 128, scales.flatten(1).view(torch.uint8)
-        return torch.cat(parts, 1)
+        plus_128 = codes.flatten(1).view(torch.uint8) + 128
+        return torch.cat((plus_128, scales.flatten(1).view(torch.uint8)), 1)
     low, high = codes.chunk(2, 2)
-    parts = (low | high << 4).flatten(2), scales.view(torch.uint8), zeros.view(torch.uint8)
-    return torch.cat(parts, 2).flatten(1)
+    both = (low | high << 4).flatten(2)
+    return torch.cat((both, scales.view(torch.uint8), zeros.view(torch.uint8)), 2).flatten(1)

@@ -15,13 +15,29 @@ rounds differently.
 
 Weights and inputs are passed by address: the weights stay in the tensors that torch reads for a
 prompt.
+
+In low bits a block of 16 rows of weights, one per lane, is multiplied by a row of inputs, group by
+group of 32 columns. Both lie in memory as follows, with the bytes of each part. ::
+
+    weights, 4 bits   | 256 codes | 32 scales | 32 zeros | next group ...       bfloat16 numbers
+    weights, 8 bits   | 512 codes | next group ... | 64 scales of the rows      float32 numbers
+    inputs            | 32 codes per group | 4 scale per group | 4 total per group
+
+    64 codes of weights     row 0           row 1                 row 15
+    (vector v)            | c c c c       | c c c c       | ... | c c c c       |
+    8 bits: columns         4v ... 4v + 3   4v ... 4v + 3         4v ... 4v + 3   plus 128
+    4 bits, lower halves    4v ... 4v + 3   the same              the same
+    4 bits, upper halves    16 + 4v ...     the same              the same
+
+Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector of weights.
+``decoder.packed`` writes the weights, ``elements.round_to_int8`` the inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -51,8 +67,10 @@ BYTES = "+avx512vnni" in FEATURES  # vpdpbusd
 # kind of the inputs of weights
 INPUTS = {BF16: BF16 if PAIRS else F32, F16: F32, F32: F32, INT4: INT8, INT8: INT8}
 
-I8, I16, I32, I64, FLOAT = (*map(ir.IntType, (8, 16, 32, 64)), ir.FloatType())
-WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
+I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
+FLOAT = ir.FloatType()
+WORDS = ir.VectorType(I32, LANES)
+FLOATS = ir.VectorType(FLOAT, LANES)
 # type and bytes of a number of each kind
 NUMBERS = {BF16: (I16, 2), F16: (I16, 2), F32: (FLOAT, 4)}
 
@@ -73,7 +91,8 @@ class Value:
     """
 
     def __init__(self, builder: ir.IRBuilder, raw: ir.Value) -> None:
-        self.builder, self.raw = builder, raw
+        self.builder = builder
+        self.raw = raw
 
     def constant(self, *numbers: float) -> Value:
         """Constant of this value's type; the lanes of a vector repeat ``numbers``."""
@@ -91,9 +110,29 @@ class Value:
             self.builder, getattr(self.builder, "f" * is_float + operation)(self.raw, other.raw)
         )
 
-    __add__, __sub__, __mul__ = map(partial(partialmethod, combine), ("add", "sub", "mul"))
-    __floordiv__, __and__, __or__ = map(partial(partialmethod, combine), ("sdiv", "and_", "or_"))
-    __lshift__, __rshift__ = map(partial(partialmethod, combine), ("shl", "lshr"))
+    def __add__(self, other: Value | float) -> Value:
+        return self.combine("add", other)
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self.combine("sub", other)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self.combine("mul", other)
+
+    def __floordiv__(self, other: Value | int) -> Value:
+        return self.combine("sdiv", other)
+
+    def __and__(self, other: Value | int) -> Value:
+        return self.combine("and_", other)
+
+    def __or__(self, other: Value | int) -> Value:
+        return self.combine("or_", other)
+
+    def __lshift__(self, other: Value | int) -> Value:
+        return self.combine("shl", other)
+
+    def __rshift__(self, other: Value | int) -> Value:
+        return self.combine("lshr", other)
 
     def __lt__(self, other: Value) -> ir.Value:
         return self.builder.icmp_signed("<", self.raw, other.raw)
@@ -138,7 +177,8 @@ def turns(count: Value) -> Iterator[Value]:
     """
     with cgutils.for_range(count.builder, count.raw) as loop:
         yield Value(count.builder, loop.index)
-    module, (_, last) = count.builder.module, loop.index.incomings[1]
+    module = count.builder.module
+    _, last = loop.index.incomings[1]
     not_unrolled = module.add_metadata(["llvm.loop.unroll.disable"])
     last.terminator.set_metadata("llvm.loop", module.add_metadata([not_unrolled]))
 
@@ -205,7 +245,8 @@ def widen(kind: int, values: Value) -> Value:
     bits = Value(builder, builder.zext(values.raw, WORDS))
     if kind == BF16:
         return (bits << 16).bitcast(FLOATS)
-    magnitude, sign = (bits & 0x7FFF) << 13, (bits & 0x8000) << 16
+    magnitude = (bits & 0x7FFF) << 13
+    sign = (bits & 0x8000) << 16
     # The exponents' biases differ by 112; the largest exponent is that of infinity and NaN in both.
     number = (magnitude.bitcast(FLOATS) * 2.0**112).bitcast(WORDS)
     is_special = builder.icmp_unsigned(">=", magnitude.raw, magnitude.constant(0x0F800000).raw)
@@ -239,76 +280,111 @@ def add_bytes(total: Value, codes: Value, x: Value) -> Value:
     return total
 
 
+def read(
+    kind: int, row: Value, column: Value, left: Value | None = None, lanes: int = LANES
+) -> Value:
+    """Numbers of a row from a column on, only ``left`` of them if given, the others 0: 16, widened,
+    or 32 as they are, for ``add_pairs``.
+    """
+    number, size = NUMBERS[kind]
+    found = load(row + column * size, ir.VectorType(number, lanes), left)
+    return widen(kind, found) if lanes == LANES else found
+
+
+def add_products(
+    kind: int,
+    x_kind: int,
+    w: Value,
+    places: list[Value],
+    sums: list[list[Sum]],
+    lanes: int,
+    first: Value,
+    end: Value | None = None,
+) -> None:
+    """Add the products of two vectors of columns, those from ``first`` on, or between ``first`` and
+    ``end``, to the two sums of each row of inputs.
+    """
+    multiply_add = fused_multiply_add if lanes == LANES else add_pairs
+    for number in range(2):
+        column = first + number * lanes
+        left = None if end is None else end - column
+        weights = read(kind, w, column, left, lanes)
+        for place, accumulators in zip(places, sums, strict=True):
+            inputs = read(x_kind, place, column, left, lanes)
+            accumulators[number].add(multiply_add, weights, inputs)
+
+
 def multiply_floats(
-    kind: int, w: Value, x_kind: int, rows: list[Value], columns: Value, ahead: Value | None = None
+    kind: int, x_kind: int, w: Value, places: list[Value], columns: Value, ahead: Value | None
 ) -> list[Value]:
-    """Dot products of ``columns`` weights at ``w`` with the inputs at each of ``rows``, as 16
+    """Dot products of ``columns`` weights at ``w`` with the inputs at each of ``places``, as 16
     partial sums each.
 
     Weights ``ahead`` bytes further on are prefetched.
     """
-    pairs = kind == x_kind == BF16 and PAIRS
-    lanes, multiply_add = (2 * LANES, add_pairs) if pairs else (LANES, fused_multiply_add)
-    sums = [[Sum(w.builder) for _ in range(2)] for _ in rows]
-
-    def read(row: Value, row_kind: int, column: Value, left: Value | None) -> Value:
-        number, size = NUMBERS[row_kind]
-        found = load(row + column * size, ir.VectorType(number, lanes), left)
-        return found if pairs else widen(row_kind, found)
-
-    def add_two(first: Value, *, partly: bool) -> None:
-        for number in range(2):
-            column = first + number * lanes
-            left = columns - column if partly else None
-            weights = read(w, kind, column, left)
-            for row, accumulators in zip(rows, sums, strict=True):
-                accumulators[number].add(multiply_add, weights, read(row, x_kind, column, left))
-
-    whole, size = columns // (2 * lanes), NUMBERS[kind][1]
+    lanes = 2 * LANES if kind == x_kind == BF16 and PAIRS else LANES
+    sums = [[Sum(w.builder), Sum(w.builder)] for _ in places]
+    add = partial(add_products, kind, x_kind, w, places, sums, lanes)
+    size = NUMBERS[kind][1]
+    whole = columns // (2 * lanes)
     with turns(whole) as turn:
         first = turn * (2 * lanes)
         for line in range(0, 2 * lanes * size, 64) if ahead else ():
             place = pointer(w + ahead + first * size + line, I8)
-            # to read
-            place.call(
-                "llvm.prefetch.p0", ir.VoidType(), *(ir.Constant(I32, each) for each in (0, 3, 1))
-            )
-        add_two(first, partly=False)
+            to_read = (ir.Constant(I32, each) for each in (0, 3, 1))
+            place.call("llvm.prefetch.p0", ir.VoidType(), *to_read)
+        add(first)
     rest = whole * (2 * lanes)
     with w.builder.if_then(rest < columns):
-        add_two(rest, partly=True)
+        add(rest, columns)
     return [one.value + other.value for one, other in sums]
 
 
 def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
     """Dot products of 16 packed rows of low-bit weights with a row of int8 inputs: one per lane.
 
-    ``columns`` are whole groups. For the weights see ``model.fast.cpu.decoder.packed``, for the
-    inputs ``model.fast.cpu.elements.round_to_int8``.
+    ``columns`` are whole groups. For both operands see the module's docstring.
     """
     groups = columns // GROUP
-    scales, totals = x + columns, x + columns + groups * 4
-    total, size = Sum(w.builder), PACKED[kind]
+    scales = x + columns
+    totals = scales + groups * 4
+    size = PACKED[kind]
+    total = Sum(w.builder)
     with turns(groups) as group:
-        at, group_x, number = w + group * size, x + group * GROUP, group * 4
-        products = broadcast(load(totals + number, I32))
-        if kind == INT4:
-            group_total, products = products.bitcast(FLOATS), products.constant(0)
+        at = w + group * size
+        inputs = x + group * GROUP
+        group_total = broadcast(load(totals + group * 4, I32))
+        products = group_total if kind == INT8 else group_total.constant(0)
         for vector in range(GROUP // 4 if kind == INT8 else GROUP // 8):
             codes = load(at + 4 * LANES * vector, WORDS)
             parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
-            for half, part in enumerate(parts):
-                inputs = broadcast(load(group_x + 4 * vector + half * (GROUP // 2), I32))
-                products = add_bytes(products, part, inputs)
+            for half, each in enumerate(parts):
+                four = broadcast(load(inputs + 4 * vector + half * (GROUP // 2), I32))
+                products = add_bytes(products, each, four)
         values = Value(w.builder, w.builder.sitofp(products.raw, FLOATS))
-        scale = broadcast(load(scales + number, FLOAT))
+        scale = broadcast(load(scales + group * 4, FLOAT))
         if kind == INT4:
             halves = ir.VectorType(I16, LANES)
             scale *= widen(BF16, load(at + (size - 4 * LANES), halves))
             zero = widen(BF16, load(at + (size - 2 * LANES), halves))
-            total.add(fused_multiply_add, zero, group_total)
+            total.add(fused_multiply_add, zero, group_total.bitcast(FLOATS))
         total.add(fused_multiply_add, values, scale)
     return total.value * load(w + groups * size, FLOATS) if kind == INT8 else total.value
+
+
+def store_tile(
+    kind: int, x_kind: int, operands: list[Value], ahead: Value, first: Value, size: int
+) -> None:
+    """Store the dot products of ``size`` rows of inputs from ``first`` on, for ``dot``."""
+    w, x, stride, _, columns, out, out_stride, count = operands
+    out += out_stride * first
+    places = [x + stride * (first + number) for number in range(size)]
+    if x_kind == INT8:
+        store(out, multiply_codes(kind, w, places[0], columns), count)
+        return
+    sums = multiply_floats(kind, x_kind, w, places, columns, ahead if size > 2 else None)
+    for number, values in enumerate(sums):
+        store(out + out_stride * number, add_lanes(values))
 
 
 @intrinsic(prefer_literal=True)
@@ -335,29 +411,13 @@ def dot(
     def generate(
         context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]
     ) -> ir.Value:
-        w, x, stride, rows, columns, out, out_stride, count = (
-            Value(builder, each) for each in arguments[2:]
-        )
+        operands = [Value(builder, each) for each in arguments[2:]]
+        rows = operands[3]
         many = builder.icmp_signed(">", rows.raw, ir.Constant(I64, 4))
         ahead = Value(builder, builder.select(many, ir.Constant(I64, AHEAD), ir.Constant(I64, 0)))
-        weights, inputs = kind.literal_value, x_kind.literal_value
-
-        def tile(first: Value, size: int) -> None:
-            numbers = [first + number for number in range(size)]
-            places = [x + stride * number for number in numbers]
-            if inputs == INT8:
-                store(
-                    out + out_stride * first, multiply_codes(weights, w, places[0], columns), count
-                )
-                return
-            terms = multiply_floats(
-                weights, w, inputs, places, columns, ahead if size > 2 else None
-            )
-            for number, values in zip(numbers, terms, strict=True):
-                store(out + out_stride * number, add_lanes(values))
-
+        tile = partial(store_tile, kind.literal_value, x_kind.literal_value, operands, ahead)
         done = rows.constant(0)
-        for size in TILES[weights]:
+        for size in TILES[kind.literal_value]:
             whole = (rows - done) // size
             with turns(whole) as turn:
                 tile(done + turn * size, size)
@@ -365,6 +425,23 @@ def dot(
         return context.get_dummy_value()
 
     return types.void(kind, x_kind, *[types.int64] * 8), generate
+
+
+def store_sums(kind: int, operands: list[Value], first: Value, end: Value | None = None) -> None:
+    """Store the sums of the 64 columns from ``first`` on, of those before ``end`` if given, for
+    ``sum_rows``.
+    """
+    rows, stride, weights, count, _, out = operands
+    columns = [first + start for start in range(0, BLOCK, LANES)]
+    left = [None if end is None else end - column for column in columns]
+    sums = [Sum(first.builder) for _ in columns]
+    with turns(count) as turn:
+        row = rows + turn * stride
+        weight = broadcast(load(weights + turn * 4, FLOAT))
+        for column, total, rest in zip(columns, sums, left, strict=True):
+            total.add(fused_multiply_add, read(kind, row, column, rest), weight)
+    for column, total, rest in zip(columns, sums, left, strict=True):
+        store(out + column * 4, total.value, rest)
 
 
 @intrinsic(prefer_literal=True)
@@ -382,32 +459,15 @@ def sum_rows(
     def generate(
         context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]
     ) -> ir.Value:
-        rows, stride, weights, count, columns, out = (
-            Value(builder, each) for each in arguments[1:]
-        )
-
-        def add_block(kind: int, first: Value, *, partly: bool) -> None:
-            number, size = NUMBERS[kind]
-            at = [first + start for start in range(0, BLOCK, LANES)]
-            left = [columns - column if partly else None for column in at]
-            totals = [Sum(builder) for _ in at]
-            with turns(count) as turn:
-                row, weight = rows + turn * stride, broadcast(load(weights + turn * 4, FLOAT))
-                for column, total, rest in zip(at, totals, left, strict=True):
-                    found = widen(
-                        kind, load(row + column * size, ir.VectorType(number, LANES), rest)
-                    )
-                    total.add(fused_multiply_add, found, weight)
-            for column, total, rest in zip(at, totals, left, strict=True):
-                store(out + column * 4, total.value, rest)
-
+        operands = [Value(builder, each) for each in arguments[1:]]
+        columns = operands[4]
         whole = columns // BLOCK
         for each in kinds:
             with builder.if_then(builder.icmp_signed("==", arguments[0], ir.Constant(I64, each))):
                 with turns(whole) as turn:
-                    add_block(each, turn * BLOCK, partly=False)
+                    store_sums(each, operands, turn * BLOCK)
                 with builder.if_then(whole * BLOCK < columns):
-                    add_block(each, whole * BLOCK, partly=True)
+                    store_sums(each, operands, whole * BLOCK, columns)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 6), generate

@@ -16,7 +16,8 @@ from numba.extending import intrinsic
 from model.fast.cpu.dot import BF16, F32, GROUP, I8, LANES
 
 LOG2_E = np.float32(1.4426950408889634)
-LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+LN2_HIGH = np.float32(0.693359375)  # the sum of both is log 2, the first without rounding
+LN2_LOW = np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
 LARGEST_EXPONENT = np.float32(88.0)
 BYTES_OF = np.array([2, 2, 4])  # per number, by kind: BF16, F16, F32
@@ -61,7 +62,8 @@ def bfloat16_bits(number: float) -> int:
 def float16_bits(number: float) -> int:
     """Bits of ``number`` rounded to float16, as uint32."""
     bits = np.float32(number).view(np.uint32)
-    sign, magnitude = (bits >> uint32(16)) & uint32(0x8000), bits & uint32(0x7FFFFFFF)
+    sign = (bits >> uint32(16)) & uint32(0x8000)
+    magnitude = bits & uint32(0x7FFFFFFF)
     # below 2⁻¹⁴ float16 has multiples of 2⁻²⁴, as float32 has from .5 to 1
     if magnitude < uint32(0x38800000):
         shifted = np.uint32(magnitude).view(np.float32) + np.float32(0.5)
@@ -105,10 +107,8 @@ def tangent(x: float) -> float:
 @compiled()
 def store(kind: int, numbers: np.ndarray, place: int) -> None:
     """Store numbers at an address, rounded to the dtype of this kind of weights."""
-    floats, halves = (
-        array_at(place, len(numbers), np.float32),
-        array_at(place, len(numbers), np.uint16),
-    )
+    floats = array_at(place, len(numbers), np.float32)
+    halves = array_at(place, len(numbers), np.uint16)
     for index in range(len(numbers)):
         if kind == F32:
             floats[index] = numbers[index]
@@ -121,7 +121,8 @@ def store(kind: int, numbers: np.ndarray, place: int) -> None:
 @compiled()
 def total(numbers: np.ndarray) -> float:
     """Sum of ``numbers`` in a fixed order: every 16th number first, then the 16 sums."""
-    lanes, whole = np.zeros(LANES, np.float32), len(numbers) // LANES * LANES
+    lanes = np.zeros(LANES, np.float32)
+    whole = len(numbers) // LANES * LANES
     for first in range(0, whole, LANES):
         for lane in range(LANES):
             lanes[lane] += numbers[first + lane]
@@ -148,7 +149,9 @@ def exponentials(scores: np.ndarray) -> None:
 @compiled()
 def normalise(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """RMSNorm (arXiv 1910.07467) of each row ``[rows, size]``, scaled by ``weight`` ``[size]``."""
-    size, squares, out = x.shape[1], np.empty(x.shape[1], np.float32), np.empty_like(x)
+    size = x.shape[1]
+    squares = np.empty(size, np.float32)
+    out = np.empty_like(x)
     for row in range(len(x)):
         for column in range(size):
             squares[column] = x[row, column] * x[row, column]
@@ -163,7 +166,8 @@ def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
     """Rotary embedding of a head ``[D]``, in place: ``model.layers.rotate``."""
     half = len(head) // 2
     for index in range(half):
-        a, b = head[index], head[index + half]
+        a = head[index]
+        b = head[index + half]
         head[index] = a * cos[index] - b * sin[index]
         head[index + half] = b * cos[index] + a * sin[index]
 
@@ -176,7 +180,9 @@ def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
     size = gate_up.shape[1] // 2
     out = np.empty((len(gate_up), size), np.float32)
     for row in range(len(out)):
-        gate, up, product = gate_up[row, :size], gate_up[row, size:], out[row]
+        gate = gate_up[row, :size]
+        up = gate_up[row, size:]
+        product = out[row]
         if is_gelu:
             for index in range(size):
                 x = gate[index]
@@ -198,14 +204,6 @@ def soft_cap(numbers: np.ndarray, cap: float) -> None:
 
 
 @compiled()
-def add(x: np.ndarray, out: np.ndarray) -> None:
-    """Add ``x`` ``[rows, size]`` to ``out``."""
-    for row in range(len(x)):
-        for column in range(x.shape[1]):
-            out[row, column] += x[row, column]
-
-
-@compiled()
 def whole(count: int, size: int) -> int:
     """Number of blocks of this size that hold ``count``."""
     return (count + size - 1) // size
@@ -213,12 +211,11 @@ def whole(count: int, size: int) -> int:
 
 @compiled()
 def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
-    """Round one row of inputs to int8 with a scale per group: an operand of ``dot.multiply_codes``,
-    at an address.
+    """Round one row of inputs to int8 with a scale and a total per group, at an address, in the
+    layout drawn in ``dot``.
 
-    First come the codes, then a float32 scale per group, then a total per group: the sum of its
-    codes, in float32 times its scale or, for weights whose codes are stored ``plus_128``, in int32
-    times -128.
+    A total is the sum of the group's codes, in float32 times its scale or, for weights whose codes
+    are stored ``plus_128``, in int32 times -128.
     """
     columns = len(x)
     groups = whole(columns, GROUP)
@@ -229,10 +226,10 @@ def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
     corrections = array_at(place + padded + 4 * groups, groups, np.int32)
     numbers = np.zeros(padded, np.float32)
     bits = numbers.view(np.uint32)
-    for column in range(columns):
-        numbers[column] = x[column]
+    numbers[:columns] = x
     for group in range(groups):
-        first, largest = group * GROUP, uint32(0)
+        first = group * GROUP
+        largest = uint32(0)
         for index in range(GROUP):  # as integers, of which NaN and infinity are the largest
             largest = max(largest, bits[first + index] & uint32(0x7FFFFFFF))
         scale = np.uint32(largest).view(np.float32) / np.float32(127)

@@ -21,7 +21,8 @@ def attend_by_flash(
 
     q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
     """
-    count, size = q.shape[2], k.shape[2]
+    count = q.shape[2]
+    size = k.shape[2]
     if count in (1, size) or soft_cap is not None or (window is not None and size > window):
         return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
     before = size - count

@@ -16,7 +16,8 @@ def judge(
     weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
     """Codes of a grid, and four means: see ``model.quantise.judge``."""
-    codes, means = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(4, *scale.shape)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    means = torch.empty(4, *scale.shape)
     tensors = [each.contiguous() for each in (weight, importance, scale, zero)]
     addresses = [each.data_ptr() for each in (*tensors, codes, means)]
     with team.gathered() as board:
@@ -38,7 +39,8 @@ def judge_task() -> int:
         weights, importances, scales, zeros, codes, means, levels, rows, groups = array_at(
             board + 8 * team.ARGUMENTS, 9, np.int64
         )
-        most, shape = np.float32(levels), (groups, GROUP)
+        most = np.float32(levels)
+        shape = groups, GROUP
         importance = array_at(importances, shape, np.float32)
         mean = array_at(means, (4, rows, groups), np.float32)
         for row in range(first, end):
@@ -47,21 +49,26 @@ def judge_task() -> int:
             scale_row = array_at(scales + row * groups * 4, groups, np.float32)
             zero_row = array_at(zeros + row * groups * 4, groups, np.float32)
             for group in range(groups):
-                scale, zero = scale_row[group], zero_row[group]
+                scale = scale_row[group]
+                zero = zero_row[group]
                 inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
                 error = mean_code = mean_square = mean_product = np.float32(0)
                 for column in range(GROUP):
-                    number, share = weight[group, column], importance[group, column]
+                    number = weight[group, column]
+                    share = importance[group, column]
                     code = np.floor((number - zero) * inverse + np.float32(0.5))
                     code = min(max(code, np.float32(0)), most)
-                    off, weighted = code * scale + zero - number, share * code
+                    off = code * scale + zero - number
+                    weighted = share * code
                     found[group, column] = np.uint8(code)
                     error += share * off * off
                     mean_code += weighted
                     mean_square += weighted * code
                     mean_product += weighted * number
-                mean[0, row, group], mean[1, row, group] = error, mean_code
-                mean[2, row, group], mean[3, row, group] = mean_square, mean_product
+                mean[0, row, group] = error
+                mean[1, row, group] = mean_code
+                mean[2, row, group] = mean_square
+                mean[3, row, group] = mean_product
 
     # Sums may be reordered, so that they vectorise: the weights of a draft need not have the same
     # bits on all machines.

@@ -82,9 +82,10 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     layers]``.
     """
     rows, columns = x.shape
-    is_low, neurons, blocks = matrices[0, KIND] >= INT4, 0, 0
+    is_low = matrices[0, KIND] >= INT4
+    neurons = matrices[:, ROWS].sum()
+    blocks = 0
     for matrix in range(len(matrices)):
-        neurons += matrices[matrix, ROWS]
         blocks += whole(matrices[matrix, ROWS], LANES if is_low else 1)
     out = np.empty((rows, neurons), np.float32)
     padded = whole(columns, GROUP) * GROUP
@@ -111,12 +112,12 @@ def add_biases(matrices: np.ndarray, out: np.ndarray) -> None:
     """Add the biases of linear layers to ``out`` ``[rows, neurons of all layers]``."""
     first = 0
     for matrix in range(len(matrices)):
-        neurons, bias = matrices[matrix, ROWS], matrices[matrix, BIAS]
+        neurons = matrices[matrix, ROWS]
+        bias = matrices[matrix, BIAS]
         if bias != ABSENT:
             biases = array_at(bias, neurons, np.float32)
             for row in range(len(out)):
-                for neuron in range(neurons):
-                    out[row, first + neuron] += biases[neuron]
+                out[row, first : first + neurons] += biases
         first += neurons
 
 
@@ -157,10 +158,14 @@ def attention(
     """Attention sublayer (``model.layers.Attention``): ``x`` ``[rows, hidden]`` -> the same
     shape.
     """
-    kind, size, matrices = weights.kind, 2 * weights.cos.shape[2], weights.matrices[layer]
-    heads, kv_heads = matrices[Q, ROWS] // size, matrices[K, ROWS] // size
+    kind = weights.kind
+    size = 2 * weights.cos.shape[2]
+    matrices = weights.matrices[layer]
+    heads = matrices[Q, ROWS] // size
+    kv_heads = matrices[K, ROWS] // size
     entry_bytes = size * BYTES_OF[kind]
-    cos, sin = weights.cos[weights.ropes[layer]], weights.sin[weights.ropes[layer]]
+    cos = weights.cos[weights.ropes[layer]]
+    sin = weights.sin[weights.ropes[layer]]
     qkv = project(board, matrices[Q : V + 1], x)
     queries = np.empty((len(x), heads, entry_bytes), np.uint8)
     for row in range(len(x)):
@@ -170,9 +175,7 @@ def attention(
             if head < heads + kv_heads:
                 if len(weights.head_norms):
                     norm = weights.head_norms[layer, 0 if head < heads else 1]
-                    normed = elements.normalise(numbers.reshape(1, size), norm, weights.eps)
-                    for index in range(size):
-                        numbers[index] = normed[0, index]
+                    numbers[:] = elements.normalise(numbers.reshape(1, size), norm, weights.eps)[0]
                 elements.rotate(numbers, cos[position], sin[position])
             if head < heads:
                 elements.store(kind, numbers, queries[row, head].ctypes.data)
@@ -205,7 +208,8 @@ def run_step(board: np.ndarray, weights: Weights, batch: Batch) -> np.ndarray:
     Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one
     before, one behind).
     """
-    kind, hidden = weights.kind, len(weights.final_norm)
+    kind = weights.kind
+    hidden = len(weights.final_norm)
     x = np.empty((len(batch.tokens), hidden), np.float32)
     for row in range(len(x)):  # an embedding times its scale: a sum of one row
         place = weights.embedding + batch.tokens[row] * hidden * BYTES_OF[kind]
@@ -221,9 +225,7 @@ def run_step(board: np.ndarray, weights: Weights, batch: Batch) -> np.ndarray:
                 if sublayer == Q
                 else gated_mlp(board, weights, layer, normed)
             )
-            elements.add(
-                elements.normalise(out, norms[1], weights.eps) if weights.is_gemma else out, x
-            )
+            x += elements.normalise(out, norms[1], weights.eps) if weights.is_gemma else out
     logits = project(board, weights.head, elements.normalise(x, weights.final_norm, weights.eps))
     if weights.final_cap:
         for row in range(len(logits)):

@@ -57,7 +57,9 @@ def product_task(kind: int) -> int:
         x, stride, rows, columns, out, out_stride, table = array_at(board + PLACE, 7, np.int64)
         matrices = array_at(table, (3, FIELDS), np.int64)
         for number in range(first, end):
-            matrix, block, neuron = 0, number, 0
+            matrix = 0
+            block = number
+            neuron = 0
             while block >= whole(matrices[matrix, ROWS], together):
                 block -= whole(matrices[matrix, ROWS], together)
                 neuron += matrices[matrix, ROWS]
@@ -90,7 +92,7 @@ def attention_task(kind: int) -> int:
             settings,
         ) = array_at(board + PLACE, 12, np.int64)
         for piece in range(begin, end):
-            row, head = piece // heads, piece % heads
+            row, head = divmod(piece, heads)
             position = array_at(positions, row + 1, np.int64)[row]
             first = max(0, position + 1 - window) if window else 0
             skipped = (
@@ -100,17 +102,16 @@ def attention_task(kind: int) -> int:
             scale, cap = array_at(settings, 2, np.float32)
             scores = np.empty(position + 1 - first, np.float32)
             attended = array_at(out + piece * size * 4, size, np.float32)
-            query, place, count = queries + piece * entry_bytes, address(scores), len(scores)
+            query = queries + piece * entry_bytes
+            place = address(scores)
+            count = len(scores)
             dot(kind, kind, query, keys + skipped, entry_bytes, count, size, place, 4, 1)
-            for key in range(count):
-                scores[key] *= scale
+            scores *= scale
             if cap:
                 elements.soft_cap(scores, cap)
             elements.exponentials(scores)
             sum_rows(kind, values + skipped, entry_bytes, place, count, size, address(attended))
             # after the sum: Numba frees an array behind its last use by name
-            divisor = elements.total(scores)
-            for column in range(size):
-                attended[column] /= divisor
+            attended /= elements.total(scores)
 
     return team.compiled_task(attention, kind)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import cfunc, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from model.fast.cpu.dot import I64
@@ -25,17 +24,22 @@ from model.fast.cpu.elements import address, compiled
 
 # Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
 # regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.
-CLAIMS, DONE, TASK, PIECES, LEAST, HELPERS, ARGUMENTS = 0, 8, 16, 17, 18, 19, 20
+CLAIMS = 0
+DONE = 8
+TASK, PIECES, LEAST, HELPERS, ARGUMENTS = range(16, 21)
 REGION = 1 << 20  # more than the pieces of a region
 SHARES = 2  # a thread claims this part of an equal share of the pieces that nobody has claimed
 AWAKE = 2000  # looks for work before a thread lets other programs run between two of them
 PATIENCE = 6000  # looks for work before a helper sleeps
-YIELD = "sched_yield" if os.name == "posix" else "SwitchToThread"
+# yields the core to another thread or program
+let_others_run = types.ExternalFunction(
+    "sched_yield" if os.name == "posix" else "SwitchToThread", types.int32()
+)
 
 one_at_a_time = threading.Lock()
 board = np.zeros(64, np.int64)
 pool = ThreadPoolExecutor(os.cpu_count(), "step")
-helpers: list[Future] = []
+helpers: dict[int, Future] = {}
 
 
 @contextmanager
@@ -46,9 +50,7 @@ def gathered() -> Iterator[np.ndarray]:
     with one_at_a_time:
         board[HELPERS] = torch.get_num_threads() - 1
         for number in range(board[HELPERS]):
-            if number == len(helpers):
-                helpers.append(pool.submit(help_with, board))
-            elif helpers[number].done():
+            if number not in helpers or helpers[number].done():
                 helpers[number] = pool.submit(help_with, board)
         yield board
 
@@ -57,8 +59,8 @@ def compiled_task(task: Callable[[int, int, int], None], kind: int, **options: A
     """Address of a compiled task ``(board, first, end)`` for one kind of numbers."""
     # The name tells kinds apart where compiled code is kept.
     task.__qualname__ = f"{task.__name__}_{kind}"
-    options |= {"cache": True, "error_model": "numpy"}
-    return cfunc("void(int64, int64, int64)", **options)(task).address
+    signature = "void(int64, int64, int64)"
+    return cfunc(signature, cache=True, error_model="numpy", **options)(task).address
 
 
 def word(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
@@ -107,25 +109,16 @@ def call(typing: Any, task: Any, board: Any, first: Any, end: Any):
     return types.void(*[types.int64] * 4), generate
 
 
-@intrinsic
-def let_others_run(typing: Any):
-    """Yield of the core to another thread or program."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, YIELD), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 @compiled()
 def work(board: np.ndarray) -> int:
     """Claim pieces until none is left, and do them: their number."""
-    place, done = address(board), 0
+    place = address(board)
+    done = 0
     while True:
         claims = read(place)
-        task, pieces, least = board[TASK], board[PIECES], board[LEAST]
+        task = board[TASK]
+        pieces = board[PIECES]
+        least = board[LEAST]
         left = claims % REGION
         if left == 0:
             return done
@@ -147,10 +140,13 @@ def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[
     if pieces <= least or board[HELPERS] == 0:
         call(task, place, 0, pieces)
         return
-    board[TASK], board[PIECES], board[LEAST] = task, pieces, least
+    board[TASK] = task
+    board[PIECES] = pieces
+    board[LEAST] = least
     board[DONE] = 0
     add(place + 8 * CLAIMS, REGION + pieces)
-    by_helpers, looks = pieces - work(board), 0
+    by_helpers = pieces - work(board)
+    looks = 0
     while read(place + 8 * DONE) < by_helpers:
         looks += 1
         if looks > AWAKE:
