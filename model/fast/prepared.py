@@ -25,6 +25,7 @@ class PreparedDecoder(Steps):
         self.norm = model.norm
         self.lm_head = model.lm_head
         self.importance = model.importance
+        self.named_parameters = model.named_parameters
         self.hidden = model.hidden
         self.logits = model.logits
         self.rounded = model.rounded
