@@ -29,7 +29,8 @@ class KVCache:
         self.capacity = shape[2]
         self.lengths = [0] * num_layers
         both = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
-        self.keys, self.values = both[:num_layers], both[num_layers:]
+        self.keys = both[:num_layers]
+        self.values = both[num_layers:]
 
     @cached_property
     def addresses(self) -> Tensor:

@@ -19,7 +19,9 @@ ROPE_FACTORS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LARGEST = 2**24  # of any whole number: a damaged file must not ask for a billion layers
-FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers
+# kinds of layers
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)

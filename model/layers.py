@@ -81,7 +81,8 @@ def rotary_table(
     wide = wide_dtype(dtype)
     positions = torch.arange(size, dtype=wide, device=device)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim, wide, device))
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
@@ -160,7 +161,8 @@ def attend_causally(
     Long prompts are divided into chunks of queries, so that the scores of all queries and keys are
     never held at once. Keys outside of a chunk's windows are not multiplied at all.
     """
-    count, size = q.shape[2], k.shape[2]
+    count = q.shape[2]
+    size = k.shape[2]
     # torch has a kernel for this
     if count == size and soft_cap is None and (window is None or size <= window):
         k, v = (entries.repeat_interleave(q.shape[1] // k.shape[1], 1) for entries in (k, v))
@@ -227,8 +229,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.config = config
+        self.layer = layer
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
         biased = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, queries, bias="q" in biased)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias="k" in biased)
@@ -246,8 +250,10 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if c.head_norms:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, positions.cos, positions.sin), rotate(k, positions.cos, positions.sin)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = rotate(q, positions.cos, positions.sin)
+        k = rotate(k, positions.cos, positions.sin)
         if cache is not None:
             k, v = cache.write(self.layer, positions.start, k, v)
         out = positions.attend(

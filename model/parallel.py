@@ -42,7 +42,8 @@ class Shard:
     size: int
 
     def __post_init__(self) -> None:
-        heads, shared = self.config.num_heads, self.config.num_kv_heads
+        heads = self.config.num_heads
+        shared = self.config.num_kv_heads
         fit = [
             n
             for n in range(1, heads + 1)
@@ -71,18 +72,26 @@ class Shard:
 
     def cut(self, name: str) -> Cut:
         """Cut of the parameter of this name."""
-        c, (product, kind) = self.config, name.split(".")[-2:]
-        queries, keys = self.part(c.num_heads, c.head_dim), self.part(c.num_kv_heads, c.head_dim)
-        inner, vocab = self.part(c.intermediate_size), self.part(c.vocab_size)
+        product, kind = name.split(".")[-2:]
+        if kind == "bias" and product in ("o_proj", "down_proj"):
+            return None
+        c = self.config
+        queries = self.part(c.num_heads, c.head_dim)
+        keys = self.part(c.num_kv_heads, c.head_dim)
+        inner = self.part(c.intermediate_size)
+        vocab = self.part(c.vocab_size)
         cuts = {
+            "embed_tokens": (0, vocab),
             "q_proj": (0, queries),
             "k_proj": (0, keys),
             "v_proj": (0, keys),
             "o_proj": (1, queries),
+            "gate_proj": (0, inner),
+            "up_proj": (0, inner),
+            "down_proj": (1, inner),
+            "lm_head": (0, vocab),
         }
-        cuts |= {"gate_proj": (0, inner), "up_proj": (0, inner), "down_proj": (1, inner)}
-        cuts |= {"embed_tokens": (0, vocab), "lm_head": (0, vocab)}
-        return None if kind == "bias" and product in ("o_proj", "down_proj") else cuts.get(product)
+        return cuts.get(product)
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
@@ -102,11 +111,9 @@ def split(model: Decoder, shard: Shard) -> Decoder:
     """Decoder that sums with the other ranks, of a loaded model of config ``shard.local``;
     parameter names stay.
     """
-    vocab, size, weight = (
-        shard.part(shard.config.vocab_size),
-        shard.config.vocab_size,
-        model.embed_tokens.weight,
-    )
+    size = shard.config.vocab_size
+    vocab = shard.part(size)
+    weight = model.embed_tokens.weight
 
     def embed(ids: Tensor) -> Tensor:
         elsewhere = (ids < vocab.start) | (ids >= vocab.stop)
@@ -124,9 +131,10 @@ def split(model: Decoder, shard: Shard) -> Decoder:
             )
             if bias is not None and shard.rank:
                 bias.zero_()  # rank 0 adds it
-    padding = vocab.start, size - vocab.stop
+    padding = (vocab.start, size - vocab.stop)
     model.register_forward_hook(
         lambda module, inputs, logits: exchange(dist.all_reduce, F.pad(logits, padding))
     )
-    model.config, model.vocab_size = replace(model.config, vocab_size=size), size
+    model.config = replace(model.config, vocab_size=size)
+    model.vocab_size = size
     return model

@@ -65,7 +65,8 @@ class LayerPlan:
 
         Raises InputError when a layer is not in the model.
         """
-        layers, skipped = range(num_layers), (set(attention), set(mlp))
+        layers = range(num_layers)
+        skipped = (set(attention), set(mlp))
         if absent := set().union(*skipped).difference(layers):
             raise InputError(
                 f"the plan skips layer {min(absent)}, but this model has layers 0..{num_layers - 1}"

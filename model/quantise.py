@@ -46,7 +46,8 @@ class Quantised:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Weights of these codes, ``[out, in]``."""
-        scale, zero = self.scale.float(), self.zero.float()
+        scale = self.scale.float()
+        zero = self.zero.float()
         if self.bits != 8:
             scale, zero = (
                 each.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]] for each in (scale, zero)
@@ -77,7 +78,8 @@ def round_groups(
     """Codes, scale and zero of the least weighted error for groups of weights; shapes as in
     ``judge``.
     """
-    levels, mean = 2**bits - 1, (weight * importance).sum(-1)
+    levels = 2**bits - 1
+    mean = (weight * importance).sum(-1)
     low, high = torch.aminmax(weight, dim=-1)
     found = []
     for cut in CUTS:
@@ -85,7 +87,8 @@ def round_groups(
         zero = (low + high - levels * scale) / 2
         for _ in range(FITS + 1):
             # Rounded first, so that the codes compensate for it.
-            scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
+            scale = scale.bfloat16().float()
+            zero = zero.bfloat16().float()
             error, mean_code, mean_square, mean_product = judge(
                 weight, importance, scale, zero, levels
             )[1]
@@ -97,7 +100,8 @@ def round_groups(
             zero = mean - scale * mean_code
     errors, scales, zeros = torch.stack(found, 1)
     best = errors.argmin(0, keepdim=True)
-    scale, zero = scales.gather(0, best)[0], zeros.gather(0, best)[0]
+    scale = scales.gather(0, best)[0]
+    zero = zeros.gather(0, best)[0]
     return judge(weight, importance, scale, zero, levels)[0], scale, zero
 
 

@@ -28,7 +28,8 @@ class Twins:
     def __init__(
         self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None
     ) -> None:
-        self.model, self.new_product = model, new_product or partial(RoundedLinear, model)
+        self.model = model
+        self.new_product = new_product or partial(RoundedLinear, model)
         self.blocks: dict[tuple[int, ...], Any] = {}
         self.products: dict[tuple[nn.Module, int], Any] = {}
 

@@ -25,7 +25,8 @@ from weights.load import model_fingerprint
 
 LARGEST = 4 * 10**9  # bytes of all checkpoints' copies
 USED = "used"  # file of a folder: locked while a process uses the copies, its time is the last use
-ROWS_BYTES, SUM_BYTES = 8, 4  # of the number of rows and of the checksum behind a tensor
+ROWS_BYTES = 8  # of the number of rows behind a tensor
+SUM_BYTES = 4  # of the checksum behind it
 
 
 def copies_folder() -> Path:
@@ -42,7 +43,8 @@ class KeptTensors:
 
     def __init__(self, folder: Path, dtype: torch.dtype, version: str) -> None:
         name = f"{model_fingerprint(folder)}-{str(dtype).removeprefix('torch.')}-{version}"
-        self.folder, self.writable = copies_folder() / name, True
+        self.folder = copies_folder() / name
+        self.writable = True
         with suppress(OSError):  # read-only: nobody drops it
             self.folder.mkdir(parents=True, exist_ok=True)
             self.used = (self.folder / USED).open("a")

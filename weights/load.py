@@ -33,9 +33,11 @@ FLOAT_DTYPES = {
     "F16": torch.float16,
 }
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-SAMPLES, SAMPLE_BYTES = 64, 1024  # of each weight file, for its fingerprint
+SAMPLES = 64  # of each weight file, for its fingerprint
+SAMPLE_BYTES = 1024  # of each sample
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkpoints carry
 
 
@@ -62,10 +64,8 @@ class StoredTensor:
                 file.readinto(tensor.view(-1).view(torch.uint8).numpy())
             return tensor
         dimension, part = cut
-        with safe_open(self.file, framework="pt") as file:
-            return file.get_slice(self.name)[
-                (slice(None),) * dimension + (slice(part.start, part.stop),)
-            ].clone()
+        with safe_open(self.file, framework="pt") as file:  # mapped: only the part is read
+            return file.get_tensor(self.name).narrow(dimension, part.start, len(part)).clone()
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
@@ -106,18 +106,22 @@ def load_model(
     ``dtype`` None is the checkpoint's. With a ``shard``, only that part of the weights is read.
     Raises InputError for anything wrong with the folder.
     """
-    config, stored = read_config(folder), stored_tensors(folder)
+    config = read_config(folder)
+    stored = stored_tensors(folder)
     if config.tie_embeddings and {EMBEDDING, HEAD} <= stored.keys():
         drop_tied_head(folder, stored)
     trouble = f"the weights in {folder} are not those that its config.json describes"
     with torch.device("meta"), explaining(trouble, (RuntimeError,)):
-        build(config).load_state_dict(
-            {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
-        )
-        model = build(shard.local if shard else config)
+        model = build(config)
+        shapes = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
+        model.load_state_dict(shapes)  # raises where names or shapes are others
+        if shard:
+            model = build(shard.local)
     dtype = dtype or stored[EMBEDDING].dtype
-    parts = ((name, tensor.read(shard and shard.cut(name))) for name, tensor in stored.items())
-    state = {name: part.to(device, dtype) for name, part in parts}
+    state = {}
+    for name, tensor in stored.items():
+        cut = shard.cut(name) if shard else None
+        state[name] = tensor.read(cut).to(device, dtype)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 

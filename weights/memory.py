@@ -23,8 +23,7 @@ CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 LOGIT_COPIES = 4
 LOGIT_COPIES_GPU = 7
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
-# of a static step, and of the sizes of its cache (``model.fast.gpu``, which loads a compiler)
-ROWS, SMALLEST = 16, 1024
+SMALLEST = 1024  # positions of a static cache: see ``model.fast.gpu``, which loads a compiler
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def estimate(
         )
         + GPU_BUFFERS * on_gpu,
         positions=positions,
-        twins=twin_bytes(config, plan) if plan else 0,
+        twins=bytes_read(config, plan, 0) if plan else 0,
     )
 
 
@@ -91,18 +90,13 @@ def parameter_count(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def twin_bytes(config: ModelConfig, plan: LayerPlan) -> int:
-    """Bytes of a plan's low-bit copies."""
-    return bytes_read(config, plan, 0)
-
-
 def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
     """Bytes of weights that a step under the plan reads, with ``itemsize`` bytes per weight that is
-    not in low bits.
+    not in low bits; with 0, bytes of the plan's low-bit copies.
 
     In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
     """
-    per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 6: 6 / 8 + 4 / 32, 8: 1.0, 0: 0}
+    per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     head = config.hidden_size * config.vocab_size
@@ -116,7 +110,7 @@ def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
     """Whether the low-bit copies of a plan fit into the free memory."""
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return twin_bytes(model.config, plan) + rounding < free_bytes(model.device)
+    return bytes_read(model.config, plan, 0) + rounding < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -137,10 +137,8 @@ class Tokenizer:
         text = "".join(
             self.gap if isinstance(part, int) else self.normalise(part) for part in parts
         )
-        ids, gap = (
-            self.library.encode(text, add_special_tokens=False).ids,
-            self.library.token_to_id(self.gap),
-        )
+        ids = self.library.encode(text, add_special_tokens=False).ids
+        gap = self.library.token_to_id(self.gap)
         return [next(control) if number == gap else number for number in ids]
 
     def encode_chat(self, messages: Sequence[dict[str, str]], answer: str = "") -> list[int]:
@@ -289,7 +287,8 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     merges = [
         (left, right) for _, left, right in sorted(splits) if left in words and right in words
     ]
-    ids, unknown = {piece: number for number, piece in enumerate(pieces)}, pieces[library.unk_id()]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    unknown = pieces[library.unk_id()]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )

@@ -9,8 +9,8 @@ step takes as long as reading its weights: padded rows cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
 other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a quarter
-of the bytes of a bf16 product. In six and eight bits they use the checkpoint's weights: torch's
-eight-bit kernel is many times slower than that product.
+of the bytes of a bf16 product. In eight bits they use the checkpoint's weights: torch's eight-bit
+kernel is many times slower than that product.
 """
 
 import copy
@@ -154,7 +154,10 @@ class StaticStep:
         run: Callable[..., Tensor],
         launcher: Launcher,
     ) -> None:
-        self.model, self.cache, self.plan, self.run = model, cache, plan, run
+        self.model = model
+        self.cache = cache
+        self.plan = plan
+        self.run = run
         self.launcher = launcher
         self.rows = 1 if plan.has_low_bits else ROWS
         self.tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=model.device)
@@ -170,14 +173,15 @@ class StaticStep:
             for rope in set(model.config.ropes)
         }
         self.head = model.twins.head(plan.head)
-        # Blocks with the same kinds of products share one template, and so its compiled code.
+        # Code is compiled for one module. So all layers run as one block, the template, to which
+        # ``functional_call`` gives the weights of each. Its own are never read: it is a copy on the
+        # meta device, where they take no memory. Blocks in low bits are of other modules, so there
+        # is a template for each pair of kinds.
         templates: dict[tuple[bool, ...], nn.Module] = {}
         self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []
         for layer, pair in enumerate(zip(plan.attention, plan.mlp, strict=True)):
-            block, kinds = (
-                model.twins.block(layer, *pair),
-                tuple(bits not in (0, FULL) for bits in pair),
-            )
+            block = model.twins.block(layer, *pair)
+            kinds = tuple(bits not in (0, FULL) for bits in pair)
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
@@ -187,14 +191,16 @@ class StaticStep:
         """Logits of the tokens in the buffers. Entries of padded rows are behind the text, where
         later steps write theirs.
         """
-        model, config = self.model, self.model.config
+        model = self.model
+        config = model.config
         index = self.start + self.offsets
         angles = {
             rope: tuple(table.index_select(0, index) for table in tables)
             for rope, tables in self.angles.items()
         }
         keys = torch.arange(self.cache.capacity, device=model.device)
-        groups, dtype = config.num_heads // config.num_kv_heads, wide_dtype(model.dtype)
+        groups = config.num_heads // config.num_kv_heads
+        dtype = wide_dtype(model.dtype)
         masks = {
             window: causal_mask(index, keys, window, dtype).repeat(groups, 1)
             for window in set(config.windows)
@@ -235,6 +241,42 @@ class StaticCache:
     steps: dict[LayerPlan, StaticStep]
 
 
+class Pool:
+    """Static caches of a model. Each is lent to one text at a time, until the text's cache is
+    gone.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.all: list[StaticCache] = []
+        # by the cache of the text, which has the same tensors
+        self.lent: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
+
+    def lend(self, capacity: int) -> KVCache:
+        """Empty cache of a text, of ``capacity`` positions."""
+        static = self._free(capacity)
+        for entries in (*static.cache.keys, *static.cache.values):
+            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
+            entries.zero_()
+        cache = copy.copy(static.cache)
+        cache.capacity = capacity
+        cache.lengths = [0] * self.model.num_layers
+        self.lent[cache] = static
+        return cache
+
+    def _free(self, capacity: int) -> StaticCache:
+        """Static cache that is long enough and not lent, made where there is none."""
+        lent = list(self.lent.values())
+        for static in self.all:
+            if static not in lent and static.cache.capacity >= capacity + ROWS:
+                return static
+        size = max(SMALLEST, 1 << (capacity - 1).bit_length()) + SMALLEST // 2
+        with torch.inference_mode(False):
+            static = StaticCache(self.model.new_cache(size), {})
+        self.all = [*lent, static]  # those that are too small are freed
+        return static
+
+
 class StaticDecoder(PreparedDecoder):
     """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are
     the decoder's.
@@ -251,9 +293,7 @@ class StaticDecoder(PreparedDecoder):
         self.run = compile_function(run_block) if compiled else run_block
         self.captures = compiled and model.device.type == "cuda"
         self.launcher = Launcher(model.device)
-        self.static_caches: list[StaticCache] = []
-        # by the cache of a text
-        self.in_use: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
+        self.pool = Pool(model)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static
@@ -261,26 +301,7 @@ class StaticDecoder(PreparedDecoder):
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        used = list(self.in_use.values())
-        free = [
-            each
-            for each in self.static_caches
-            if each not in used and each.cache.capacity >= capacity + ROWS
-        ]
-        if not free:
-            size = max(SMALLEST, 1 << (capacity - 1).bit_length()) + SMALLEST // 2
-            self.static_caches = used  # those that are too small are freed
-            with torch.inference_mode(False):
-                free = [StaticCache(self.model.new_cache(size), {})]
-            self.static_caches += free
-        static = free[0]
-        for entries in (*static.cache.keys, *static.cache.values):
-            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
-            entries.zero_()
-        cache = copy.copy(static.cache)
-        cache.capacity, cache.lengths = capacity, [0] * self.model.num_layers
-        self.in_use[cache] = static
-        return cache
+        return self.pool.lend(capacity)
 
     def __call__(
         self,
@@ -306,7 +327,7 @@ class StaticDecoder(PreparedDecoder):
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
         plan = plan or LayerPlan.full(self.num_layers)
-        static = self.in_use.get(cache)
+        static = self.pool.lent.get(cache)
         if static is None or self.trouble:
             return None
         if plan not in static.steps:

@@ -80,7 +80,9 @@ class Launcher:
         record: Record | None = None,
         compile: Callable[..., Any] = compile_function,
     ) -> None:
-        self.device, self.record, self.compile = device, record, cache(compile)
+        self.device = device
+        self.record = record
+        self.compile = cache(compile)
         self.buffer = cache(self._buffer)  # one of a name, shape and dtype, for all graphs
         # by function and kinds of arguments: the buffers to write, the replay, the results
         self.launches: dict[Any, tuple[list[Tensor | None], Callable[[], None], Tensor] | None] = {}
@@ -107,9 +109,10 @@ class Launcher:
 
     def source(self, given: Any) -> Tensor | None:
         """The buffer that holds the numbers of this tensor, if one does."""
-        base = getattr(given, "_base", None)
-        found = (pair for pair in self.handed if pair[0] is given or pair[0] is base)
-        return next((buffer for copy, buffer in found if not copy._version), None)
+        for copy, buffer in self.handed if isinstance(given, Tensor) else ():
+            if (given is copy or given._base is copy) and not copy._version:
+                return buffer
+        return None
 
     @torch.inference_mode()
     def __call__(
@@ -143,8 +146,9 @@ class Launcher:
         replay()
         if results.dtype != torch.int64:
             return self.hand_out(results, len(results))
-        turn, self.turn = self.turn, (self.turn + 1) % TURNS
-        return results[turn]
+        drawn = results[self.turn]
+        self.turn = (self.turn + 1) % TURNS
+        return drawn
 
     def _make(
         self,
@@ -154,7 +158,8 @@ class Launcher:
         expected: Tensor,
     ) -> tuple[list[Tensor | None], Callable[[], None], Tensor]:
         """Record ``run``, the function or its compiled code, for arguments of this kind."""
-        inputs, written = list(arguments), [None] * len(arguments)
+        inputs = list(arguments)
+        written: list[Tensor | None] = [None] * len(arguments)
         for at, given in enumerate(arguments):
             if (source := self.source(given)) is not None:
                 offset = source.storage_offset() + given.storage_offset()

@@ -1,11 +1,10 @@
 """Prepared decoder: base of the decoders of ``model.fast``."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.cache import KVCache
 from model.decoder import Decoder, Steps
 from model.plan import LayerPlan
-from model.quantise import Quantised
 
 
 class PreparedDecoder(Steps):
@@ -26,6 +25,10 @@ class PreparedDecoder(Steps):
         self.norm = model.norm
         self.lm_head = model.lm_head
         self.importance = model.importance
+        self.named_parameters = model.named_parameters
+        self.hidden = model.hidden
+        self.logits = model.logits
+        self.rounded = model.rounded
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         return self.model.new_cache(capacity, batch)
@@ -35,18 +38,3 @@ class PreparedDecoder(Steps):
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
         self.model.prefill(tokens, cache, start)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        cache: KVCache | None = None,
-        start: int = 0,
-        plan: LayerPlan | None = None,
-    ) -> Tensor:
-        return self.model.hidden(tokens, cache, start, plan)
-
-    def logits(self, hidden: Tensor, head: nn.Module | None = None) -> Tensor:
-        return self.model.logits(hidden, head)
-
-    def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
-        return self.model.rounded(product, bits)

@@ -446,7 +446,7 @@ def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
 def test_a_model_that_is_fetched_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a plain installation, which brings the tiny models alone."""
     name = "smollm2-135m-instruct"
-    shutil.copytree(load.WEIGHTS / "configs", tmp_path / "gguf")
+    shutil.copytree(load.WEIGHTS / "configs", tmp_path / "configs")
     monkeypatch.setattr(load, "WEIGHTS", tmp_path)
     with pytest.raises(InputError, match=f"fetch it: python -m weights.fetch {name}"):
         load.model_folder(name)
