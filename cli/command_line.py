@@ -54,7 +54,8 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    status, complaint = 2, ""
+    status = 2
+    complaint = ""
     try:
         if None in (sys.stdin, sys.stdout, sys.stderr):
             raise InputError("standard input, output or error is closed: give /dev/null instead")
@@ -67,7 +68,8 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         trace = traceback.format_exception(error.__cause__) if error.__cause__ else []
         complaint = f"{''.join(trace)}error: {error}"
     except KeyboardInterrupt:
-        status, complaint = 130, interrupted
+        status = 130
+        complaint = interrupted
     except (BrokenPipeError, SystemExit) as error:
         if getattr(error, "code", 1) != 1:
             raise

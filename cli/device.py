@@ -13,7 +13,7 @@ from cli.command_line import say
 from model.errors import InputError
 
 NVIDIA = Path("/proc/driver/nvidia/version")  # of a driver that is loaded
-TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # numbers of mallopt's settings
+MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 2**28}  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -62,5 +62,5 @@ def keep_freed_memory() -> None:
     By default large blocks go back to the system, which clears them again page by page.
     """
     with suppress(OSError, AttributeError, TypeError):  # a C library without this setting
-        for setting, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 2**28)):
+        for setting, value in MALLOPT.items():
             ctypes.CDLL(None).mallopt(setting, value)

@@ -9,7 +9,10 @@ from matplotlib.figure import Figure
 
 from cli.files import atomic_path
 
-INK, MUTED, RULE, RED = "#22242a", "#5d636e", "#e2e3e6", "#c8453a"
+INK = "#22242a"
+MUTED = "#5d636e"
+RULE = "#e2e3e6"
+RED = "#c8453a"
 # few to many
 SCALE = LinearSegmentedColormap.from_list(
     "amber to blue", ["#f3bd4e", "#6fae8f", "#2c6fae", "#1b2f6b"]

@@ -1,7 +1,4 @@
-"""Options of ``generate.py``, by which calls from Python are checked too.
-
-The groups of options are those of ``--help``.
-"""
+"""Options of ``generate.py``, by which calls from Python and requests are checked too."""
 
 import argparse
 from argparse import Namespace
@@ -37,10 +34,9 @@ TYPES = {
     float: (int | float, "a number"),
     None: (str | Path, "a string"),
 }
-COUPLING = (
-    "race (default): the seed determines the text, whatever drafts; ratio: accepts"
-    " more (docs/how_it_works.md#the-race)"
-)
+ON_OR_OFF = argparse.BooleanOptionalAction
+FLAG = {"action": "store_true"}
+LIST = {"action": "append", "default": []}
 EXAMPLES = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
   python generate.py "Write a short story about a fox." --draft lookup --temperature 0.7 --seed 1
@@ -48,144 +44,154 @@ EXAMPLES = """examples:
 """
 
 
+# Group of --help -> options -> the arguments of argparse's ``add_argument``.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "": {
+        "prompt": {"nargs": "?", "help": "the prompt, or give --prompt-file"},
+        "--prompt-file": {
+            "metavar": "F",
+            "help": "read the prompt from a file (-: standard input)",
+        },
+        "--model": {
+            "default": "smollm2-135m-instruct",
+            "help": "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
+        },
+        "--revision": {"metavar": "R", "help": "branch, tag or commit of a model on the hub"},
+        "--chat": {"action": ON_OR_OFF, "help": "as a chat (default: if the model can)"},
+        "--system": {"metavar": "S", "help": "system message of the chat"},
+    },
+    "drafting": {
+        "--draft": {
+            "default": "auto",
+            "metavar": "KIND",
+            "help": f"{', '.join(DRAFTERS)}, or FILE.py:Class",
+        },
+        "--plan": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "layer plan of --draft skip or auto",
+        },
+        "--exit-layer": {
+            "type": int,
+            "metavar": "E",
+            "help": "layers that --draft exit runs (default: half)",
+        },
+        "--bits": {
+            "type": int,
+            "metavar": "B",
+            "help": "lowbit, exit, skip: draft with weights in 4 or 8 bits",
+        },
+        "--draft-model": {"metavar": "DIR", "help": "the model of --draft model"},
+        "--gamma": {
+            "type": int,
+            "metavar": "N",
+            "help": "tokens drafted per round (default: the plan's, else 4)",
+        },
+        "--adaptive": {
+            "action": ON_OR_OFF,
+            "help": "end a draft after an unsure token (docs/how_it_works.md#the-loop)",
+        },
+        "--min-target-confidence": {
+            "type": float,
+            "metavar": "X",
+            "help": "no draft after a less sure token (docs/how_it_works.md#the-loop)",
+        },
+    },
+    "sampling": {
+        "--max-new-tokens": {
+            "type": int,
+            "default": 256,
+            "metavar": "N",
+            "help": "most tokens of a text",
+        },
+        "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"},
+        "--top-k": {"type": int, "default": 0, "metavar": "K", "help": "0: off"},
+        "--top-p": {"type": float, "default": 1.0, "metavar": "P", "help": "1: off"},
+        "--min-p": {"type": float, "default": 0.0, "metavar": "P", "help": "0: off"},
+        "--repetition-penalty": {
+            "type": float,
+            "default": 1.0,
+            "metavar": "R",
+            "help": "1: off",
+        },
+        "--seed": {"type": int, "metavar": "S", "help": "(default: random)"},
+        "--coupling": {
+            "choices": list(COUPLINGS),
+            "help": "race (default): the seed determines the text, whatever drafts; ratio: accepts"
+            " more (docs/how_it_works.md#the-race)",
+        },
+        "--num-samples": {
+            "type": int,
+            "default": 1,
+            "metavar": "N",
+            "help": "texts, together where possible",
+        },
+        "--stop": {**LIST, "metavar": "STR", "help": "end the text before STR"},
+        "--ban": {**LIST, "metavar": "WORD", "help": "never write WORD"},
+    },
+    "structured output": {
+        "--json-schema": {
+            "metavar": "FILE_OR_JSON",
+            "help": "write JSON of this schema, properties in its order, with ', ' and ': '",
+        },
+        "--regex": {"metavar": "R", "help": "write a text that matches all of R"},
+        "--grammar": {"metavar": "FILE", "help": "write a text of this Lark grammar"},
+        "--schema-prompt": {
+            "action": ON_OR_OFF,
+            "default": True,
+            "help": "tell the model the schema in the system message of a chat",
+        },
+    },
+    "machine and output": {
+        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
+        "--dtype": {
+            "choices": [*DTYPES, "auto"],
+            "default": "auto",
+            "help": "auto: the checkpoint's",
+        },
+        "--context": {
+            "type": int,
+            "metavar": "N",
+            "help": "most tokens of prompt and text"
+            " (default: the model's, of conversations at most 8192)",
+        },
+        "--no-compile": {**FLAG, "help": "use the readable blocks, several times slower"},
+        "--dry-run": {**FLAG, "help": "print the memory it would take, and load nothing"},
+        "--compare": {**FLAG, "help": "write both ways in turns; print speed-up and equality"},
+        "--trace": {**FLAG, "help": "show drafted tokens and their verdicts, in colour"},
+        "--html": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "write a page that replays the run round by round",
+        },
+        "--svg": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "write a moving picture of the run beside plain decoding",
+        },
+        "--json": {**FLAG, "help": "one JSON object per sample on standard output"},
+        "--serve": {
+            "metavar": "[HOST:]PORT",
+            "help": "a page and OpenAI's endpoints, until Ctrl-C",
+        },
+        "--interactive": {**FLAG, "help": "a conversation: a line, an answer, a line ..."},
+        "--together": {
+            "type": int,
+            "default": 4,
+            "metavar": "N",
+            "help": "texts that --serve writes at once",
+        },
+    },
+}
+
+
 def make_parser() -> OneLineParser:
     """Parser of the command line."""
     parser = OneLineParser(prog="generate.py", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("prompt", nargs="?", help="the prompt, or give --prompt-file")
-    parser.add_argument(
-        "--prompt-file", metavar="F", help="read the prompt from a file (-: standard input)"
-    )
-    parser.add_argument(
-        "--model",
-        default="smollm2-135m-instruct",
-        help="a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
-    )
-    parser.add_argument(
-        "--revision", metavar="R", help="branch, tag or commit of a model on the hub"
-    )
-    parser.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="as a chat (default: if the model can)",
-    )
-    parser.add_argument("--system", metavar="S", help="system message of the chat")
-    draft = parser.add_argument_group("drafting")
-    draft.add_argument(
-        "--draft", default="auto", metavar="KIND", help=f"{', '.join(DRAFTERS)}, or FILE.py:Class"
-    )
-    draft.add_argument(
-        "--plan", type=Path, metavar="FILE", help="layer plan of --draft skip or auto"
-    )
-    draft.add_argument(
-        "--exit-layer", type=int, metavar="E", help="layers that --draft exit runs (default: half)"
-    )
-    draft.add_argument(
-        "--bits",
-        type=int,
-        metavar="B",
-        help="lowbit, exit, skip: draft with weights in 4 or 8 bits",
-    )
-    draft.add_argument("--draft-model", metavar="DIR", help="the model of --draft model")
-    draft.add_argument(
-        "--gamma",
-        type=int,
-        metavar="N",
-        help="tokens drafted per round (default: the plan's, else 4)",
-    )
-    draft.add_argument(
-        "--adaptive",
-        action=argparse.BooleanOptionalAction,
-        help="end a draft after an unsure token (docs/how_it_works.md#the-loop)",
-    )
-    draft.add_argument(
-        "--min-target-confidence",
-        type=float,
-        metavar="X",
-        help="no draft after a less sure token (docs/how_it_works.md#the-loop)",
-    )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of a text"
-    )
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
-    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0: off")
-    sampling.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="1: off"
-    )
-    sampling.add_argument("--seed", type=int, metavar="S", help="(default: random)")
-    sampling.add_argument("--coupling", choices=list(COUPLINGS), help=COUPLING)
-    sampling.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="texts, together where possible"
-    )
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="STR", help="end the text before STR"
-    )
-    sampling.add_argument(
-        "--ban", action="append", default=[], metavar="WORD", help="never write WORD"
-    )
-    structure = parser.add_argument_group("structured output")
-    grammars = structure.add_mutually_exclusive_group()
-    grammars.add_argument(
-        "--json-schema",
-        metavar="FILE_OR_JSON",
-        help="write JSON of this schema, properties in its order, with ', ' and ': '",
-    )
-    grammars.add_argument("--regex", metavar="R", help="write a text that matches all of R")
-    grammars.add_argument("--grammar", metavar="FILE", help="write a text of this Lark grammar")
-    structure.add_argument(
-        "--schema-prompt",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tell the model the schema in the system message of a chat",
-    )
-    machine = parser.add_argument_group("machine and output")
-    machine.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    machine.add_argument(
-        "--dtype", choices=[*DTYPES, "auto"], default="auto", help="auto: the checkpoint's"
-    )
-    machine.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help="most tokens of prompt and text (default: the model's, of conversations at most 8192)",
-    )
-    machine.add_argument(
-        "--no-compile", action="store_true", help="use the readable blocks, several times slower"
-    )
-    machine.add_argument(
-        "--dry-run", action="store_true", help="print the memory it would take, and load nothing"
-    )
-    machine.add_argument(
-        "--compare",
-        action="store_true",
-        help="write both ways in turns; print speed-up and equality",
-    )
-    machine.add_argument(
-        "--trace", action="store_true", help="show drafted tokens and their verdicts, in colour"
-    )
-    machine.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that replays the run round by round"
-    )
-    machine.add_argument(
-        "--svg",
-        type=Path,
-        metavar="FILE",
-        help="write a moving picture of drafting beside plain decoding",
-    )
-    machine.add_argument(
-        "--json", action="store_true", help="one JSON object per sample on standard output"
-    )
-    machine.add_argument(
-        "--serve", metavar="[HOST:]PORT", help="a page and OpenAI's endpoints, until Ctrl-C"
-    )
-    machine.add_argument(
-        "--interactive", action="store_true", help="a conversation: a line, an answer, a line ..."
-    )
-    machine.add_argument(
-        "--together", type=int, default=4, metavar="N", help="texts that --serve writes at once"
-    )
+    for title, options in OPTIONS.items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, settings in options.items():
+            group.add_argument(name, **settings)
     return parser
 
 

@@ -88,8 +88,9 @@ class Session:
         that it would be alone. Equal prompts have different random numbers.
         """
         self.end_stream()
-        asked = self.text_options(options)
-        encoded = [self.encode(prompt, options) for prompt in prompts]
+        given = self.options(options)
+        asked = self.text_options(given)
+        encoded = [self.encode(prompt, given) for prompt in prompts]
         longest = max(map(len, encoded), default=0) + asked.rules.max_new_tokens
         drafting = self.draftings.of(asked.draft, asked.params)
         tasks = []
@@ -105,9 +106,8 @@ class Session:
         """A new conversation, with a cache of its own."""
         return Conversation(self, system, options)
 
-    def text_options(self, given: dict[str, object]) -> TextOptions:
-        """Options of a text: those given to a call, else the session's. Raises InputError."""
-        options = self.options(given)
+    def text_options(self, options: Namespace) -> TextOptions:
+        """The options of a text among those of a call. Raises InputError."""
         grammar = read_grammar(options, self.tokenizer, self.model.vocab_size)
         return TextOptions.of(options, self.tokenizer.eos_ids, grammar)
 
@@ -120,17 +120,16 @@ class Session:
             known = Namespace(**vars(known) | dict.fromkeys(GRAMMARS))
         return read_grammar_files(checked(given, known))
 
-    def encode(self, prompt: str, options: dict[str, object]) -> list[int]:
+    def encode(self, prompt: str, options: Namespace) -> list[int]:
         """Token ids of a prompt. Raises InputError where it is empty or too long."""
         if not isinstance(prompt, str) or not prompt.strip():
             raise InputError(f"the prompt must be a string that is not empty, found {prompt!r:.80}")
-        asked = self.options(options)
         ids = encode_prompt(
             self.tokenizer,
             prompt,
-            chat=asked.chat,
-            system=asked.system,
-            schema=told_schema(asked),
+            chat=options.chat,
+            system=options.system,
+            schema=told_schema(options),
         )
         check_prompt(ids, self.request.config, self.request.folder)
         return ids
@@ -165,8 +164,9 @@ class Session:
 
     def _begin(self, prompt: str, options: dict[str, object]) -> tuple[Sample, Pieces]:
         self.end_stream()
-        asked = self.text_options(options)
-        ids = self.encode(prompt, options)
+        given = self.options(options)
+        asked = self.text_options(given)
+        ids = self.encode(prompt, given)
         writer = self.writer_for(len(ids) + asked.rules.max_new_tokens)
         sample = self.new_sample(ids, asked)
         self.streaming = self.pieces(writer, sample, (), asked)
@@ -243,12 +243,12 @@ class Conversation:
     ) -> Pieces:
         session = self.session
         session.end_stream()
-        asked = session.text_options(self.options | options)
+        given = session.options(self.options | options)
+        asked = session.text_options(given)
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"a turn must be a string that is not empty, found {text!r:.80}")
         messages = [*self.messages, {"role": "user", "content": text}]
-        schema = told_schema(session.options(self.options | options))
-        told = tell_schema(session.tokenizer, messages, schema)
+        told = tell_schema(session.tokenizer, messages, told_schema(given))
         ids, answers = conversation(session.tokenizer, told)
         if self.writer is None:
             self.writer = session.new_writer(session.draftings.setting.positions)

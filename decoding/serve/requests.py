@@ -144,10 +144,10 @@ class StructuredOutputs(BaseModel):
 
     def grammar(self) -> dict[str, str]:
         """The command line's options for it."""
-        schema, choice = self.json_schema, self.choice
+        schema = self.json_schema
         found = {
             "json_schema": json.dumps(schema) if isinstance(schema, dict) else schema,
-            "regex": "|".join(map(re.escape, choice)) if choice else self.regex,
+            "regex": "|".join(map(re.escape, self.choice)) if self.choice else self.regex,
             "grammar": self.lark,
         }
         return {name: source for name, source in found.items() if source is not None}

@@ -204,7 +204,8 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
 
     With it come statistics of the rounds. A stream sends what a terminal would show.
     """
-    streams, is_chat = bool(job.asked.stream), isinstance(job.asked, Chat)
+    streams = bool(job.asked.stream)
+    is_chat = isinstance(job.asked, Chat)
     kind = "chat.completion" if is_chat else "text_completion"
     kind += ".chunk" if is_chat and streams else ""
     head = {
@@ -237,11 +238,10 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
         last["speculation"] = as_json(
             task.sample, str(task.coupling) if task.params.temperature else ""
         )
-        prompt, output = len(job.ids), len(task.text.generated)
         usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
+            "prompt_tokens": len(job.ids),
+            "completion_tokens": len(task.text.generated),
+            "total_tokens": len(task.text),
         }
         send(last, **({} if streams else {"usage": usage}))
         if not streams:
@@ -258,8 +258,13 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
 def live_page(reader: RequestReader) -> str:
     """The page before anything is written."""
     options = reader.options
-    form = {"drafts": reader.drafts, "draft": options.draft, "temperature": options.temperature}
-    form |= {"seed": options.seed, "max_tokens": options.max_new_tokens}
+    form = {
+        "drafts": reader.drafts,
+        "draft": options.draft,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "max_tokens": options.max_new_tokens,
+    }
     facts = {
         "prompt": "",
         "facts": [("Model", reader.name)],

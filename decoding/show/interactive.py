@@ -48,7 +48,9 @@ class Terminal:
         elif command == "/stats":
             say(in_words(self.last, self.last_draft()) if self.last else "nothing is written yet")
         elif command == "/draft":
-            self.session.text_options({"draft": argument.strip()})  # checks it
+            self.session.text_options(
+                self.session.options({"draft": argument.strip()})
+            )  # checks it
             self.draft = argument.strip()
         elif command != "/quit":
             print(HELP, file=sys.stderr)

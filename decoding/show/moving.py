@@ -9,8 +9,6 @@ the end of the run.
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import median
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from rich.cells import cell_len
@@ -92,11 +90,6 @@ class Lane:
         self.kept: list[Piece] = []  # of each token of the text
         self.struck: list[Piece] = []  # the latest rejected ones
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    @property
-    def height(self) -> int:
-        """Number of lines."""
-        return 1 + max(piece.line for piece in self.pieces)
 
     def add(self, round: Round, began: float, ended: float, verifying: float) -> None:
         """Place the tokens of a round. The draft takes its time but for ``verifying`` seconds, each
@@ -193,7 +186,7 @@ class Canvas:
             if piece.end is not None:
                 attributes["opacity"] = "0"
             SubElement(group, "text", attributes).text = text
-        return top + pitch * lane.height
+        return top + pitch * (1 + max(piece.line for piece in lane.pieces))
 
     def moment(self, piece: Piece) -> str:
         """Name of the keyframes by which a piece appears and disappears."""
@@ -224,7 +217,9 @@ def render_picture(
     title: str, plain: Timeline, drafted: Timeline, draft: str, labels: Labels
 ) -> str:
     """The picture of a text that was written plainly, and ``drafted`` by a draft of this name."""
-    lanes = [lane_of(timeline, plain, labels) for timeline in (plain, drafted)]
+    # To verify a draft is counted as a plain step, the rest of its round as drafting.
+    step = plain[-1][1] / len(plain)
+    lanes = [lane_of(timeline, step, labels) for timeline in (plain, drafted)]
     last = max(piece.begin for lane in lanes for piece in lane.pieces)
     slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
     canvas = Canvas(slower, round(slower * last + PAUSE, 3))
@@ -249,23 +244,16 @@ def render_picture(
     return canvas.finish(bottom + 28)
 
 
-def lane_of(timeline: Timeline, plain: Timeline, labels: Labels) -> Lane:
-    """Layout of a text. To verify a draft is counted as a plain step, the rest of a round as its
-    draft.
-    """
-    verifying = median(after - before for before, after in spans(plain))
+def lane_of(timeline: Timeline, verifying: float, labels: Labels) -> Lane:
+    """Layout of the beginning of a text."""
     lane = Lane(labels)
-    for (round, _), (began, ended) in zip(timeline, spans(timeline), strict=True):
+    began = 0.0
+    for round, ended in timeline:
         lane.add(round, began, ended, verifying)
+        began = ended
         if len(lane.kept) >= MOST_TOKENS:
             break
     return lane
-
-
-def spans(timeline: Timeline) -> list[tuple[float, float]]:
-    """Beginning and end of each round in seconds of decoding."""
-    ends = [0.0, *(seconds for _, seconds in timeline)]
-    return list(pairwise(ends))
 
 
 def tokens_of(timeline: Timeline) -> int:

@@ -33,7 +33,8 @@ class Output:
     """
 
     def __init__(self, request: Request, drafting: Drafting) -> None:
-        self.request, self.drafting = request, drafting
+        self.request = request
+        self.drafting = drafting
         self.file = sys.stderr if request.options.json else sys.stdout
         self.labels = Labels(request.tokenizer.token_bytes, request.tokenizer.special)
         self.samples: list[Sample] = []
@@ -41,7 +42,8 @@ class Output:
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written, and its line of statistics."""
-        sample, recorded = Sample(writer.new_text(self.request.rules)), self.record()
+        sample = Sample(writer.new_text(self.request.rules))
+        recorded = self.record()
         asked = self.drafting, self.request.params, coupling
         try:
             with self.shown(sample.source) as read:
@@ -62,7 +64,8 @@ class Output:
         The first is shown while it is written, the others after it. Raises the first error, when
         all have ended.
         """
-        request, began = self.request, now(self.request.device)
+        request = self.request
+        began = now(request.device)
         text = partial(
             Text, request.ids, request.rules, scheduler.model, request.tokenizer.token_bytes
         )
@@ -105,11 +108,13 @@ class Output:
         if self.samples:
             print("-" * 20, file=self.file)
         if self.request.options.trace:
-            console, grammar = Console(file=self.file), text.grammar is not None
-            with LiveTrace(console, self.labels, pause=pause, grammar=grammar) as live:
+            console = Console(file=self.file)
+            has_grammar = text.grammar is not None
+            with LiveTrace(console, self.labels, pause=pause, grammar=has_grammar) as live:
                 yield live.add
             return
-        stream, show = TextStream(text), partial(print, end="", file=self.file, flush=True)
+        stream = TextStream(text)
+        show = partial(print, end="", file=self.file, flush=True)
         try:
             yield lambda round, seconds: show(stream.pull())
         finally:
@@ -129,7 +134,8 @@ class Output:
         """Print the JSON and write the page of the samples so far. Raises InputError when it cannot
         be written.
         """
-        request, page = self.request, self.request.options.html
+        request = self.request
+        page = request.options.html
         if request.options.json:
             for sample in self.samples:
                 written = {"text": sample.text, "tokens": sample.tokens}
@@ -147,7 +153,8 @@ class Output:
         """Write the first sample's text plainly too, and the moving picture of both. Raises
         InputError when it cannot be written.
         """
-        request, plain = self.request, Recording(self.request.params, self.labels)
+        request = self.request
+        plain = Recording(request.params, self.labels)
         text = writer.new_text(request.rules)
         writer.write(text, writer.plain, request.params, coupling, readers=[plain.add])
         title = f"{request.folder.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"

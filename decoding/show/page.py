@@ -62,7 +62,8 @@ class Recording:
         too. Reads the host.
         """
         began = now(logits.device)
-        drafted, shown = draft.probs, target_probs
+        drafted = draft.probs
+        shown = target_probs
         if self.params.temperature == 0:
             drafted = (
                 torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)

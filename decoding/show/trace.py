@@ -41,7 +41,9 @@ class LiveTrace:
         self, console: Console, labels: Labels, *, pause: float = PAUSE, grammar: bool = False
     ) -> None:
         """``grammar``: whether the legend names forced tokens."""
-        self.console, self.labels, self.pause = console, labels, pause
+        self.console = console
+        self.labels = labels
+        self.pause = pause
         self.shown = [verdict for verdict in VERDICTS if grammar or verdict != "forced"]
         self.signs = console.no_color or console.color_system is None
         # With FORCE_COLOR rich takes a pipe for a terminal. Colours may go there, cursor movements
