@@ -303,7 +303,7 @@ class BestOf:
         """
         taken, length = policy.choose(self._offers(text, limit))
         drafter = self.drafters[taken.name]
-        if taken.tokens is None and length:
+        if isinstance(drafter, ModelDrafter) and length:
             steps = length - taken.forced
             return drafter.propose(text, limit, params, policy, randomness, steps)
         return drafter.propose(text, min(limit, length), params, policy, randomness)
