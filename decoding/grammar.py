@@ -89,8 +89,8 @@ class Grammar:
     constraint.
 
     ``source`` is a JSON schema as JSON, a regular expression in the syntax of Rust, which the whole
-    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the longest that all
-    masks of a text may take. Raises InputError for a source that is wrong, not supported or that no
+    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the most
+    that all masks of a text may compute. Raises InputError for a source that is wrong, not supported or that no
     text satisfies.
     """
 
@@ -185,7 +185,7 @@ class GrammarConstraint:
 
     def _compute(self, written: list[int]) -> Tensor:
         """Mask after these tokens, by the matcher."""
-        began = time.perf_counter()
+        began = time.thread_time()
         self.trouble = None
         for _ in range(2):
             self._move_to(written)
@@ -198,7 +198,7 @@ class GrammarConstraint:
             self.consumed = []
         else:
             bits = bytes(len(bits))
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.thread_time() - began
         if self.seconds > self.grammar.seconds:
             raise InputError(
                 f"{self.grammar.option}: its masks took more than {self.grammar.seconds:g} s:"

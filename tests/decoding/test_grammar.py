@@ -3,6 +3,7 @@ masks are those of the language, enumerated without the library.
 """
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -445,3 +446,22 @@ def test_masks_that_take_too_long_in_all_end_the_text() -> None:
     constraint.seconds = 1.5
     with pytest.raises(InputError, match=r"took more than 1\.5 s: simplify"):
         constraint([0])
+
+
+def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:
+    constraint = replace(grammar("no end"), seconds=1.5)(0)
+    matcher = constraint.matcher
+
+    class Waiting:
+        """The matcher, on a machine whose cores are taken."""
+
+        def compute_bitmask(self) -> bytes:
+            time.sleep(0.05)
+            return matcher.compute_bitmask()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(matcher, name)
+
+    constraint.matcher = Waiting()
+    constraint([])
+    assert 0 < constraint.seconds < 0.05
