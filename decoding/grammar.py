@@ -89,9 +89,9 @@ class Grammar:
     constraint.
 
     ``source`` is a JSON schema as JSON, a regular expression in the syntax of Rust, which the whole
-    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the most
-    that all masks of a text may compute. Raises InputError for a source that is wrong, not supported or that no
-    text satisfies.
+    output must match, or a Lark grammar whose start is ``start``. ``seconds``: the
+    longest that the masks of a text may compute in all. Raises InputError for a source that is
+    wrong, not supported or that no text satisfies.
     """
 
     kind: Kind
