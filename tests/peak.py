@@ -6,6 +6,7 @@ FOLDER, and those of the weights. OTHER is loaded first, to warm up allocators a
 
 import os
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from weights.load import DTYPES, load_model
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Peak of the bytes that torch allocates on the device during ``work``, beyond those allocated
-    before.
+    before; on a CPU plus the peak of those that NumPy and Python allocate.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -26,8 +27,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     # otherwise the profiler prints its start and stop
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    work()  # once before, for what stays: imports and compiled functions
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        tracemalloc.start()
         work()
+        _, peak_outside = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     events = [
         event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
@@ -35,7 +40,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return peak
+    return peak + peak_outside
 
 
 def held_bytes(model: torch.nn.Module) -> int:

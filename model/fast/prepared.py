@@ -26,6 +26,7 @@ class PreparedDecoder(Steps):
         self.lm_head = model.lm_head
         self.importance = model.importance
         self.named_parameters = model.named_parameters
+        self.embed = model.embed
         self.hidden = model.hidden
         self.logits = model.logits
         self.rounded = model.rounded
