@@ -201,11 +201,12 @@ class BreakEven(Policy):
 
     With a clock (``grant_clock``) the slopes are measured while the text is written. T, the time of
     a plain round, is the median of this text's last ones, and a round of k drafted tokens measures
-    s = (time / T - 1) / k. So a few rounds are plain only to measure T: the second, and others 16,
-    32, 48 and then every 64 rounds after the one before; the next one where a draft was much faster
-    than T, which must have been disturbed. The first round of a text and the first of each slope
-    are not learned from, since they warm up caches. Without a clock the slopes keep their first
-    values.
+    s = (time / T - 1) / k. So a few rounds are plain only to measure T: the first two, and others
+    16, 32, 48 and then every 64 rounds after those before; the next ones where a draft was much
+    faster than T, which must have been disturbed. They come in twos, and the second is learned
+    from: behind a draft a plain round of a small model finds the draft's weights in the processor's
+    caches, and takes up to twice as long. Nor is the first round of each slope learned from.
+    Without a clock the slopes keep their first values.
 
     The credit, in plain rounds, limits losses: no draft is made whose cost, were all of it
     rejected, exceeds that of a plain round by more than the credit. It begins at ``START_CREDIT``
@@ -273,6 +274,7 @@ class BreakEven(Policy):
         self.shares_steps: Callable[[], bool] = lambda: False
         self.rounds = 0
         self.next_plain = math.inf  # the number of the round that measures T next
+        self.was_plain = False  # the round before
         self.plain_times: deque[float] = deque(maxlen=Slope.WINDOW)
         self.draft_times: deque[float] = deque(maxlen=Slope.WINDOW)
 
@@ -280,7 +282,7 @@ class BreakEven(Policy):
         return self.LONGEST_DRAFT
 
     def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
-        self.next_plain = 1
+        self.next_plain = 0
         self.past = past
         self.shares_steps = shares_steps
 
@@ -370,13 +372,15 @@ class BreakEven(Policy):
             if other != name:
                 slope.fade()
         if name is None:
-            if self.rounds > 1:
+            if self.was_plain:
                 self.plain_times.append(seconds)
                 pause = self.FIRST_PAUSE * len(self.plain_times)
                 self.next_plain = self.rounds + min(pause, self.LONGEST_PAUSE)
+            self.was_plain = True
             return
+        self.was_plain = False
         drafted = self.guessed + (self.forced if name == KNOWN else 0)
-        is_first = self.rounds == 1 or name not in self.past.timed
+        is_first = name not in self.past.timed
         self.past.timed.add(name)
         if is_first or not drafted:  # a model that drafted nothing ran all the same
             return
