@@ -242,7 +242,7 @@ class StaticCache:
 
 
 class Pool:
-    """Static caches of a model. Each is lent to one text at a time, until the text's cache is
+    """Static caches of a model. Each is used by one text at a time, until the text's cache is
     gone.
     """
 
@@ -250,9 +250,9 @@ class Pool:
         self.model = model
         self.all: list[StaticCache] = []
         # by the cache of the text, which has the same tensors
-        self.lent: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
+        self.used: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
 
-    def lend(self, capacity: int) -> KVCache:
+    def take(self, capacity: int) -> KVCache:
         """Empty cache of a text, of ``capacity`` positions."""
         static = self._free(capacity)
         for entries in (*static.cache.keys, *static.cache.values):
@@ -261,19 +261,19 @@ class Pool:
         cache = copy.copy(static.cache)
         cache.capacity = capacity
         cache.lengths = [0] * self.model.num_layers
-        self.lent[cache] = static
+        self.used[cache] = static
         return cache
 
     def _free(self, capacity: int) -> StaticCache:
-        """Static cache that is long enough and not lent, made where there is none."""
-        lent = list(self.lent.values())
+        """Static cache that is long enough and not used, made where there is none."""
+        used = list(self.used.values())
         for static in self.all:
-            if static not in lent and static.cache.capacity >= capacity + ROWS:
+            if static not in used and static.cache.capacity >= capacity + ROWS:
                 return static
         size = max(SMALLEST, 1 << (capacity - 1).bit_length()) + SMALLEST // 2
         with torch.inference_mode(False):
             static = StaticCache(self.model.new_cache(size), {})
-        self.all = [*lent, static]  # those that are too small are freed
+        self.all = [*used, static]  # those that are too small are freed
         return static
 
 
@@ -301,7 +301,7 @@ class StaticDecoder(PreparedDecoder):
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        return self.pool.lend(capacity)
+        return self.pool.take(capacity)
 
     def __call__(
         self,
@@ -327,7 +327,7 @@ class StaticDecoder(PreparedDecoder):
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
         plan = plan or LayerPlan.full(self.num_layers)
-        static = self.pool.lent.get(cache)
+        static = self.pool.used.get(cache)
         if static is None or self.trouble:
             return None
         if plan not in static.steps:

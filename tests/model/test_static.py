@@ -119,12 +119,12 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
     with torch.inference_mode():
         cache = model.new_cache(20)
         model(tokens, cache, 0)
-        first = model.pool.lent[cache]
+        first = model.pool.used[cache]
         other = model.new_cache(20)
-        assert model.pool.lent[other] is not first, "a static cache serves one text at a time"
+        assert model.pool.used[other] is not first, "a static cache serves one text at a time"
         del cache
         again = model.new_cache(30)
-        assert model.pool.lent[again] is first and len(first.steps) == 1
+        assert model.pool.used[again] is first and len(first.steps) == 1
         assert again.lengths == [0] * model.num_layers and not any(
             each.any() for each in (*again.keys, *again.values)
         )
@@ -209,7 +209,7 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
         model.trouble.startswith("steps are the readable blocks': " + said)
         and "\n" not in model.trouble
     )
-    assert not model.pool.lent.get(model.new_cache(5))
+    assert not model.pool.used.get(model.new_cache(5))
 
 
 def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
