@@ -28,8 +28,10 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TEXTS = {document: document.read_text(encoding="utf-8") for document in readme.DOCUMENTS}
 ALL = "\n".join(TEXTS.values())
+TABLE_OF_TESTS = ROOT / "tests/README.md"  # it has links, and no commands
+LINKED = {**TEXTS, TABLE_OF_TESTS: TABLE_OF_TESTS.read_text(encoding="utf-8")}
 LINKS = sorted(
-    {(doc, link) for doc, text in TEXTS.items() for link in re.findall(r"\]\(([^):]+)\)", text)},
+    {(doc, link) for doc, text in LINKED.items() for link in re.findall(r"\]\(([^):]+)\)", text)},
     key=str,
 )
 
