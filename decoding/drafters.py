@@ -6,6 +6,7 @@ that the text is now ``length`` tokens long: the drafter must forget later posit
 text begins). The next ``propose`` receives the text.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class ModelDrafter:
                 context = torch.cat((context, token))
                 tokens.append(token)
                 rows.append(one_hot(token, self.model.vocab_size))
-                unprocessed.append(rows[-1].log())
+                unprocessed.append(certain(token, self.model.vocab_size))
                 if policy.reads_draft_confidence:
                     confidence.append(1.0)
                 if forced in text.rules.eos_ids:
@@ -188,6 +189,9 @@ class ModelDrafter:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
                     break
+            # Constraints read the token in any case. Without them a GPU would have to synchronise.
+            if text.constraints and int(token) in text.rules.eos_ids:
+                break
         probs = (
             joined(rows)
             if rows
@@ -345,6 +349,12 @@ class NoDraft:
 
     def rollback(self, length: int) -> None:
         """Does nothing: it keeps no state."""
+
+
+def certain(token: Tensor, vocab: int) -> Tensor:
+    """Logits ``[1, vocab]`` under which a token ``[1]`` is certain."""
+    impossible = torch.full((1, vocab), -math.inf, device=token.device)
+    return impossible.scatter_(1, token[:, None], 0.0)
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:

@@ -214,10 +214,13 @@ class BreakEven(Policy):
     text and subtracts its cost 1 + k·s. So a text never costs more than ``START_CREDIT`` plus 1 +
     ``CREDIT_PER_TOKEN`` times plain decoding, by these slopes, whatever the target accepts.
 
-    Tokens that constraints force are sure to be accepted, and each costs a known token's slope
-    under every offer. So they count neither into α nor as a risk, and offers are compared without
-    them: behind ten forced tokens a model drafts two exactly where these two would pay without the
-    ten. Forced tokens that follow a model's own come on top.
+    Tokens that constraints force are sure to be accepted, and the target verifies them under every
+    offer. So they count neither into α nor as a risk, and offers are compared without their
+    verification. A model must read them too, which costs another known token's slope each, since a
+    row more costs it about as much as the target. It reads those before its first token, and
+    behind each of its tokens as many as this text had so far per token that was not forced. So a
+    model drafts where few tokens are forced, and stays away from a form that is to be filled in. It
+    is not probed behind forced tokens.
 
     Where several texts share the model's steps, nothing is drafted: the more rows a step has, the
     more another row costs.
@@ -270,6 +273,8 @@ class BreakEven(Policy):
         self.taken: Offer | None = None
         self.guessed = 0  # tokens of the last draft that have the slope of its offer
         self.forced = 0  # and those that constraints forced in it
+        self.text_forced = 0  # tokens of the text that constraints forced
+        self.text_free = 0  # and the others
         self.past = Past()
         self.shares_steps: Callable[[], bool] = lambda: False
         self.rounds = 0
@@ -309,7 +314,7 @@ class BreakEven(Policy):
             return offers[0], 0
         drafts = [draft for offer in offers for draft in self._drafts(offer)]
         candidates = [draft for draft in drafts if draft.speed > 1]
-        if not candidates and not self.waiting:
+        if not (candidates or self.waiting or forced):
             candidates = [
                 each for each in drafts if each.offer.tokens is None and each.guesses == 1
             ]
@@ -331,10 +336,19 @@ class BreakEven(Policy):
         longest = self.LONGEST_DRAFT if offer.tokens is None else len(offer.tokens)
         tokens = 1.0
         for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
-            if guesses * slope > self.credit:
+            cost = guesses * slope + self._reading(offer, guesses)
+            if cost > self.credit:
                 break
             tokens += rate**guesses
-            yield PossibleDraft(offer, guesses, tokens / (1 + guesses * slope))
+            yield PossibleDraft(offer, guesses, tokens / (1 + cost))
+
+    def _reading(self, offer: Offer, guesses: int) -> float:
+        """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
+        forced = self.text_forced + offer.forced
+        if offer.tokens is not None or not forced:
+            return 0.0
+        between = guesses * forced / (self.text_free + 1)
+        return (offer.forced + between) * self.slope(KNOWN).value
 
     def observe(self, round: Round) -> None:
         self.rounds += 1
@@ -343,8 +357,10 @@ class BreakEven(Policy):
         cost = 1.0
         if self.taken:
             cost += self.guessed * self.slope(slope_of(self.taken)).value
-        if self.forced:
-            cost += self.forced * self.slope(KNOWN).value
+        cost += self._cost_of_forced()
+        forced = sum(round.forced[: len(round.emitted)])
+        self.text_forced += forced
+        self.text_free += len(round.emitted) - forced
         earned = (1 + self.CREDIT_PER_TOKEN) * len(round.emitted)
         self.credit = min(self.LARGEST_CREDIT, self.credit + earned - cost)
         self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
@@ -357,6 +373,15 @@ class BreakEven(Policy):
                 self._learn(offer.kind, equal - min(offer.forced, equal), equal < judged)
             elif self.guessed and offer is self.taken:
                 self._learn(offer.kind, accepted, accepted < self.guessed)
+
+    def _cost_of_forced(self) -> float:
+        """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,
+        and a model that drafted has too.
+        """
+        if not self.forced:
+            return 0.0
+        by_model = self.taken is not None and self.taken.tokens is None and self.guessed
+        return (2 if by_model else 1) * self.forced * self.slope(KNOWN).value
 
     def _learn(self, kind: str, accepted: int, rejected: bool) -> None:
         before = self.past.seen.get(kind, (0.0, 0.0))
@@ -393,8 +418,8 @@ class BreakEven(Policy):
         # A plain round that took longer than one with a draft was disturbed.
         plain = min(plain, *self.draft_times)
         extra = seconds / plain - 1
-        if name != KNOWN and self.forced:
-            extra -= self.forced * self.slope(KNOWN).value
+        if name != KNOWN:
+            extra -= self._cost_of_forced()
         self.slope(name).learn(extra / drafted)
 
 

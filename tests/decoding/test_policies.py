@@ -426,15 +426,26 @@ def test_structured_text_takes_fewer_rounds_than_the_model_or_the_forced_tokens_
     assert mean(0, True, 0.0) < 1.2 * TOKENS * FREE / (FREE + FORCED), "hardly more than forced"
 
 
-def test_a_draft_behind_forced_tokens_is_the_one_that_would_pay_without_them() -> None:
-    for rate, expected in ((0.9, True), (0.3, False)):
-        policy = BreakEven({"model": 0.45, "known": 0.07}, priors={"model": rate})
-        policy.waiting = 1
-        _, alone = policy.choose([MODEL])
-        known = Offer("forced", "forced 0", [0] * 4, 4)
-        taken, length = policy.choose([Offer("model", "model", forced=4), known])
-        assert (taken.name, length) == (("model", 4 + alone) if expected else ("forced", 4))
-        assert bool(alone) is expected
+@pytest.mark.parametrize(
+    ("rate", "forced", "free_before", "drafts"),
+    [
+        (0.9, 1, 0, True),
+        (0.3, 1, 0, False),
+        (0.9, 8, 0, False),  # a form: the model would read eight forced tokens per token of its own
+        (0.9, 4, 60, True),  # a text in which few tokens were forced
+    ],
+)
+def test_a_model_drafts_where_few_tokens_are_forced(
+    rate: float, forced: int, free_before: int, drafts: bool
+) -> None:
+    policy = BreakEven({"model": 0.45, "known": 0.07}, priors={"model": rate})
+    for _ in range(free_before):
+        policy.choose([Offer("forced", "forced 0", [])])
+        policy.observe(a_round(0, 0))
+    known = Offer("forced", "forced 0", [0] * forced, forced)
+    taken, length = policy.choose([Offer("model", "model", forced=forced), known])
+    assert taken.name == ("model" if drafts else "forced")
+    assert (length > forced) is drafts
 
 
 def test_t_is_not_that_of_a_plain_round_behind_a_draft() -> None:
