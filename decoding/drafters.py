@@ -299,6 +299,7 @@ class BestOf:
     ) -> None:
         self.drafters = drafters
         self.models_are_ready = models_are_ready
+        self.nothing: Draft | None = None  # the empty draft of plain rounds
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -306,9 +307,15 @@ class BestOf:
         """Draft of the chosen drafter. A model draws as many tokens as were chosen, and those that
         constraints force behind them come on top.
         """
-        taken, length = policy.choose(self._offers(text, limit))
-        drafter = self.drafters[taken.name]
-        if isinstance(drafter, ModelDrafter) and length:
+        length = 0
+        drafter = next(iter(self.drafters.values()))
+        if limit:
+            taken, length = policy.choose(self._offers(text, limit))
+            drafter = self.drafters[taken.name]
+        if not length:
+            self.nothing = self.nothing or drafter.propose(text, 0, params, policy, randomness)
+            return self.nothing
+        if isinstance(drafter, ModelDrafter):
             steps = length - taken.forced
             return drafter.propose(text, limit, params, policy, randomness, steps)
         return drafter.propose(text, min(limit, length), params, policy, randomness)

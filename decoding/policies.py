@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import NamedTuple
@@ -151,16 +151,18 @@ class Slope:
         self.first = first
         # Two copies of the first value, so that one disturbed round does not decide.
         self.measured = deque([first, first], maxlen=self.WINDOW)
+        self.median = first
         self.trust = 1.0
 
     @property
     def value(self) -> float:
-        faded = self.first + self.trust * (median(self.measured) - self.first)
+        faded = self.first + self.trust * (self.median - self.first)
         return max(self.FLOOR, faded)
 
     def learn(self, slope: float) -> None:
         """Add a measurement."""
         self.measured.append(slope)
+        self.median = median(self.measured)
         self.trust = 1.0
 
     def fade(self) -> None:
@@ -177,12 +179,15 @@ class Past:
 
     ``seen``: tokens accepted and tokens judged, per kind of draft; ``slopes``: per model, by the
     name of its offer, and that of ``KNOWN`` tokens; ``timed``: the names of slopes whose drafts
-    have run once.
+    have run once; ``saved``: plain rounds that the last drafts saved; ``rest``: rounds of the next
+    rest.
     """
 
     seen: dict[str, tuple[float, float]] = field(default_factory=dict)
     slopes: dict[str, Slope] = field(default_factory=dict)
     timed: set[str] = field(default_factory=set)
+    saved: float = 2.0
+    rest: int = 16
 
 
 class BreakEven(Policy):
@@ -222,6 +227,11 @@ class BreakEven(Policy):
     model drafts where few tokens are forced, and stays away from a form that is to be filled in. It
     is not probed behind forced tokens.
 
+    Looking for a draft takes time too, in a small model a tenth of a plain round. So drafting rests
+    where the last drafts together gained less than ``WORTHWHILE``: no drafter is asked for 16
+    rounds, then for 32, then for 64, until drafts gain again. It does not rest in a text in which
+    tokens are forced.
+
     Where several texts share the model's steps, nothing is drafted: the more rows a step has, the
     more another row costs.
 
@@ -248,6 +258,10 @@ class BreakEven(Policy):
     FIRST_PAUSE = 16  # rounds from the first measurement of T to the second; twice as many follow
     LONGEST_PAUSE = 64  # rounds between measurements of T
     DISTURBED = 1.5  # T in times of a round with a draft, above which it is measured again
+    WORTHWHILE = 1.05  # speed-up of drafts below which looking for them does not pay
+    SAVED_MEMORY = 0.95
+    SHORTEST_REST = 16  # rounds
+    LONGEST_REST = 64
     LONGEST_DRAFT = 15  # tokens, forced ones included: a GPU verifies 16 rows in one step
 
     def __init__(
@@ -278,13 +292,19 @@ class BreakEven(Policy):
         self.past = Past()
         self.shares_steps: Callable[[], bool] = lambda: False
         self.rounds = 0
+        self.rests_until = 0  # the number of the first round after the rest
         self.next_plain = math.inf  # the number of the round that measures T next
         self.was_plain = False  # the round before
         self.plain_times: deque[float] = deque(maxlen=Slope.WINDOW)
         self.draft_times: deque[float] = deque(maxlen=Slope.WINDOW)
 
     def draft_length(self) -> int:
-        return self.LONGEST_DRAFT
+        """0 while drafting rests: then no drafter is asked for an offer."""
+        if self.rounds >= self.rests_until:
+            return self.LONGEST_DRAFT
+        self.offers = ()
+        self.taken = None
+        return 0
 
     def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
         self.next_plain = 0
@@ -312,12 +332,10 @@ class BreakEven(Policy):
         measures_plain = self.rounds >= self.next_plain and not forced
         if measures_plain or self.shares_steps():
             return offers[0], 0
-        drafts = [draft for offer in offers for draft in self._drafts(offer)]
+        drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         candidates = [draft for draft in drafts if draft.speed > 1]
-        if not (candidates or self.waiting or forced):
-            candidates = [
-                each for each in drafts if each.offer.tokens is None and each.guesses == 1
-            ]
+        if not (candidates or self.waiting or forced):  # a probe, of one token
+            candidates = [draft for draft in drafts if draft.offer.tokens is None]
         if candidates:
             best = max(candidates, key=lambda draft: draft.speed)
             self.taken = best.offer
@@ -327,20 +345,28 @@ class BreakEven(Policy):
             return self.taken, self.taken.forced
         return offers[0], 0
 
-    def _drafts(self, offer: Offer) -> Iterator[PossibleDraft]:
-        """The drafts of an offer, by their number of guesses, whose loss the credit covers, were
-        all of it rejected.
+    def _best_draft(self, offer: Offer) -> PossibleDraft | None:
+        """The draft of an offer, of one guess or more, with the largest speed-up.
+
+        None where the credit does not cover the loss of one guess. Another guess adds less than the
+        one before it. So the first length without a gain ends the search, and where no length gains
+        the draft has one guess.
         """
         rate = self.acceptance(offer.kind)
         slope = self.slope(slope_of(offer)).value
         longest = self.LONGEST_DRAFT if offer.tokens is None else len(offer.tokens)
         tokens = 1.0
+        best = None
         for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
             cost = guesses * slope + self._reading(offer, guesses)
             if cost > self.credit:
                 break
             tokens += rate**guesses
-            yield PossibleDraft(offer, guesses, tokens / (1 + cost))
+            speed = tokens / (1 + cost)
+            if best and speed <= best.speed:
+                break
+            best = PossibleDraft(offer, guesses, speed)
+        return best
 
     def _reading(self, offer: Offer, guesses: int) -> float:
         """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
@@ -363,6 +389,10 @@ class BreakEven(Policy):
         self.text_free += len(round.emitted) - forced
         earned = (1 + self.CREDIT_PER_TOKEN) * len(round.emitted)
         self.credit = min(self.LARGEST_CREDIT, self.credit + earned - cost)
+        if self.text_forced:
+            self.rests_until = 0  # a grammar's tokens need no luck
+        elif self.guessed:
+            self._rest_if_useless(len(round.emitted) - self.WORTHWHILE * cost)
         self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
         for offer in self.offers:
             if offer.tokens:
@@ -373,6 +403,15 @@ class BreakEven(Policy):
                 self._learn(offer.kind, equal - min(offer.forced, equal), equal < judged)
             elif self.guessed and offer is self.taken:
                 self._learn(offer.kind, accepted, accepted < self.guessed)
+
+    def _rest_if_useless(self, saved: float) -> None:
+        """Count what a draft saved, in plain rounds, and rest where the last ones saved nothing."""
+        self.past.saved = self.past.saved * self.SAVED_MEMORY + saved
+        if self.past.saved >= 0:
+            self.past.rest = self.SHORTEST_REST
+            return
+        self.rests_until = self.rounds + self.past.rest
+        self.past.rest = min(2 * self.past.rest, self.LONGEST_REST)
 
     def _cost_of_forced(self) -> float:
         """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,

@@ -224,7 +224,9 @@ class Machine:
         """Rounds with their times: the name of the offer taken, and the number of its tokens."""
         found = []
         for _ in range(rounds):
-            taken, length = policy.choose(offers)
+            taken, length = offers[0], 0
+            if policy.draft_length():
+                taken, length = policy.choose(offers)
             policy.observe(a_round(length, min(length, self.accepts)))
             policy.observe_time(self.plain + length * self.draft[taken.name])
             found.append((taken.name, length))
@@ -446,6 +448,35 @@ def test_a_model_drafts_where_few_tokens_are_forced(
     taken, length = policy.choose([Offer("model", "model", forced=forced), known])
     assert taken.name == ("model" if drafts else "forced")
     assert (length > forced) is drafts
+
+
+def asked(policy: BreakEven, slope: float, accepts: int, rounds: int) -> list[bool]:
+    """Per round, whether the drafters are asked for offers."""
+    machine = Machine(1.0, {"model": slope}, accepts)
+    machine.grant(policy)
+    found = []
+    for _ in range(rounds):
+        found.append(policy.draft_length() > 0)
+        machine.write(policy, 1, [MODEL])
+    return found
+
+
+def test_drafting_rests_longer_and_longer_where_drafts_save_nothing() -> None:
+    idle = asked(BreakEven({"model": 0.9}, priors={"model": 1.0}), 1.2, 1, 200)
+    assert sum(idle[40:]) < 0.2 * len(idle[40:])
+    assert any(idle[40:]), "it looks again now and then"
+    assert all(asked(BreakEven({"model": 0.3}), 0.3, 8, 200)), "good drafts need no rest"
+
+
+def test_drafting_does_not_rest_in_a_text_with_forced_tokens() -> None:
+    policy = BreakEven({"model": 0.9, "known": 0.05}, priors={"model": 1.0})
+    forced = Round(0, [0], 1, [0, 0], forced=[True, False])
+    for _ in range(30):
+        assert policy.draft_length()
+        policy.choose([Offer("forced", "forced 0", [0], 1), MODEL])
+        policy.observe(forced)
+        policy.choose([MODEL])
+        policy.observe(a_round(2, 0))
 
 
 def test_t_is_not_that_of_a_plain_round_behind_a_draft() -> None:
