@@ -44,7 +44,7 @@ class Loaded:
         layers = model.num_layers
         wanted = [DraftOptions("lookup"), DraftOptions("exit", exit_layer=layers * 4 // 5, gamma=6)]
         wanted.append(DraftOptions("exit", exit_layer=layers // 4, adaptive=True))
-        wanted += [DraftOptions("skip")] if (folder / "plan.json").exists() else []
+        wanted += [DraftOptions("skip", gamma=4)] if (folder / "plan.json").exists() else []
         return Loaded(folder, setting, [choose(options, setting) for options in wanted], tokenizer)
 
     def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:

@@ -48,7 +48,7 @@ def test_a_shipped_model_writes_by_name_and_drafting_changes_nothing(
     texts = []
     for draft in (
         ["none"],
-        ["skip"],
+        ["skip", "--gamma", "4"],
         ["exit", "--exit-layer", str(EARLY)],
         ["model", "--draft-model", other],
     ):
@@ -81,6 +81,7 @@ def test_early_layers_of_a_shipped_model_speak_better_the_deeper_the_exit(folder
     assert agreement == sorted(agreement) and agreement[1] > 0.6 and agreement[-1] == 1
 
 
-def test_the_plan_of_a_shipped_model_was_made_for_it_and_drafts(folder: Path) -> None:
+def test_the_plan_of_a_shipped_model_was_made_for_it_and_skips_layers(folder: Path) -> None:
     plan = read_plan(folder / "plan.json", load_model(folder).num_layers, folder)
-    assert plan.gamma and plan.plan != LayerPlan.full(len(plan.plan.mlp))
+    assert plan.gamma is not None
+    assert plan.plan.skipped_attention and plan.plan.skipped_mlp
