@@ -3,6 +3,7 @@ cache and plan.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,14 +153,8 @@ class Decoder(Steps, nn.Module):
 
         ``head`` is the low-bit twin to use in place of the model's head.
         """
-        hidden = self.norm(hidden)
-        if head is not None:
-            return head(hidden)
-        return (
-            F.linear(hidden, self.embed_tokens.weight)
-            if self.lm_head is None
-            else self.lm_head(hidden)
-        )
+        head = head or self.lm_head or partial(F.linear, weight=self.embed_tokens.weight)
+        return head(self.norm(hidden))
 
     def forward(
         self,

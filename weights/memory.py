@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from model import Decoder, InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
+from model.fast import static_capacity
 from model.layers import wide_dtype
 from model.plan import FULL, LayerPlan
 
@@ -23,7 +24,6 @@ CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 LOGIT_COPIES = 4
 LOGIT_COPIES_GPU = 7
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
-SMALLEST = 1024  # positions of a static cache: see ``model.fast.gpu``, which loads a compiler
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ def estimate(
     """
     models = [config] if draft is None else [config, draft]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
-    entries = positions
-    if on_gpu:
-        entries = max(SMALLEST, 1 << (positions - 1).bit_length()) + SMALLEST // 2
+    entries = static_capacity(positions) if on_gpu else positions
     logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
     tokens = min(prompt, PREFILL_CHUNK)
     # Of a layer the MLP takes the most: three tensors of each width at once.

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoder import Decoder
+from model.fast import PreparedDecoder
 from model.fast.cpu import KERNELS
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, LANES, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
 from model.fast.cpu.rounding import judge
 from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import FIELDS, attention_task, input_task, product_task
-from model.fast.prepared import PreparedDecoder
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
 from model.quantise import Quantised
