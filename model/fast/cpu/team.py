@@ -55,12 +55,12 @@ def gathered() -> Iterator[np.ndarray]:
         yield board
 
 
-def compiled_task(task: Callable[[int, int, int], None], kind: int, **options: Any) -> int:
+def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
     """Address of a compiled task ``(board, first, end)`` for one kind of numbers."""
     # The name tells kinds apart where compiled code is kept.
     task.__qualname__ = f"{task.__name__}_{kind}"
     signature = "void(int64, int64, int64)"
-    return cfunc(signature, cache=True, error_model="numpy", **options)(task).address
+    return cfunc(signature, cache=True, error_model="numpy")(task).address
 
 
 def word(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
