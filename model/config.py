@@ -118,7 +118,6 @@ class ModelConfig:
     caps are None where there are none. ``source`` is the parsed ``config.json``.
     """
 
-    family: str
     block: str
     vocab_size: int
     hidden_size: int
@@ -179,7 +178,6 @@ def parse_config(source: Any) -> ModelConfig:
     max_positions = read("max_position_embeddings", int)
     ropes = _ropes(raw, family.two_ropes, max_positions)
     return ModelConfig(
-        family=name,
         block=family.block,
         vocab_size=read("vocab_size", int),
         hidden_size=hidden_size,

@@ -82,8 +82,9 @@ class Decoder(Steps, nn.Module):
         self.importance: dict[nn.Module, Tensor] = {}
         # Not initialised: on the meta device torch's initialisation would import its compiler, in
         # two seconds.
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
         self.twins = Twins(self)
         self.lm_head = (
             None
