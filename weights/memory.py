@@ -98,10 +98,11 @@ def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     head = config.hidden_size * config.vocab_size
-    total = head * per_weight[plan.head]
-    total += attention * sum(per_weight[bits] for bits in plan.attention)
-    total += mlp * sum(per_weight[bits] for bits in plan.mlp)
-    return int(total)
+    return int(
+        head * per_weight[plan.head]
+        + attention * sum(per_weight[bits] for bits in plan.attention)
+        + mlp * sum(per_weight[bits] for bits in plan.mlp)
+    )
 
 
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
