@@ -247,9 +247,12 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
     _one_of("rope type", kind, ROPE_FACTORS)
     read = partial(_read, raw | scaling, {})
     _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
-    trained = read("original_max_position_embeddings", int, max_positions)
-    factors = {name: read(name, float) for name in ROPE_FACTORS[kind]}
-    return Rope(read("rope_theta", float, 1e4), kind, trained, **factors)
+    return Rope(
+        theta=read("rope_theta", float, 1e4),
+        kind=kind,
+        original_max_positions=read("original_max_position_embeddings", int, max_positions),
+        **{name: read(name, float) for name in ROPE_FACTORS[kind]},
+    )
 
 
 def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:

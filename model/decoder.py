@@ -123,8 +123,12 @@ class Decoder(Steps, nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Empty cache for ``capacity`` positions, in the model's dtype and on its device."""
-        shape = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
-        return KVCache(self.num_layers, shape, self.dtype, self.device)
+        return KVCache(
+            self.num_layers,
+            (batch, self.config.num_kv_heads, capacity, self.config.head_dim),
+            self.dtype,
+            self.device,
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""

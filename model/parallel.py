@@ -111,11 +111,11 @@ def split(model: Decoder, shard: Shard) -> Decoder:
     """
     size = shard.config.vocab_size
     vocab = shard.part(size)
-    weight = model.embed_tokens.weight
 
     def embed(ids: Tensor) -> Tensor:
         elsewhere = (ids < vocab.start) | (ids >= vocab.stop)
-        rows = F.embedding((ids - vocab.start).masked_fill(elsewhere, 0), weight)
+        own = (ids - vocab.start).masked_fill(elsewhere, 0)
+        rows = F.embedding(own, model.embed_tokens.weight)
         return exchange(dist.all_reduce, rows.masked_fill(elsewhere[..., None], 0))
 
     model.embed_tokens.forward = embed

@@ -106,8 +106,12 @@ def load_model(
     stored = stored_tensors(folder)
     if config.tie_embeddings and {EMBEDDING, HEAD} <= stored.keys():
         drop_tied_head(folder, stored)
-    trouble = f"the weights in {folder} are not those that its config.json describes"
-    with torch.device("meta"), explaining(trouble, (RuntimeError,)):
+    with (
+        torch.device("meta"),
+        explaining(
+            f"the weights in {folder} are not those that its config.json describes", (RuntimeError,)
+        ),
+    ):
         model = build(config)
         shapes = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
         model.load_state_dict(shapes)  # raises where names or shapes are others
@@ -159,8 +163,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
     if not files:
-        convert = "fetch it again, or convert its weights with save_pretrained of transformers"
-        raise InputError(f"{folder} holds no model.safetensors and no shards of it: {convert}")
+        raise InputError(
+            f"{folder} holds no model.safetensors and no shards of it: fetch it again, or convert"
+            " its weights with save_pretrained of transformers"
+        )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         header, data = read_header(path)
@@ -171,9 +177,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     " float weights, not a quantised checkpoint"
                 )
             if not name.endswith(IGNORED_SUFFIX):
-                offset = data + entry["data_offsets"][0]
                 tensors[name.removeprefix("model.")] = StoredTensor(
-                    path, name, offset, tuple(entry["shape"]), FLOAT_DTYPES[entry["dtype"]]
+                    file=path,
+                    name=name,
+                    offset=data + entry["data_offsets"][0],
+                    shape=tuple(entry["shape"]),
+                    dtype=FLOAT_DTYPES[entry["dtype"]],
                 )
     return tensors
 

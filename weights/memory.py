@@ -144,6 +144,8 @@ def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
     }
     line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)
     if memory.total > free:
-        remedy = "give fewer --max-new-tokens, a narrower --dtype or a smaller --model"
-        raise InputError(f"the model does not fit on {device}: {line}; {remedy}")
+        raise InputError(
+            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a narrower"
+            " --dtype or a smaller --model"
+        )
     return line

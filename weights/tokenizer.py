@@ -85,8 +85,11 @@ class Tokenizer:
         self.library.no_padding()
         self.library.encode_special_tokens = True  # as text
         vocabulary = self.library.get_vocab(with_added_tokens=True)
-        added = self.library.get_added_tokens_decoder()
-        self.special = {token.content: number for number, token in added.items() if token.special}
+        self.special = {
+            token.content: number
+            for number, token in self.library.get_added_tokens_decoder().items()
+            if token.special
+        }
         # The settings may list more control tokens, also beyond the vocabulary of the file.
         more = {*control, *self.names.values()} & vocabulary.keys() - self.special.keys()
         self.library.add_special_tokens(
@@ -287,10 +290,13 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     merges = [
         (left, right) for _, left, right in sorted(splits) if left in words and right in words
     ]
-    ids = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            ids, merges, unk_token=pieces[library.unk_id()], fuse_unk=True, byte_fallback=True
+            {piece: number for number, piece in enumerate(pieces)},
+            merges,
+            unk_token=pieces[library.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
         )
     )
     adds_space = library.DecodePieces([SPACE_MARK + "a"]) == "a"

@@ -107,10 +107,8 @@ class Int4Linear(nn.Module):
         super().__init__()
         codes = weight.codes
         tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
-        pairs = codes[:, ::2] << 4 | codes[:, 1::2]
-        self.register_buffer(
-            "weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
-        )
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
+        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs, tiles))
         middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
         self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
         self.register_buffer("bias", bias)

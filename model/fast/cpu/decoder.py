@@ -58,8 +58,11 @@ class FastDecoder(PreparedDecoder):
 
     def missing_copies(self, plan: LayerPlan) -> list[tuple[nn.Linear | nn.Embedding, int]]:
         """Weights, each with its bits, whose low-bit copies a plan needs and that are not made."""
-        wanted = self._products(plan)
-        return [each for each in wanted if each[1] not in (0, FULL) and each not in self.low_bits]
+        return [
+            (product, bits)
+            for product, bits in self._products(plan)
+            if bits not in (0, FULL) and (product, bits) not in self.low_bits
+        ]
 
     def _products(self, plan: LayerPlan) -> Iterator[tuple[nn.Linear | nn.Embedding, int]]:
         """Weights of the blocks in the order of the step's tables, and of the head, each with its
@@ -78,8 +81,7 @@ class FastDecoder(PreparedDecoder):
 
     def take_copy(self, product: nn.Linear | nn.Embedding, bits: int, content: Tensor) -> None:
         """Use the bytes ``[n]`` uint8 of a copy that was made before."""
-        blocks = -(-len(product.weight) // LANES)
-        self.low_bits[product, bits] = content.view(blocks, -1)
+        self.low_bits[product, bits] = content.view(-(-len(product.weight) // LANES), -1)
 
     def __call__(
         self,
@@ -183,9 +185,15 @@ class FastDecoder(PreparedDecoder):
         bias = ABSENT
         if getattr(product, "bias", None) is not None:
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
-        block_bytes = weight.stride(0) * weight.itemsize
-        tasks = [input_task(kind), product_task(kind)]
-        return [kind, *tasks, weight.data_ptr(), block_bytes, len(product.weight), bias]
+        return [
+            kind,
+            input_task(kind),
+            product_task(kind),
+            weight.data_ptr(),
+            weight.stride(0) * weight.itemsize,
+            len(product.weight),
+            bias,
+        ]
 
 
 def scales(norm: RMSNorm) -> np.ndarray:

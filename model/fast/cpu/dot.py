@@ -192,9 +192,12 @@ def store(address: Value, value: Value, count: Value | None = None) -> None:
     if count is None:
         place.builder.store(value.raw, place.raw, align=1)
     else:
-        mask = first_lanes(LANES, count)
         value.call(
-            f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), place, ir.Constant(I32, 1), mask
+            f"llvm.masked.store.v{LANES}f32.p0",
+            ir.VoidType(),
+            place,
+            ir.Constant(I32, 1),
+            first_lanes(LANES, count),
         )
 
 

@@ -59,8 +59,7 @@ def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
     """Address of a compiled task ``(board, first, end)`` for one kind of numbers."""
     # The name tells kinds apart where compiled code is kept.
     task.__qualname__ = f"{task.__name__}_{kind}"
-    signature = "void(int64, int64, int64)"
-    return cfunc(signature, cache=True, error_model="numpy")(task).address
+    return cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(task).address
 
 
 def word(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
@@ -90,8 +89,7 @@ def replace(typing: Any, place: Any, old: Any, new: Any):
     """Whether the word at an address was ``old``, and is now ``new``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        orders = ("seq_cst", "seq_cst")
-        found = builder.cmpxchg(word(builder, given[0]), given[1], given[2], *orders)
+        found = builder.cmpxchg(word(builder, given[0]), *given[1:], "seq_cst", "seq_cst")
         return builder.extract_value(found, 1)
 
     return types.boolean(types.int64, types.int64, types.int64), generate
