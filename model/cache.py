@@ -1,7 +1,5 @@
 """KV cache with explicit positions, whose rollback costs nothing."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch
@@ -85,7 +83,7 @@ class KVCache:
         """Forget every position from ``length`` on, in every layer. No tensor is touched."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
-    def copy(self, source: KVCache, length: int) -> None:
+    def copy(self, source: "KVCache", length: int) -> None:
         """Copy another cache's first ``length`` entries, and forget all others."""
         for target, entries in zip(
             (*self.keys, *self.values), (*source.keys, *source.values), strict=True

@@ -225,8 +225,7 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     scaling = _object(raw, "rope_scaling")
     parameters = _object(raw, "rope_parameters")
     if not two:
-        rope = _rope(raw, scaling or parameters, max_positions)
-        return {SLIDING: rope, FULL: rope}
+        return dict.fromkeys((SLIDING, FULL), _rope(raw, scaling or parameters, max_positions))
     for kind in parameters:
         _one_of("layer type of rope_parameters", kind, (SLIDING, FULL))
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}

@@ -79,10 +79,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         from weights.hub import download  # its library is seldom needed
 
         return download(name, revision)
-    known = (
-        ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
-        or "no model yet"
-    )
+    known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
     if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
         remedy = f"fetch it: python -m weights.fetch {name}"

@@ -8,9 +8,8 @@ a piece does not change its bits.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,23 +35,18 @@ let_others_run = types.ExternalFunction(
     "sched_yield" if os.name == "posix" else "SwitchToThread", types.int32()
 )
 
-one_at_a_time = threading.Lock()
+one_at_a_time = threading.Lock()  # of the compiled functions that use the board
 board = np.zeros(64, np.int64)
 pool = ThreadPoolExecutor(os.cpu_count(), "step")
 helpers: dict[int, Future] = {}
 
 
-@contextmanager
-def gathered() -> Iterator[np.ndarray]:
-    """Board for one compiled function at a time, with as many helpers awake as torch has threads
-    beside the caller's.
-    """
-    with one_at_a_time:
-        board[HELPERS] = torch.get_num_threads() - 1
-        for number in range(board[HELPERS]):
-            if number not in helpers or helpers[number].done():
-                helpers[number] = pool.submit(help_with, board)
-        yield board
+def wake_helpers() -> None:
+    """Wake as many helpers as torch has threads beside the caller's."""
+    board[HELPERS] = torch.get_num_threads() - 1
+    for number in range(board[HELPERS]):
+        if number not in helpers or helpers[number].done():
+            helpers[number] = pool.submit(help_with, board)
 
 
 def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
