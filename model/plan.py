@@ -87,6 +87,10 @@ class LayerPlan:
         return len(self.attention)
 
     @property
+    def attention_layers(self) -> list[int]:
+        return [layer for layer, bits in enumerate(self.attention) if bits]
+
+    @property
     def skipped_attention(self) -> list[int]:
         return [layer for layer, bits in enumerate(self.attention) if not bits]
 

@@ -294,9 +294,7 @@ class StaticDecoder(PreparedDecoder):
             return self.model(tokens, cache, start, plan)
         logits = []
         for part in tokens.split(step.rows, 1):
-            for layer, bits in enumerate(step.plan.attention):
-                if bits:
-                    cache.claim(layer, start, part.shape[1])
+            cache.claim(step.plan.attention_layers, start, part.shape[1])
             logits.append(step(part, start))
             start += part.shape[1]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)

@@ -107,20 +107,20 @@ class FastDecoder(PreparedDecoder):
         """
         plan = plan or LayerPlan.full(self.model.num_layers)
         for tokens, cache, start in calls:
-            for layer, bits in enumerate(plan.attention):
-                if bits:
-                    cache.claim(layer, start, tokens.shape[1])
+            cache.claim(plan.attention_layers, start, tokens.shape[1])
         batches = [rows_of(*call) for call in calls]
         batch = batches[0]
         if len(batches) > 1:
             batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        firsts = range(0, len(batch.tokens), MOST_ROWS)
-        parts = [self.step(weights, batch.part(first, first + MOST_ROWS)) for first in firsts]
+        parts = []
+        for first in range(0, len(batch.tokens), MOST_ROWS):
+            rows = Batch(*(each[first : first + MOST_ROWS] for each in batch))
+            parts.append(self.step(weights, rows))
         logits = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
         shapes = [tokens.shape for tokens, _, _ in calls]
         by_call = logits.split([shape.numel() for shape in shapes])
-        return [rows.view(*shape, -1) for rows, shape in zip(by_call, shapes, strict=True)]
+        return [each.view(*shape, -1) for each, shape in zip(by_call, shapes, strict=True)]
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:

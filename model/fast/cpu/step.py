@@ -69,10 +69,6 @@ class Batch(NamedTuple):
     entries: np.ndarray
     head_bytes: np.ndarray
 
-    def part(self, first: int, end: int) -> "Batch":
-        """Rows ``[first, end)``, or those of them that exist."""
-        return Batch(*(each[first:end] for each in self))
-
 
 @compiled()
 def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarray:
