@@ -14,7 +14,7 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import Quantised, judge, quantise
+from model.quantise import Quantised, evaluate_grid, quantise
 from model.twins import Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -72,7 +72,7 @@ class Decoder(Steps, nn.Module):
     embedding_scale = 1.0
     # ``model.fast`` puts faster functions here
     attend = staticmethod(attend_causally)
-    judge = staticmethod(judge)
+    evaluate_grid = staticmethod(evaluate_grid)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Decoder(Steps, nn.Module):
 
     def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
         """Rounded weights of a linear layer or an embedding, by the importance of its inputs."""
-        return quantise(product.weight, bits, self.importance.get(product), self.judge)
+        return quantise(product.weight, bits, self.importance.get(product), self.evaluate_grid)
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ from model.fast import PreparedDecoder
 from model.fast.cpu import KERNELS
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, LANES, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
-from model.fast.cpu.rounding import judge
+from model.fast.cpu.rounding import evaluate_grid
 from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import FIELDS, attention_task, input_task, product_task
 from model.layers import RMSNorm, rotary_table
@@ -47,7 +47,7 @@ class FastDecoder(PreparedDecoder):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
         model.attend = attend_by_flash
-        model.judge = judge
+        model.evaluate_grid = evaluate_grid
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32

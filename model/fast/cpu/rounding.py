@@ -1,4 +1,4 @@
-"""Compiled grids of weights in four bits: ``model.quantise.judge``, many times as fast."""
+"""Compiled grids of weights in four bits: ``model.quantise.evaluate_grid``, many times as fast."""
 
 import numpy as np
 import torch
@@ -9,26 +9,26 @@ from model.fast.cpu.team import pool
 from model.quantise import GROUP
 
 
-def judge(
+def evaluate_grid(
     weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a grid, and four means: see ``model.quantise.judge``."""
+    """Codes of a grid, and four means: see ``model.quantise.evaluate_grid``."""
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     means = torch.empty(*scale.shape, 4)
 
-    def judge_part(*part: Tensor) -> None:
-        judge_rows(importance.numpy(), np.float32(levels), *(each.numpy() for each in part))
+    def evaluate_part(*part: Tensor) -> None:
+        evaluate_rows(importance.numpy(), np.float32(levels), *(each.numpy() for each in part))
 
     threads = torch.get_num_threads()
     parts = [each.chunk(threads) for each in (weight, scale, zero, codes, means)]
-    list(pool.map(judge_part, *parts))  # raises what a part raises
+    list(pool.map(evaluate_part, *parts))  # raises what a part raises
     return codes, means.movedim(-1, 0)
 
 
 # Sums may be reordered, so that they vectorise: the weights of a draft need not have the same bits
 # on all machines.
 @compiled(cache=True, no_cpython_wrapper=False, fastmath={"reassoc", "contract", "nsz"})
-def judge_rows(
+def evaluate_rows(
     importance: np.ndarray,
     levels: np.float32,
     weight: np.ndarray,
@@ -37,7 +37,7 @@ def judge_rows(
     codes: np.ndarray,
     means: np.ndarray,
 ) -> None:
-    """``judge`` of some rows, into ``codes`` ``[rows, groups, 32]`` and ``means`` ``[rows, groups,
+    """Codes and means of some rows: ``codes`` ``[rows, groups, 32]``, ``means`` ``[rows, groups,
     4]``.
     """
     for row in range(len(weight)):
