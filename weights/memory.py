@@ -68,7 +68,7 @@ def estimate(
     # Of a layer the MLP takes the most: three tensors of each width at once.
     layers = (3 * tokens * (c.hidden_size + c.intermediate_size) * dtype.itemsize for c in models)
     return Memory(
-        weights=sum(parameter_count(c) for c in models) * dtype.itemsize,
+        weights=sum(map(parameter_count, models)) * dtype.itemsize,
         cache=sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models)
         * entries
         * dtype.itemsize,
