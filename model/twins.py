@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -25,24 +25,19 @@ class Twins:
         new_product: Callable[[nn.Linear | nn.Embedding, int], Any] | None = None,
     ) -> None:
         self.model = model
-        self.product = cache(new_product or partial(RoundedLinear, model))
-        self.block = cache(self._block)
+        self.new_product = new_product or partial(RoundedLinear, model)
+        self.kept: dict[tuple[nn.Module, int], Any] = {}
 
-    def _block(self, layer: int, attention: int, mlp: int) -> nn.Module:
+    def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits
         must not be called.
         """
         block = self.model.layers[layer]
-        sublayers = {}
-        for name, bits in (("self_attn", attention), ("mlp", mlp)):
-            if bits in LOW_BITS:
-                sublayer = getattr(block, name)
-                products = {
-                    each: self.product(part, bits)
-                    for each, part in sublayer.named_children()
-                    if isinstance(part, nn.Linear)
-                }
-                sublayers[name] = with_parts(sublayer, products)
+        sublayers = {
+            name: self.twin(getattr(block, name), bits)
+            for name, bits in (("self_attn", attention), ("mlp", mlp))
+            if bits in LOW_BITS
+        }
         return with_parts(block, sublayers) if sublayers else block
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
@@ -51,14 +46,29 @@ class Twins:
         """
         if bits == FULL:
             return None
-        return self.product(self.model.lm_head or self.model.embed_tokens, bits)
+        return self.twin(self.model.lm_head or self.model.embed_tokens, bits)
+
+    def twin(self, module: nn.Module, bits: int) -> Any:
+        """Twin of a sublayer, of a linear layer, or of an embedding that is the head."""
+        if (module, bits) not in self.kept:
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                twin = self.new_product(module, bits)
+            else:
+                parts = {
+                    name: self.twin(part, bits)
+                    for name, part in module.named_children()
+                    if isinstance(part, nn.Linear)
+                }
+                twin = with_parts(module, parts)
+            self.kept[module, bits] = twin
+        return self.kept[module, bits]
 
 
 def with_parts(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
     """Copy of a module that has these ``parts``, and shares all others."""
-    twin = copy.copy(module)
-    twin._modules = module._modules | parts
-    return twin
+    changed = copy.copy(module)
+    changed._modules = module._modules | parts
+    return changed
 
 
 class RoundedLinear(nn.Module):
