@@ -51,8 +51,10 @@ def machine(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{processor()}, {threads}, torch {torch.__version__}"
+    return (
+        f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads,"
+        f" torch {torch.__version__}"
+    )
 
 
 def keep_freed_memory() -> None:

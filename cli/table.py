@@ -6,8 +6,13 @@ from rich.table import Table
 
 Row = dict[str, Any]  # values by column name
 
-FORMATS = dict.fromkeys(("tokens/s", "GB/s", "MB"), "{:.1f}")
-FORMATS |= dict.fromkeys(("accepted", "acceptance predicted"), "{:.0%}")
+FORMATS = {
+    "tokens/s": "{:.1f}",
+    "GB/s": "{:.1f}",
+    "MB": "{:.1f}",
+    "accepted": "{:.0%}",
+    "acceptance predicted": "{:.0%}",
+}
 
 
 def table(rows: list[Row], title: str | None = None) -> Table:
@@ -27,4 +32,6 @@ def cell(value: Any, form: Any) -> str:
     """Printed form of a value; of a spread the median with its range."""
     if isinstance(value, dict):
         return f"{form(value['median'])} ({form(value['lowest'])}-{form(value['highest'])})"
-    return "" if value is None else form(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return form(value)
+    return "" if value is None else str(value)

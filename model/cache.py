@@ -1,7 +1,6 @@
 """KV cache with explicit positions, whose rollback costs nothing."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
@@ -58,34 +57,35 @@ class KVCache:
         start + T, head_dim]``. Raises ValueError if the write would leave a hole or not fit:
         mistakes of the caller that would otherwise show only as wrong text.
         """
-        end = self.claim(layer, start, keys.shape[2])
+        self.claim([layer], start, keys.shape[2])
+        end = self.lengths[layer]
         self.keys[layer][:, :, start:end] = keys
         self.values[layer][:, :, start:end] = values
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
-    def claim(self, layer: int, start: int, count: int) -> int:
-        """Mark ``[start, start + count)`` as the last valid entries of a layer and return their
-        end; see ``write``.
+    def claim(self, layers: Iterable[int], start: int, count: int) -> None:
+        """Mark ``[start, start + count)`` as the last valid entries of these layers; see
+        ``write``.
         """
         end = start + count
-        if not 0 <= start <= self.lengths[layer]:
-            raise ValueError(
-                f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]}"
-                " entries"
-            )
-        if end > self.capacity:
-            raise ValueError(
-                f"layer {layer}: position {end - 1} is outside the cache's {self.capacity}"
-                " positions"
-            )
-        self.lengths[layer] = end
-        return end
+        for layer in layers:
+            if not 0 <= start <= self.lengths[layer]:
+                raise ValueError(
+                    f"layer {layer}: writing at {start} leaves a hole after {self.lengths[layer]}"
+                    " entries"
+                )
+            if end > self.capacity:
+                raise ValueError(
+                    f"layer {layer}: position {end - 1} is outside the cache's {self.capacity}"
+                    " positions"
+                )
+            self.lengths[layer] = end
 
     def truncate(self, length: int) -> None:
         """Forget every position from ``length`` on, in every layer. No tensor is touched."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
-    def copy(self, source: KVCache, length: int) -> None:
+    def copy(self, source: "KVCache", length: int) -> None:
         """Copy another cache's first ``length`` entries, and forget all others."""
         for target, entries in zip(
             (*self.keys, *self.values), (*source.keys, *source.values), strict=True

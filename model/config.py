@@ -118,7 +118,6 @@ class ModelConfig:
     caps are None where there are none. ``source`` is the parsed ``config.json``.
     """
 
-    family: str
     block: str
     vocab_size: int
     hidden_size: int
@@ -179,7 +178,6 @@ def parse_config(source: Any) -> ModelConfig:
     max_positions = read("max_position_embeddings", int)
     ropes = _ropes(raw, family.two_ropes, max_positions)
     return ModelConfig(
-        family=name,
         block=family.block,
         vocab_size=read("vocab_size", int),
         hidden_size=hidden_size,
@@ -227,8 +225,7 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     scaling = _object(raw, "rope_scaling")
     parameters = _object(raw, "rope_parameters")
     if not two:
-        rope = _rope(raw, scaling or parameters, max_positions)
-        return {SLIDING: rope, FULL: rope}
+        return dict.fromkeys((SLIDING, FULL), _rope(raw, scaling or parameters, max_positions))
     for kind in parameters:
         _one_of("layer type of rope_parameters", kind, (SLIDING, FULL))
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
@@ -249,9 +246,12 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
     _one_of("rope type", kind, ROPE_FACTORS)
     read = partial(_read, raw | scaling, {})
     _one_of("partial_rotary_factor", (raw | scaling).get("partial_rotary_factor"), [1, None])
-    trained = read("original_max_position_embeddings", int, max_positions)
-    factors = {name: read(name, float) for name in ROPE_FACTORS[kind]}
-    return Rope(read("rope_theta", float, 1e4), kind, trained, **factors)
+    return Rope(
+        theta=read("rope_theta", float, 1e4),
+        kind=kind,
+        original_max_positions=read("original_max_position_embeddings", int, max_positions),
+        **{name: read(name, float) for name in ROPE_FACTORS[kind]},
+    )
 
 
 def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@ cache and plan.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.config import ModelConfig
-from model.layers import attend_causally, layer_positions
+from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import Quantised, judge, quantise
+from model.quantise import Quantised, evaluate_grid, quantise
 from model.twins import Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -59,18 +60,19 @@ class Steps:
 class Decoder(Steps, nn.Module):
     """Embedding, blocks, final norm, head; ``lm_head`` is None where it is tied to the embedding.
 
-    A family's file supplies ``norm`` and ``layers``, modules called as ``block(x, positions, cache,
-    attention=..., mlp=...)``. Parameter names are those of the checkpoint, without the prefix
-    ``model.``. ``importance`` is the mean square of the inputs of a layer, ``[in]``, by which its
-    weights are rounded, of the layers where it is known.
+    A family's file supplies the types of its norm and of its block, a module that is made from
+    config and layer, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
+    Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance`` is
+    the mean square of the inputs of a layer, ``[in]``, by which its weights are rounded, of the
+    layers where it is known.
     """
 
-    layers: nn.ModuleList
-    norm: nn.Module
+    new_block: type[nn.Module]
+    new_norm: type[RMSNorm]
     embedding_scale = 1.0
     # ``model.fast`` puts faster functions here
     attend = staticmethod(attend_causally)
-    judge = staticmethod(judge)
+    evaluate_grid = staticmethod(evaluate_grid)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,14 +83,17 @@ class Decoder(Steps, nn.Module):
         self.importance: dict[nn.Module, Tensor] = {}
         # Not initialised: on the meta device torch's initialisation would import its compiler, in
         # two seconds.
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
         self.twins = Twins(self)
         self.lm_head = (
             None
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
+        self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
+        self.norm = self.new_norm(config.hidden_size, config.norm_eps)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""
@@ -106,7 +111,7 @@ class Decoder(Steps, nn.Module):
 
     def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
         """Rounded weights of a linear layer or an embedding, by the importance of its inputs."""
-        return quantise(product.weight, bits, self.importance.get(product), self.judge)
+        return quantise(product.weight, bits, self.importance.get(product), self.evaluate_grid)
 
     @property
     def device(self) -> torch.device:
@@ -118,8 +123,12 @@ class Decoder(Steps, nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """Empty cache for ``capacity`` positions, in the model's dtype and on its device."""
-        shape = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
-        return KVCache(self.num_layers, shape, self.dtype, self.device)
+        return KVCache(
+            self.num_layers,
+            (batch, self.config.num_kv_heads, capacity, self.config.head_dim),
+            self.dtype,
+            self.device,
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of tokens: ``[batch, T]`` ids -> ``[batch, T, hidden]``."""
@@ -152,14 +161,8 @@ class Decoder(Steps, nn.Module):
 
         ``head`` is the low-bit twin to use in place of the model's head.
         """
-        hidden = self.norm(hidden)
-        if head is not None:
-            return head(hidden)
-        return (
-            F.linear(hidden, self.embed_tokens.weight)
-            if self.lm_head is None
-            else self.lm_head(hidden)
-        )
+        head = head or self.lm_head or partial(F.linear, weight=self.embed_tokens.weight)
+        return head(self.norm(hidden))
 
     def forward(
         self,

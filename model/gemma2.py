@@ -60,12 +60,8 @@ class Gemma2Block(nn.Module):
 class Gemma2(Decoder):
     """Gemma-2 decoder: see ``Decoder``."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(
-            Gemma2Block(config, layer) for layer in range(config.num_layers)
-        )
-        self.norm = UnitOffsetRMSNorm(config.hidden_size, config.norm_eps)
+    new_block = Gemma2Block
+    new_norm = UnitOffsetRMSNorm
 
     @property
     def embedding_scale(self) -> float:

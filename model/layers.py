@@ -79,8 +79,10 @@ def rotary_table(
     in ``dtype``.
     """
     wide = wide_dtype(dtype)
-    positions = torch.arange(size, dtype=wide, device=device)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim, wide, device))
+    angles = torch.outer(
+        torch.arange(size, dtype=wide, device=device),
+        inverse_frequencies(rope, head_dim, wide, device),
+    )
     cos = angles.cos()
     sin = angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
@@ -176,10 +178,9 @@ def attend_causally(
         if rows > 1:
             keys = torch.arange(first, end, device=q.device)
             mask = causal_mask(keys[-rows:], keys, window, q.dtype)
-        queries = q[:, :, begin : begin + rows]
         out.append(
             attend(
-                queries,
+                q[:, :, begin : begin + rows],
                 k[:, :, first:end],
                 v[:, :, first:end],
                 mask,

@@ -39,7 +39,5 @@ class LlamaBlock(nn.Module):
 class Llama(Decoder):
     """Llama decoder: see ``Decoder``."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(LlamaBlock(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+    new_block = LlamaBlock
+    new_norm = RMSNorm

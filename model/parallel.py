@@ -29,6 +29,19 @@ from model.decoder import Decoder
 from model.errors import InputError
 
 Cut = tuple[int, range] | None  # a dimension and a rank's indices along it; None: the whole tensor
+# Dimension of each weight that is divided, and the sizes of the config that give the number of
+# units along it and of indices per unit.
+CUTS = {
+    "embed_tokens": (0, "vocab_size"),
+    "q_proj": (0, "num_heads", "head_dim"),
+    "k_proj": (0, "num_kv_heads", "head_dim"),
+    "v_proj": (0, "num_kv_heads", "head_dim"),
+    "o_proj": (1, "num_heads", "head_dim"),
+    "gate_proj": (0, "intermediate_size"),
+    "up_proj": (0, "intermediate_size"),
+    "down_proj": (1, "intermediate_size"),
+    "lm_head": (0, "vocab_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,33 +78,18 @@ class Shard:
     @property
     def local(self) -> ModelConfig:
         """Config of the rank's model."""
-        sizes = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+        units = {units for _, units, *_ in CUTS.values()}
         return replace(
-            self.config, **{size: len(self.part(getattr(self.config, size))) for size in sizes}
+            self.config, **{each: len(self.part(getattr(self.config, each))) for each in units}
         )
 
     def cut(self, name: str) -> Cut:
         """Cut of the parameter of this name."""
         product, kind = name.split(".")[-2:]
-        if kind == "bias" and product in ("o_proj", "down_proj"):
+        if product not in CUTS or (kind == "bias" and CUTS[product][0] == 1):
             return None
-        c = self.config
-        queries = self.part(c.num_heads, c.head_dim)
-        keys = self.part(c.num_kv_heads, c.head_dim)
-        inner = self.part(c.intermediate_size)
-        vocab = self.part(c.vocab_size)
-        cuts = {
-            "embed_tokens": (0, vocab),
-            "q_proj": (0, queries),
-            "k_proj": (0, keys),
-            "v_proj": (0, keys),
-            "o_proj": (1, queries),
-            "gate_proj": (0, inner),
-            "up_proj": (0, inner),
-            "down_proj": (1, inner),
-            "lm_head": (0, vocab),
-        }
-        return cuts.get(product)
+        dimension, *sizes = CUTS[product]
+        return dimension, self.part(*(getattr(self.config, size) for size in sizes))
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
@@ -113,11 +111,11 @@ def split(model: Decoder, shard: Shard) -> Decoder:
     """
     size = shard.config.vocab_size
     vocab = shard.part(size)
-    weight = model.embed_tokens.weight
 
     def embed(ids: Tensor) -> Tensor:
         elsewhere = (ids < vocab.start) | (ids >= vocab.stop)
-        rows = F.embedding((ids - vocab.start).masked_fill(elsewhere, 0), weight)
+        own = (ids - vocab.start).masked_fill(elsewhere, 0)
+        rows = F.embedding(own, model.embed_tokens.weight)
         return exchange(dist.all_reduce, rows.masked_fill(elsewhere[..., None], 0))
 
     model.embed_tokens.forward = embed

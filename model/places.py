@@ -15,5 +15,4 @@ def cache_folder() -> Path:
 
 def version(sources: Iterable[Path]) -> str:
     """Hash of source files, 16 hex digits, to name files that their code has made."""
-    code = b"".join(file.read_bytes() for file in sorted(sources))
-    return hashlib.sha256(code).hexdigest()[:16]
+    return hashlib.sha256(b"".join(map(Path.read_bytes, sorted(sources)))).hexdigest()[:16]

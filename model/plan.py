@@ -31,11 +31,8 @@ class LayerPlan:
     head: int = FULL
 
     def __post_init__(self) -> None:
-        known = {*self.attention, *self.mlp} <= {0, *LOW_BITS, FULL} and self.head in (
-            *LOW_BITS,
-            FULL,
-        )
-        if not known or len(self.attention) != len(self.mlp):
+        run = {*self.attention, *self.mlp} - {0} | {self.head}
+        if not run <= {*LOW_BITS, FULL} or len(self.attention) != len(self.mlp):
             raise ValueError(
                 f"a plan gives both sublayers of each layer 0, 4, 8 or {FULL} bits: {self}"
             )
@@ -72,19 +69,23 @@ class LayerPlan:
                 f"the plan skips layer {min(absent)}, but this model has layers 0..{num_layers - 1}"
             )
         return LayerPlan(
-            *(tuple(FULL * (layer not in chosen) for layer in layers) for chosen in skipped)
+            *(tuple(0 if layer in chosen else FULL for layer in layers) for chosen in skipped)
         )
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
         """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
         attention, mlp = (
-            tuple(bits * (each > 0) for each in runs) for runs in (self.attention, self.mlp)
+            tuple(bits if each else 0 for each in runs) for runs in (self.attention, self.mlp)
         )
         return replace(self, attention=attention, mlp=mlp, head=head)
 
     @property
     def num_layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def attention_layers(self) -> list[int]:
+        return [layer for layer, bits in enumerate(self.attention) if bits]
 
     @property
     def skipped_attention(self) -> list[int]:

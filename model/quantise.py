@@ -29,7 +29,7 @@ FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
 
 
-Judge = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Quantised:
         return torch.addcmul(zero, self.codes, scale).to(dtype)
 
 
-def judge(
+def evaluate_grid(
     weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int
 ) -> tuple[Tensor, Tensor]:
     """Codes of a grid, and means over each group: of the squared error, the codes, their squares,
@@ -73,10 +73,10 @@ def judge(
 
 
 def round_groups(
-    weight: Tensor, importance: Tensor, bits: int, judge: Judge
+    weight: Tensor, importance: Tensor, bits: int, evaluate: Evaluate
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and zero of the least weighted error for groups of weights; shapes as in
-    ``judge``.
+    ``evaluate_grid``.
     """
     levels = 2**bits - 1
     mean = (weight * importance).sum(-1)
@@ -89,7 +89,7 @@ def round_groups(
             # Rounded first, so that the codes compensate for it.
             scale = scale.bfloat16().float()
             zero = zero.bfloat16().float()
-            error, mean_code, mean_square, mean_product = judge(
+            error, mean_code, mean_square, mean_product = evaluate(
                 weight, importance, scale, zero, levels
             )[1]
             found.append(torch.stack((error, scale, zero)))
@@ -102,19 +102,22 @@ def round_groups(
     best = errors.argmin(0, keepdim=True)
     scale = scales.gather(0, best)[0]
     zero = zeros.gather(0, best)[0]
-    return judge(weight, importance, scale, zero, levels)[0], scale, zero
+    return evaluate(weight, importance, scale, zero, levels)[0], scale, zero
 
 
 @torch.no_grad()
 def quantise(
-    weight: Tensor, bits: int, importance: Tensor | None = None, judge: Judge = judge
+    weight: Tensor,
+    bits: int,
+    importance: Tensor | None = None,
+    evaluate: Evaluate = evaluate_grid,
 ) -> Quantised:
     """Rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
 
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
     error is at most that of rounding to the nearest of evenly spaced values from a group's least to
-    its largest weight. A last group of fewer than 32 columns has its own scale. ``judge`` may be a
-    faster function of the same values.
+    its largest weight. A last group of fewer than 32 columns has its own scale. ``evaluate`` may be
+    a faster function of the same values.
     """
     columns = weight.shape[1]
     if bits == 8:
@@ -134,7 +137,7 @@ def quantise(
     found = []
     for part in weight.split(max(1, CHUNK // columns)):
         part = F.pad(part.float(), (0, padding), mode="replicate").unflatten(1, (-1, GROUP))
-        found.append(round_groups(part.contiguous(), importance, bits, judge))
+        found.append(round_groups(part.contiguous(), importance, bits, evaluate))
     codes, scale, zero = map(torch.cat, zip(*found, strict=True))
     return Quantised(
         codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits

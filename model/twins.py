@@ -1,86 +1,85 @@
 """Twins: low-bit copies of a model's sublayers, which share its norms and its cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.plan import FULL
+from model.plan import FULL, LOW_BITS
 from model.quantise import round_inputs
-
-if TYPE_CHECKING:
-    from model.decoder import Decoder
 
 
 class Twins:
-    """Blocks of a model under any plan. A twin is made when a plan first asks for it, and kept.
+    """Blocks of a decoder under any plan. A twin is made when a plan first asks for it, and kept.
 
     ``new_product`` makes the low-bit product that replaces a linear layer. By default it is
     ``RoundedLinear``, the reference, which saves neither time nor memory.
     """
 
     def __init__(
-        self, model: Decoder, new_product: Callable[[Any, int], Any] | None = None
+        self,
+        model: nn.Module,
+        new_product: Callable[[nn.Linear | nn.Embedding, int], Any] | None = None,
     ) -> None:
         self.model = model
         self.new_product = new_product or partial(RoundedLinear, model)
-        self.blocks: dict[tuple[int, ...], Any] = {}
-        self.products: dict[tuple[nn.Module, int], Any] = {}
+        self.kept: dict[tuple[nn.Module, int], Any] = {}
 
-    def block(self, layer: int, attention: int, mlp: int) -> Any:
+    def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits
         must not be called.
         """
-        if {attention, mlp} <= {0, FULL}:
-            return self.model.layers[layer]
-        key = layer, attention, mlp
-        if key not in self.blocks:
-            block = self.blocks[key] = copy.copy(self.model.layers[layer])
-            block._modules = dict(block._modules)
-            for name, bits in (("self_attn", attention), ("mlp", mlp)):
-                if bits not in (0, FULL):
-                    block._modules[name] = sublayer = copy.copy(getattr(block, name))
-                    sublayer._modules = {
-                        each: self.product(part, bits) if isinstance(part, nn.Linear) else part
-                        for each, part in sublayer.named_children()
-                    }
-        return self.blocks[key]
+        block = self.model.layers[layer]
+        sublayers = {
+            name: self.twin(getattr(block, name), bits)
+            for name, bits in (("self_attn", attention), ("mlp", mlp))
+            if bits in LOW_BITS
+        }
+        return with_parts(block, sublayers) if sublayers else block
 
     def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
         """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the
         checkpoint's weights.
         """
-        return (
-            None
-            if bits == FULL
-            else self.product(self.model.lm_head or self.model.embed_tokens, bits)
-        )
+        if bits == FULL:
+            return None
+        return self.twin(self.model.lm_head or self.model.embed_tokens, bits)
 
-    def product(self, product: nn.Linear | nn.Embedding, bits: int) -> Any:
-        """Low-bit twin of a linear layer, or of an embedding that is the head."""
-        key = product, bits
-        if key not in self.products:
-            self.products[key] = self.new_product(product, bits)
-        return self.products[key]
+    def twin(self, module: nn.Module, bits: int) -> Any:
+        """Twin of a sublayer, of a linear layer, or of an embedding that is the head."""
+        if (module, bits) not in self.kept:
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                twin = self.new_product(module, bits)
+            else:
+                parts = {
+                    name: self.twin(part, bits)
+                    for name, part in module.named_children()
+                    if isinstance(part, nn.Linear)
+                }
+                twin = with_parts(module, parts)
+            self.kept[module, bits] = twin
+        return self.kept[module, bits]
 
 
-class RoundedLinear(nn.Linear):
+def with_parts(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
+    """Copy of a module that has these ``parts``, and shares all others."""
+    changed = copy.copy(module)
+    changed._modules = module._modules | parts
+    return changed
+
+
+class RoundedLinear(nn.Module):
     """Reference of a low-bit product: rounded weights and inputs, multiplied in the dtype of the
     model.
     """
 
-    @torch.no_grad()
-    def __init__(self, model: Decoder, product: nn.Linear | nn.Embedding, bits: int) -> None:
-        nn.Module.__init__(self)
-        weight = model.rounded(product, bits).dequantised(model.dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = product.bias if isinstance(product, nn.Linear) else None
+    def __init__(self, model: nn.Module, product: nn.Linear | nn.Embedding, bits: int) -> None:
+        super().__init__()
+        self.weight = model.rounded(product, bits).dequantised(model.dtype)
+        self.bias = getattr(product, "bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(round_inputs(x), self.weight, self.bias)

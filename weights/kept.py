@@ -1,8 +1,8 @@
 """Low-bit copies of checkpoints, kept between runs in the user's cache folder.
 
-Each checkpoint has a folder there, named by what determines its copies. A file is the bytes of one
-tensor, the number of its rows and a checksum: written atomically, and mapped into memory when it is
-read. Copies only save time, so wherever one cannot be read or written, it is made again.
+Each checkpoint has a folder there, named by the hashes of all that determines its copies. A file is
+the bytes of one tensor and a checksum: written atomically, and mapped into memory when it is read.
+Copies only save time, so wherever one cannot be read or written, it is made again.
 """
 
 import fcntl
@@ -25,8 +25,7 @@ from weights.load import model_fingerprint
 
 LARGEST = 4 * 10**9  # bytes of all checkpoints' copies
 USED = "used"  # file of a folder: locked while a process uses the copies, its time is the last use
-ROWS_BYTES = 8  # of the number of rows behind a tensor
-SUM_BYTES = 4  # of the checksum behind it
+SUM_BYTES = 4  # of the checksum behind a tensor
 
 
 def copies_folder() -> Path:
@@ -52,59 +51,44 @@ class KeptTensors:
             os.utime(self.folder / USED)
 
     def read(self, name: str) -> Tensor | None:
-        """Bytes ``[rows, n]`` uint8 of a tensor, mapped privately; None where it is absent or
-        damaged.
-        """
+        """Bytes ``[n]`` uint8 of a tensor, mapped privately; None where it is absent or damaged."""
         with suppress(OSError, ValueError):  # ValueError: of an empty file
-            content = np.memmap(self.folder / name, np.uint8, "c")
-            tensor, rows, checksum = np.split(content, [-ROWS_BYTES - SUM_BYTES, -SUM_BYTES])
-            if len(tensor) and self.checksum(name, tensor, rows) == checksum.tobytes():
-                return torch.from_numpy(tensor).view(int.from_bytes(rows, "little"), -1)
+            content, checksum = np.split(np.memmap(self.folder / name, mode="c"), [-SUM_BYTES])
+            if self.checksum(name, content) == checksum.tobytes():
+                return torch.from_numpy(content)
         return None
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor ``[rows, n]``. Where that fails, a line says so, once."""
+        """Keep a tensor. Where that fails, a line says so, once."""
         if not self.writable:
             return
         content = tensor.contiguous().view(torch.uint8).numpy()
-        rows = len(content).to_bytes(ROWS_BYTES, "little")
         try:
             with atomic_path(self.folder / name) as temporary, temporary.open("wb") as file:
-                for part in (content, rows, self.checksum(name, content, rows)):
-                    file.write(part)
+                file.write(content)
+                file.write(self.checksum(name, content))
         except (OSError, InputError) as error:
             self.writable = False
             reason = one_line(getattr(error, "strerror", None) or error)
             say(f"low-bit copies are not kept, and made at every start: {self.folder}: {reason}")
 
-    def checksum(self, name: str, *parts: np.ndarray | bytes) -> bytes:
+    def checksum(self, name: str, content: np.ndarray) -> bytes:
         """Checksum of a file in its place: a copy of another file does not have it."""
-        found = zlib.crc32(f"{self.folder.name}/{name}".encode())
-        for part in parts:
-            found = zlib.crc32(part, found)
-        return found.to_bytes(SUM_BYTES, "little")
+        place = zlib.crc32(f"{self.folder.name}/{name}".encode())
+        return zlib.crc32(content, place).to_bytes(SUM_BYTES, "little")
 
     def drop_oldest(self, largest: int = LARGEST) -> None:
         """Drop the copies of other checkpoints, those least recently used first, until all take at
         most ``largest`` bytes. Those that are in use stay.
         """
         with suppress(OSError):
-            folders = sorted(self.folder.parent.iterdir(), key=last_use)
-            total = sum(map(size, folders))
-            for folder in folders:
-                if total <= largest:
+            files = copies_folder().glob(f"*/{USED}")
+            for file in sorted(files, key=lambda file: file.stat().st_mtime):
+                if size(copies_folder()) <= largest:
                     break
-                with suppress(OSError), (folder / USED).open("a") as used:  # OSError: in use
+                with suppress(OSError), file.open("a") as used:  # OSError: in use
                     fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    total -= size(folder)
-                    shutil.rmtree(folder)
-
-
-def last_use(folder: Path) -> float:
-    """Time at which copies were last used, in seconds; 0 where that is not known."""
-    with suppress(OSError):
-        return (folder / USED).stat().st_mtime
-    return 0.0
+                    shutil.rmtree(file.parent)
 
 
 def size(folder: Path) -> int:

@@ -4,15 +4,13 @@ Weights are safetensors. Their headers are compared with the config before memor
 allocated, and loading takes the memory of the weights and of one stored tensor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +19,7 @@ from torch import Tensor
 from cli.command_line import say
 from cli.files import explaining, read_json
 from model import Decoder, InputError, ModelConfig, build, parse_config
-
-if TYPE_CHECKING:
-    from model.parallel import Cut, Shard
+from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
 FLOAT_DTYPES = {
@@ -83,10 +79,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         from weights.hub import download  # its library is seldom needed
 
         return download(name, revision)
-    known = (
-        ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
-        or "no model yet"
-    )
+    known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
     remedy = "give a path, or ORG/NAME to download a model from the Hugging Face hub"
     if os.path.isfile(WEIGHTS / "configs" / name / "config.json"):
         remedy = f"fetch it: python -m weights.fetch {name}"
@@ -110,18 +103,22 @@ def load_model(
     stored = stored_tensors(folder)
     if config.tie_embeddings and {EMBEDDING, HEAD} <= stored.keys():
         drop_tied_head(folder, stored)
-    trouble = f"the weights in {folder} are not those that its config.json describes"
-    with torch.device("meta"), explaining(trouble, (RuntimeError,)):
+    with (
+        torch.device("meta"),
+        explaining(
+            f"the weights in {folder} are not those that its config.json describes", (RuntimeError,)
+        ),
+    ):
         model = build(config)
         shapes = {name: torch.empty(tensor.shape) for name, tensor in stored.items()}
         model.load_state_dict(shapes)  # raises where names or shapes are others
         if shard:
             model = build(shard.local)
     dtype = dtype or stored[EMBEDDING].dtype
-    state = {}
-    for name, tensor in stored.items():
-        cut = shard.cut(name) if shard else None
-        state[name] = tensor.read(cut).to(device, dtype)
+    state = {
+        name: tensor.read(shard.cut(name) if shard else None).to(device, dtype)
+        for name, tensor in stored.items()
+    }
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -163,39 +160,45 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
     if not files:
-        convert = "fetch it again, or convert its weights with save_pretrained of transformers"
-        raise InputError(f"{folder} holds no model.safetensors and no shards of it: {convert}")
+        raise InputError(
+            f"{folder} holds no model.safetensors and no shards of it: fetch it again, or convert"
+            " its weights with save_pretrained of transformers"
+        )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        trouble = f"{path} is not a whole safetensors file, fetch or export it again"
-        with (
-            explaining(trouble, (SafetensorError, OSError)),
-            safe_open(path, framework="pt") as file,
-        ):
-            offsets = tensor_offsets(path)
-            for name in file.keys():  # noqa: SIM118 - not a dict, it has no __iter__
-                view = file.get_slice(name)
-                dtype = FLOAT_DTYPES.get(view.get_dtype())
-                if dtype is None:
-                    stored = f"tensor {name!r:.100} is stored as {view.get_dtype()}"
-                    raise InputError(
-                        f"{path}: {stored}: load the original float weights, not a quantised"
-                        " checkpoint"
-                    )
-                if not name.endswith(IGNORED_SUFFIX):
-                    tensors[name.removeprefix("model.")] = StoredTensor(
-                        path, name, offsets[name], tuple(view.get_shape()), dtype
-                    )
+        header, data = read_header(path)
+        for name, entry in header.items():
+            if entry["dtype"] not in FLOAT_DTYPES:
+                raise InputError(
+                    f"{path}: tensor {name!r:.100} is stored as {entry['dtype']}: load the original"
+                    " float weights, not a quantised checkpoint"
+                )
+            if not name.endswith(IGNORED_SUFFIX):
+                tensors[name.removeprefix("model.")] = StoredTensor(
+                    file=path,
+                    name=name,
+                    offset=data + entry["data_offsets"][0],
+                    shape=tuple(entry["shape"]),
+                    dtype=FLOAT_DTYPES[entry["dtype"]],
+                )
     return tensors
 
 
-def tensor_offsets(path: Path) -> dict[str, int]:
-    """Place of each tensor of a valid safetensors file, in bytes from its beginning."""
-    with path.open("rb") as file:
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file, an entry per tensor, and the place where their data begin.
+
+    Raises InputError for a missing or damaged file.
+    """
+    trouble = f"{path} is not a whole safetensors file, fetch or export it again"
+    with (
+        explaining(trouble, (SafetensorError, OSError)),
+        safe_open(path, framework="pt"),  # compares all of the header with the size of the file
+        path.open("rb") as file,
+    ):
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+    return header, 8 + size
 
 
 def model_fingerprint(folder: Path) -> str:

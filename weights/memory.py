@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from model import Decoder, InputError, ModelConfig, build
 from model.decoder import PREFILL_CHUNK
+from model.fast import static_capacity
 from model.layers import wide_dtype
 from model.plan import FULL, LayerPlan
 
@@ -23,7 +24,6 @@ CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 LOGIT_COPIES = 4
 LOGIT_COPIES_GPU = 7
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
-SMALLEST = 1024  # positions of a static cache: see ``model.fast.gpu``, which loads a compiler
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,13 @@ def estimate(
     """
     models = [config] if draft is None else [config, draft]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
-    entries = positions
-    if on_gpu:
-        entries = max(SMALLEST, 1 << (positions - 1).bit_length()) + SMALLEST // 2
+    entries = static_capacity(positions) if on_gpu else positions
     logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
     tokens = min(prompt, PREFILL_CHUNK)
     # Of a layer the MLP takes the most: three tensors of each width at once.
     layers = (3 * tokens * (c.hidden_size + c.intermediate_size) * dtype.itemsize for c in models)
     return Memory(
-        weights=sum(parameter_count(c) for c in models) * dtype.itemsize,
+        weights=sum(map(parameter_count, models)) * dtype.itemsize,
         cache=sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models)
         * entries
         * dtype.itemsize,
@@ -100,10 +98,11 @@ def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
     head = config.hidden_size * config.vocab_size
-    total = head * per_weight[plan.head]
-    total += attention * sum(per_weight[bits] for bits in plan.attention)
-    total += mlp * sum(per_weight[bits] for bits in plan.mlp)
-    return int(total)
+    return int(
+        head * per_weight[plan.head]
+        + attention * sum(per_weight[bits] for bits in plan.attention)
+        + mlp * sum(per_weight[bits] for bits in plan.mlp)
+    )
 
 
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
@@ -145,6 +144,8 @@ def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
     }
     line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)
     if memory.total > free:
-        remedy = "give fewer --max-new-tokens, a narrower --dtype or a smaller --model"
-        raise InputError(f"the model does not fit on {device}: {line}; {remedy}")
+        raise InputError(
+            f"the model does not fit on {device}: {line}; give fewer --max-new-tokens, a narrower"
+            " --dtype or a smaller --model"
+        )
     return line

@@ -26,20 +26,18 @@ def save_model(model: Decoder, folder: Path, *, tokenizer_from: Path | None = No
         for name, parameter in model.named_parameters()
     }
     source = read_optional_json(tokenizer_from / "config.json") if tokenizer_from else {}
-    config = {key: value for key, value in model.config.source.items() if key not in REPLACED}
-    config |= {key: source[key] for key in TOKEN_IDS if key in source} | {
-        "vocab_size": model.vocab_size
+    config = {
+        **{key: value for key, value in model.config.source.items() if key not in REPLACED},
+        **{key: source[key] for key in TOKEN_IDS if key in source},
+        "vocab_size": model.vocab_size,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
     }
     with explaining(f"{folder} cannot be written", (OSError, SafetensorError)):
         with atomic_path(folder / "model.safetensors") as temporary:
             save_file(state, temporary, metadata={"format": "pt"})
-            write_json(
-                folder / "config.json",
-                config | {"torch_dtype": str(model.dtype).removeprefix("torch.")},
-            )
+            write_json(folder / "config.json", config)
         if tokenizer_from is not None and tokenizer_from.resolve() != folder.resolve():
-            for path in [
-                path for pattern in TOKENIZER_FILES for path in tokenizer_from.glob(pattern)
-            ]:
+            files = [file for name in TOKENIZER_FILES for file in tokenizer_from.glob(name)]
+            for path in files:
                 with atomic_path(folder / path.name) as temporary:
                     shutil.copyfile(path, temporary)

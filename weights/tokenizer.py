@@ -85,22 +85,24 @@ class Tokenizer:
         self.library.no_padding()
         self.library.encode_special_tokens = True  # as text
         vocabulary = self.library.get_vocab(with_added_tokens=True)
-        added = self.library.get_added_tokens_decoder()
-        self.special = {token.content: number for number, token in added.items() if token.special}
+        self.special = {
+            token.content: number
+            for number, token in self.library.get_added_tokens_decoder().items()
+            if token.special
+        }
         # The settings may list more control tokens, also beyond the vocabulary of the file.
-        for name in sorted(
-            {*control, *self.names.values()} & vocabulary.keys() - self.special.keys()
-        ):
-            self.library.add_special_tokens([AddedToken(name, normalized=False)])
-            self.special[name] = vocabulary[name]
-        self.special = control | self.special
-        byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
+        more = {*control, *self.names.values()} & vocabulary.keys() - self.special.keys()
+        self.library.add_special_tokens(
+            [AddedToken(each, normalized=False) for each in sorted(more)]
+        )
+        self.special = control | {each: vocabulary[each] for each in more} | self.special
+        self.byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
         largest = max(*vocabulary.values(), *self.special.values())
         self.pieces = [b""] * (1 + max(token_ids(largest, "its largest token id")))
         for piece in vocabulary.keys() - self.special.keys():
-            self.pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
-        self.byte_level = byte_level
-        self.adds_space = not byte_level and self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
+            self.pieces[vocabulary[piece]] = piece_bytes(piece, self.byte_level)
+        spaced = self.library.decoder.decode([SPACE_MARK + "a"])
+        self.adds_space = not self.byte_level and spaced == "a"
         # A random word, which no text contains. Added after the vocabulary was read: its id is not
         # the model's.
         self.gap = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(12))
@@ -156,17 +158,13 @@ class Tokenizer:
         )
         # The random word after each character of a typed name hides it while the text is split at
         # the template's names.
-        messages = [*messages, {"role": "assistant", "content": answer}]
         mark = self.gap
-        hidden = [
-            {
-                **message,
-                "content": name.sub(lambda found: mark.join(found[0]) + mark, message["content"]),
-            }
-            for message in messages
-        ]
-        *asked, begun = hidden
-        rendered = self._render(asked) + begun["content"]
+
+        def hidden(text: str) -> str:
+            return name.sub(lambda found: mark.join(found[0]) + mark, text)
+
+        asked = [each | {"content": hidden(each["content"])} for each in messages]
+        rendered = self._render(asked) + hidden(answer)
         parts = re.split(f"({name.pattern})(?!{mark})", rendered)
         return self.encode_parts(
             *(self.special.get(part, part.replace(mark, "")) for part in parts)
@@ -181,13 +179,18 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        more = {"add_generation_prompt": True, "tools": None, "documents": None, **self.names}
+        environment.globals.update(
+            raise_exception=refuse,
+            strftime_now=lambda form: datetime.now().strftime(form),
+            add_generation_prompt=True,
+            tools=None,
+            documents=None,
+            **self.names,
+        )
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
             template = environment.from_string(self.chat_template)
-            return as_text(template.render(messages=messages, **more))
+            return as_text(template.render(messages=messages))
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that this token adds to the text: none for control tokens and ids outside the
@@ -287,19 +290,22 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     merges = [
         (left, right) for _, left, right in sorted(splits) if left in words and right in words
     ]
-    ids = {piece: number for number, piece in enumerate(pieces)}
-    unknown = pieces[library.unk_id()]
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            {piece: number for number, piece in enumerate(pieces)},
+            merges,
+            unk_token=pieces[library.unk_id()],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
     adds_space = library.DecodePieces([SPACE_MARK + "a"]) == "a"
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always" if adds_space else "never")
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in whole])
     if (bos := library.bos_id()) >= 0:
-        first = [(pieces[bos], bos)]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{pieces[bos]} $A", special_tokens=first
+            single=f"{pieces[bos]} $A", special_tokens=[(pieces[bos], bos)]
         )
     return tokenizer, library.Normalize
 

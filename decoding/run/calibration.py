@@ -237,8 +237,8 @@ def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) ->
             squares = input_squares(model, [Continuation(tuple(ids), ())])
             means.append(torch.cat([squares[name].cpu() for name in layers]))
             yield
-        found = torch.stack(means).mean(0, keepdim=True)
+        found = torch.stack(means).mean(0)
         kept.write("importance", found)
     sizes = [layer.weight.shape[1] for layer in layers.values()]
-    parts = found.view(torch.float32)[0].split(sizes)
+    parts = found.view(torch.float32).split(sizes)
     model.importance.update(zip(layers.values(), parts, strict=True))

@@ -5,10 +5,25 @@ Begin with ``accelerate``. The readable files of ``model`` do not depend on this
 """
 
 import sys
+from typing import Any
 
 import torch
 
-from model.decoder import Decoder
+from model.decoder import Decoder, Steps
+
+
+class PreparedDecoder(Steps):
+    """Decoder with faster steps than the readable ``model``, which does everything else.
+
+    A subclass has a ``__call__`` of its own, and those members of ``Steps`` that differ.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.device = model.device  # read several times per round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
@@ -41,6 +56,16 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Numbers of bits for which torch has a kernel on a GPU: tinygemm's, of bf16 inputs."""
     return (4,) if device.type == "cuda" and dtype == torch.bfloat16 else ()
+
+
+def static_capacity(positions: int) -> int:
+    """Positions of a GPU's cache for a text of up to ``positions``: a power of two, and room for
+    padded rows.
+
+    So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
+    again.
+    """
+    return max(1024, 1 << (positions - 1).bit_length()) + 512
 
 
 def why_not_compiled() -> str | None:

@@ -26,18 +26,14 @@ from torch.func import functional_call
 
 from model.cache import KVCache
 from model.decoder import Decoder
-from model.fast import gpu_bits
+from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import Launcher, compile_function, launcher_of
-from model.fast.prepared import PreparedDecoder
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.quantise import GROUP, Quantised
 from model.twins import Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
-# Positions of a cache: a power of two, at least this, and half of this for padded rows. So the
-# longest context of 131,072 tokens has eight sizes, for each of which steps are compiled again.
-SMALLEST = 1024
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
 # address gives.
 TOLERANCE = 0.2
@@ -111,10 +107,8 @@ class Int4Linear(nn.Module):
         super().__init__()
         codes = weight.codes
         tiles = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
-        pairs = codes[:, ::2] << 4 | codes[:, 1::2]
-        self.register_buffer(
-            "weight", torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
-        )
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous()
+        self.register_buffer("weight", torch.ops.aten._convert_weight_to_int4pack(pairs, tiles))
         middle = weight.zero + 8 * weight.scale  # the kernel's zero is the value of code 8
         self.register_buffer("scale", torch.stack((weight.scale.T, middle.T), -1).contiguous())
         self.register_buffer("bias", bias)
@@ -233,48 +227,12 @@ class StaticStep:
 
 @dataclass(eq=False)
 class StaticCache:
-    """Tensors of a cache, used by one text at a time, and the steps that were made for them, by
-    plan.
+    """Tensors of a cache, and the steps that were made for them, by plan. One text uses them at a
+    time, until its own cache, which has the same tensors, is gone.
     """
 
     cache: KVCache
     steps: dict[LayerPlan, StaticStep]
-
-
-class Pool:
-    """Static caches of a model. Each is used by one text at a time, until the text's cache is
-    gone.
-    """
-
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
-        self.all: list[StaticCache] = []
-        # by the cache of the text, which has the same tensors
-        self.used: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()
-
-    def take(self, capacity: int) -> KVCache:
-        """Empty cache of a text, of ``capacity`` positions."""
-        static = self._free(capacity)
-        for entries in (*static.cache.keys, *static.cache.values):
-            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
-            entries.zero_()
-        cache = copy.copy(static.cache)
-        cache.capacity = capacity
-        cache.lengths = [0] * self.model.num_layers
-        self.used[cache] = static
-        return cache
-
-    def _free(self, capacity: int) -> StaticCache:
-        """Static cache that is long enough and not used, made where there is none."""
-        used = list(self.used.values())
-        for static in self.all:
-            if static not in used and static.cache.capacity >= capacity + ROWS:
-                return static
-        size = max(SMALLEST, 1 << (capacity - 1).bit_length()) + SMALLEST // 2
-        with torch.inference_mode(False):
-            static = StaticCache(self.model.new_cache(size), {})
-        self.all = [*used, static]  # those that are too small are freed
-        return static
 
 
 class StaticDecoder(PreparedDecoder):
@@ -293,7 +251,8 @@ class StaticDecoder(PreparedDecoder):
         self.run = compile_function(run_block) if compiled else run_block
         self.captures = compiled and model.device.type == "cuda"
         self.launcher = Launcher(model.device)
-        self.pool = Pool(model)
+        self.caches: list[StaticCache] = []
+        self.used: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by text's cache
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static
@@ -301,7 +260,26 @@ class StaticDecoder(PreparedDecoder):
         """
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
-        return self.pool.take(capacity)
+        static = self._free_cache(capacity)
+        for entries in (*static.cache.keys, *static.cache.values):
+            # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
+            entries.zero_()
+        cache = copy.copy(static.cache)
+        cache.capacity = capacity
+        cache.lengths = [0] * self.num_layers
+        self.used[cache] = static
+        return cache
+
+    def _free_cache(self, capacity: int) -> StaticCache:
+        """Static cache that is long enough and not used, made where there is none."""
+        used = list(self.used.values())
+        for static in self.caches:
+            if static not in used and static.cache.capacity >= capacity + ROWS:
+                return static
+        with torch.inference_mode(False):
+            static = StaticCache(self.model.new_cache(static_capacity(capacity)), {})
+        self.caches = [*used, static]  # those that are too small are freed
+        return static
 
     def __call__(
         self,
@@ -311,15 +289,12 @@ class StaticDecoder(PreparedDecoder):
         plan: LayerPlan | None = None,
     ) -> Tensor:
         """``Decoder.forward``: ``[batch, T]`` ids -> ``[batch, T, vocab]``, in static steps."""
-        plan = plan or LayerPlan.full(self.model.num_layers)
         step = None if cache is None else self.step_of(cache, plan)
         if step is None:
             return self.model(tokens, cache, start, plan)
         logits = []
         for part in tokens.split(step.rows, 1):
-            for layer, bits in enumerate(plan.attention):
-                if bits:
-                    cache.claim(layer, start, part.shape[1])
+            cache.claim(step.plan.attention_layers, start, part.shape[1])
             logits.append(step(part, start))
             start += part.shape[1]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
@@ -327,7 +302,7 @@ class StaticDecoder(PreparedDecoder):
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
         plan = plan or LayerPlan.full(self.num_layers)
-        static = self.pool.used.get(cache)
+        static = self.used.get(cache)
         if static is None or self.trouble:
             return None
         if plan not in static.steps:

@@ -154,7 +154,7 @@ def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(
             found = static(tokens, caches[1], start, PLANS[plan]).float()
             assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
     assert static.trouble is None and static.why_rows_vary is None
-    assert all(step.replay is not None for each in static.pool.all for step in each.steps.values())
+    assert all(step.replay is not None for each in static.caches for step in each.steps.values())
 
 
 @pytest.mark.parametrize(("family", "size"), SHAPES)

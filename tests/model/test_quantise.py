@@ -115,8 +115,8 @@ def test_compiled_rounding_is_as_good_as_the_readable_one(bits: int) -> None:
         torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01,
     )
     errors = []
-    for judge in (model.quantise.judge, rounding.judge):
-        found = quantise(weight, bits, importance, judge)
+    for evaluate in (model.quantise.evaluate_grid, rounding.evaluate_grid):
+        found = quantise(weight, bits, importance, evaluate)
         errors.append(
             groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2)
         )

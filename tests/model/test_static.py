@@ -14,8 +14,8 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import KVCache, LayerPlan
-from model.fast import gpu
-from model.fast.gpu import ROWS, SMALLEST, StaticDecoder
+from model.fast import gpu, static_capacity
+from model.fast.gpu import ROWS, StaticDecoder
 from tests.configs import FAMILIES
 from tests.laws import begun, plans, tiny_model
 
@@ -119,16 +119,16 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
     with torch.inference_mode():
         cache = model.new_cache(20)
         model(tokens, cache, 0)
-        first = model.pool.used[cache]
+        first = model.used[cache]
         other = model.new_cache(20)
-        assert model.pool.used[other] is not first, "a static cache serves one text at a time"
+        assert model.used[other] is not first, "a static cache serves one text at a time"
         del cache
         again = model.new_cache(30)
-        assert model.pool.used[again] is first and len(first.steps) == 1
+        assert model.used[again] is first and len(first.steps) == 1
         assert again.lengths == [0] * model.num_layers and not any(
             each.any() for each in (*again.keys, *again.values)
         )
-        assert (again.capacity, first.cache.capacity) == (30, SMALLEST + SMALLEST // 2)
+        assert (again.capacity, first.cache.capacity) == (30, static_capacity(30))
         assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
 
 
@@ -145,7 +145,7 @@ def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled(
     monkeypatch.setattr(model.model, "new_cache", new_cache)
     for capacity in (*range(1, 131_072, 997), 131_072):
         model.new_cache(capacity)
-        model.pool.all.clear()
+        model.caches.clear()
         assert max(sizes) >= capacity + ROWS
     assert len(sizes) <= 8 and max(sizes) < 1.01 * 131_072
 
@@ -209,7 +209,7 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
         model.trouble.startswith("steps are the readable blocks': " + said)
         and "\n" not in model.trouble
     )
-    assert not model.pool.used.get(model.new_cache(5))
+    assert not model.used.get(model.new_cache(5))
 
 
 def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:

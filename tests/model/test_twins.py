@@ -51,11 +51,11 @@ def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerP
 def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
     model = tiny_model("gemma2")
     model(TOKENS, plan=LayerPlan.early_exit(3, 2))
-    assert not model.twins.blocks and not model.twins.products
+    assert not model.twins.kept
     plan = LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8)
     model.prepare(plan)
-    # four of attention; MLP and head
-    assert sorted(bits for _, bits in model.twins.products) == [4] * 4 + [8] * 4
+    products = [bits for module, bits in model.twins.kept if not list(module.children())]
+    assert sorted(products) == [4] * 4 + [8] * 4, "four of attention; MLP and head"
     twin = model.twins.block(0, 4, FULL)
     assert (
         twin.input_layernorm is model.layers[0].input_layernorm and twin.mlp is model.layers[0].mlp

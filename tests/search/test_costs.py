@@ -141,7 +141,7 @@ def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
     draft = drafting_under(setting, LayerPlan.early_exit(model.num_layers, 1), FixedLength(2))
     measure_costs(setting, [(1, 2, 3)], [draft], longest=2)
     cache = model.new_cache(8)
-    assert not cache.keys[0].is_inference() and len(model.pool.all) <= 2
+    assert not cache.keys[0].is_inference() and len(model.caches) <= 2
     writer = Writer(model, 12)
     writer.begin([1, 2, 3])
     text = writer.new_text(Rules(5))

@@ -47,8 +47,8 @@ class KernelFile(caching.IndexDataCacheFile):
 
 def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
     """Folder for compiled code of these sources; below NUMBA_CACHE_DIR if that is set."""
-    place = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels")
-    folder = place / version(sources.glob("*.py"))
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels")
+    folder /= version(sources.glob("*.py"))
     with suppress(OSError):  # read-only: every process compiles
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -3,7 +3,7 @@ weights.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoder import Decoder
+from model.fast import PreparedDecoder
 from model.fast.cpu import KERNELS
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, LANES, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
-from model.fast.cpu.rounding import judge
+from model.fast.cpu.rounding import evaluate_grid
 from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import FIELDS, attention_task, input_task, product_task
-from model.fast.prepared import PreparedDecoder
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
 from model.quantise import Quantised
@@ -47,7 +47,7 @@ class FastDecoder(PreparedDecoder):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
         model.attend = attend_by_flash
-        model.judge = judge
+        model.evaluate_grid = evaluate_grid
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
@@ -58,11 +58,20 @@ class FastDecoder(PreparedDecoder):
 
     def missing_copies(self, plan: LayerPlan) -> list[tuple[nn.Linear | nn.Embedding, int]]:
         """Weights, each with its bits, whose low-bit copies a plan needs and that are not made."""
-        wanted = [(self.model.lm_head or self.model.embed_tokens, plan.head)]
+        return [
+            (product, bits)
+            for product, bits in self._products(plan)
+            if bits not in (0, FULL) and (product, bits) not in self.low_bits
+        ]
+
+    def _products(self, plan: LayerPlan) -> Iterator[tuple[nn.Linear | nn.Embedding, int]]:
+        """Weights of the blocks in the order of the step's tables, and of the head, each with its
+        bits.
+        """
         for block, attention, mlp in zip(self.model.layers, plan.attention, plan.mlp, strict=True):
             for number, name in enumerate(MATRICES):
-                wanted.append((block.get_submodule(name), attention if number <= O else mlp))
-        return [each for each in wanted if each[1] not in (0, FULL) and each not in self.low_bits]
+                yield block.get_submodule(name), attention if number <= O else mlp
+        yield self.model.lm_head or self.model.embed_tokens, plan.head
 
     @torch.no_grad()
     def make_copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
@@ -72,8 +81,7 @@ class FastDecoder(PreparedDecoder):
 
     def take_copy(self, product: nn.Linear | nn.Embedding, bits: int, content: Tensor) -> None:
         """Use the bytes ``[n]`` uint8 of a copy that was made before."""
-        blocks = -(-len(product.weight) // LANES)
-        self.low_bits[product, bits] = content.view(blocks, -1)
+        self.low_bits[product, bits] = content.view(-(-len(product.weight) // LANES), -1)
 
     def __call__(
         self,
@@ -99,23 +107,20 @@ class FastDecoder(PreparedDecoder):
         """
         plan = plan or LayerPlan.full(self.model.num_layers)
         for tokens, cache, start in calls:
-            for layer, bits in enumerate(plan.attention):
-                if bits:
-                    cache.claim(layer, start, tokens.shape[1])
+            cache.claim(plan.attention_layers, start, tokens.shape[1])
         batches = [rows_of(*call) for call in calls]
         batch = batches[0]
         if len(batches) > 1:
             batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
-        firsts = range(0, len(batch.tokens), MOST_ROWS)
-        parts = [self.step(weights, batch.part(first, first + MOST_ROWS)) for first in firsts]
-        logits = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        found = []
-        for tokens, _, _ in calls:
-            rows = tokens.numel()
-            found.append(torch.from_numpy(logits[:rows].reshape(*tokens.shape, -1)))
-            logits = logits[rows:]
-        return found
+        parts = []
+        for first in range(0, len(batch.tokens), MOST_ROWS):
+            rows = Batch(*(each[first : first + MOST_ROWS] for each in batch))
+            parts.append(self.step(weights, rows))
+        logits = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        shapes = [tokens.shape for tokens, _, _ in calls]
+        by_call = logits.split([shape.numel() for shape in shapes])
+        return [each.view(*shape, -1) for each, shape in zip(by_call, shapes, strict=True)]
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
@@ -128,13 +133,7 @@ class FastDecoder(PreparedDecoder):
         model = self.model
         config = model.config
         size = 1 << (positions - 1).bit_length()
-        matrices = np.full((config.num_layers, len(MATRICES), FIELDS), ABSENT)
-        for layer, (block, attention, mlp) in enumerate(
-            zip(model.layers, plan.attention, plan.mlp, strict=True)
-        ):
-            for number, name in enumerate(MATRICES):
-                if bits := attention if number <= O else mlp:
-                    matrices[layer, number] = self._matrix(block.get_submodule(name), bits)
+        *matrices, head = (self._matrix(*each) for each in self._products(plan))
         norms = [
             part
             for block in (*model.layers, model)
@@ -142,10 +141,8 @@ class FastDecoder(PreparedDecoder):
             if isinstance(part, RMSNorm)
         ]
         *factors, final_norm = map(scales, norms)
-        head_norms = np.zeros((0, 2, config.head_dim), np.float32)
-        if config.head_norms:
-            sublayers = [block.self_attn for block in model.layers]
-            head_norms = np.array([[scales(a.q_norm), scales(a.k_norm)] for a in sublayers])
+        attentions = [block.self_attn for block in model.layers if config.head_norms]
+        head_norms = [[scales(each.q_norm), scales(each.k_norm)] for each in attentions]
         ropes = list(dict.fromkeys(config.ropes))
         tables = [
             rotary_table(rope, config.head_dim, size, torch.float32, model.device) for rope in ropes
@@ -161,11 +158,11 @@ class FastDecoder(PreparedDecoder):
             attention_settings=np.float32([config.attention_scale, config.attention_soft_cap or 0]),
             final_cap=np.float32(config.final_soft_cap or 0),
             is_gemma=config.block == "gemma2",
-            matrices=matrices,
-            head=np.array([self._matrix(model.lm_head or model.embed_tokens, plan.head)]),
+            matrices=np.array(matrices).reshape(config.num_layers, len(MATRICES), FIELDS),
+            head=np.array([head]),
             norms=np.stack(factors).reshape(config.num_layers, 2, -1, config.hidden_size),
             final_norm=final_norm,
-            head_norms=head_norms,
+            head_norms=np.array(head_norms, np.float32).reshape(-1, 2, config.head_dim),
             windows=np.array([window or 0 for window in config.windows]),
             ropes=np.array([ropes.index(rope) for rope in config.ropes]),
             cos=cos[..., :half].contiguous().numpy(),
@@ -175,8 +172,10 @@ class FastDecoder(PreparedDecoder):
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
         """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, address
-        of its bias.
+        of its bias. All are absent for 0 bits.
         """
+        if not bits:
+            return [ABSENT] * FIELDS
         weight = product.weight
         kind = LOW_BITS.get(bits, KINDS[self.model.dtype])
         if bits != FULL:
@@ -184,11 +183,17 @@ class FastDecoder(PreparedDecoder):
             if weight is None:
                 weight = self.make_copy(product, bits)
         bias = ABSENT
-        if isinstance(product, nn.Linear) and product.bias is not None:
+        if getattr(product, "bias", None) is not None:
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
-        block_bytes = weight.stride(0) * weight.itemsize
-        tasks = [input_task(kind), product_task(kind)]
-        return [kind, *tasks, weight.data_ptr(), block_bytes, len(product.weight), bias]
+        return [
+            kind,
+            input_task(kind),
+            product_task(kind),
+            weight.data_ptr(),
+            weight.stride(0) * weight.itemsize,
+            len(product.weight),
+            bias,
+        ]
 
 
 def scales(norm: RMSNorm) -> np.ndarray:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from llvmlite import ir
@@ -110,29 +110,14 @@ class Value:
             self.builder, getattr(self.builder, "f" * is_float + operation)(self.raw, other.raw)
         )
 
-    def __add__(self, other: Value | float) -> Value:
-        return self.combine("add", other)
-
-    def __sub__(self, other: Value | float) -> Value:
-        return self.combine("sub", other)
-
-    def __mul__(self, other: Value | float) -> Value:
-        return self.combine("mul", other)
-
-    def __floordiv__(self, other: Value | int) -> Value:
-        return self.combine("sdiv", other)
-
-    def __and__(self, other: Value | int) -> Value:
-        return self.combine("and_", other)
-
-    def __or__(self, other: Value | int) -> Value:
-        return self.combine("or_", other)
-
-    def __lshift__(self, other: Value | int) -> Value:
-        return self.combine("shl", other)
-
-    def __rshift__(self, other: Value | int) -> Value:
-        return self.combine("lshr", other)
+    __add__ = partialmethod(combine, "add")
+    __sub__ = partialmethod(combine, "sub")
+    __mul__ = partialmethod(combine, "mul")
+    __floordiv__ = partialmethod(combine, "sdiv")
+    __and__ = partialmethod(combine, "and_")
+    __or__ = partialmethod(combine, "or_")
+    __lshift__ = partialmethod(combine, "shl")
+    __rshift__ = partialmethod(combine, "lshr")
 
     def __lt__(self, other: Value) -> ir.Value:
         return self.builder.icmp_signed("<", self.raw, other.raw)
@@ -207,9 +192,12 @@ def store(address: Value, value: Value, count: Value | None = None) -> None:
     if count is None:
         place.builder.store(value.raw, place.raw, align=1)
     else:
-        mask = first_lanes(LANES, count)
         value.call(
-            f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), place, ir.Constant(I32, 1), mask
+            f"llvm.masked.store.v{LANES}f32.p0",
+            ir.VoidType(),
+            place,
+            ir.Constant(I32, 1),
+            first_lanes(LANES, count),
         )
 
 
@@ -291,29 +279,6 @@ def read(
     return widen(kind, found) if lanes == LANES else found
 
 
-def add_products(
-    kind: int,
-    x_kind: int,
-    w: Value,
-    places: list[Value],
-    sums: list[list[Sum]],
-    lanes: int,
-    first: Value,
-    end: Value | None = None,
-) -> None:
-    """Add the products of two vectors of columns, those from ``first`` on, or between ``first`` and
-    ``end``, to the two sums of each row of inputs.
-    """
-    multiply_add = fused_multiply_add if lanes == LANES else add_pairs
-    for number in range(2):
-        column = first + number * lanes
-        left = None if end is None else end - column
-        weights = read(kind, w, column, left, lanes)
-        for place, accumulators in zip(places, sums, strict=True):
-            inputs = read(x_kind, place, column, left, lanes)
-            accumulators[number].add(multiply_add, weights, inputs)
-
-
 def multiply_floats(
     kind: int, x_kind: int, w: Value, places: list[Value], columns: Value, ahead: Value | None
 ) -> list[Value]:
@@ -323,8 +288,21 @@ def multiply_floats(
     Weights ``ahead`` bytes further on are prefetched.
     """
     lanes = 2 * LANES if kind == x_kind == BF16 and PAIRS else LANES
+    multiply_add = fused_multiply_add if lanes == LANES else add_pairs
     sums = [[Sum(w.builder), Sum(w.builder)] for _ in places]
-    add = partial(add_products, kind, x_kind, w, places, sums, lanes)
+
+    def add(first: Value, end: Value | None = None) -> None:
+        """Add the products of two vectors of columns from ``first`` on, of those before ``end`` if
+        given.
+        """
+        for number in range(2):
+            column = first + number * lanes
+            left = None if end is None else end - column
+            weights = read(kind, w, column, left, lanes)
+            for place, accumulators in zip(places, sums, strict=True):
+                inputs = read(x_kind, place, column, left, lanes)
+                accumulators[number].add(multiply_add, weights, inputs)
+
     size = NUMBERS[kind][1]
     whole = columns // (2 * lanes)
     with turns(whole) as turn:

@@ -8,8 +8,6 @@ computes a number from beginning to end, so its bits depend neither on the other
 number of threads.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -70,10 +68,6 @@ class Batch(NamedTuple):
     positions: np.ndarray
     entries: np.ndarray
     head_bytes: np.ndarray
-
-    def part(self, first: int, end: int) -> Batch:
-        """Rows ``[first, end)``, or those of them that exist."""
-        return Batch(*(each[first:end] for each in self))
 
 
 @compiled()
@@ -197,8 +191,9 @@ def gated_mlp(board: np.ndarray, weights: Weights, layer: int, x: np.ndarray) ->
 
 def step(weights: Weights, batch: Batch) -> np.ndarray:
     """``run_step`` on torch's number of threads."""
-    with team.gathered() as board:
-        return run_step(board, weights, batch)
+    with team.one_at_a_time:
+        team.wake_helpers()
+        return run_step(team.board, weights, batch)
 
 
 @compiled(cache=True, no_cpython_wrapper=False)

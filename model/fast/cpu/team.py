@@ -8,9 +8,8 @@ a piece does not change its bits.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,31 +35,25 @@ let_others_run = types.ExternalFunction(
     "sched_yield" if os.name == "posix" else "SwitchToThread", types.int32()
 )
 
-one_at_a_time = threading.Lock()
+one_at_a_time = threading.Lock()  # of the compiled functions that use the board
 board = np.zeros(64, np.int64)
 pool = ThreadPoolExecutor(os.cpu_count(), "step")
 helpers: dict[int, Future] = {}
 
 
-@contextmanager
-def gathered() -> Iterator[np.ndarray]:
-    """Board for one compiled function at a time, with as many helpers awake as torch has threads
-    beside the caller's.
-    """
-    with one_at_a_time:
-        board[HELPERS] = torch.get_num_threads() - 1
-        for number in range(board[HELPERS]):
-            if number not in helpers or helpers[number].done():
-                helpers[number] = pool.submit(help_with, board)
-        yield board
+def wake_helpers() -> None:
+    """Wake as many helpers as torch has threads beside the caller's."""
+    board[HELPERS] = torch.get_num_threads() - 1
+    for number in range(board[HELPERS]):
+        if number not in helpers or helpers[number].done():
+            helpers[number] = pool.submit(help_with, board)
 
 
-def compiled_task(task: Callable[[int, int, int], None], kind: int, **options: Any) -> int:
+def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
     """Address of a compiled task ``(board, first, end)`` for one kind of numbers."""
     # The name tells kinds apart where compiled code is kept.
     task.__qualname__ = f"{task.__name__}_{kind}"
-    signature = "void(int64, int64, int64)"
-    return cfunc(signature, cache=True, error_model="numpy", **options)(task).address
+    return cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(task).address
 
 
 def word(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
@@ -90,8 +83,7 @@ def replace(typing: Any, place: Any, old: Any, new: Any):
     """Whether the word at an address was ``old``, and is now ``new``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        orders = ("seq_cst", "seq_cst")
-        found = builder.cmpxchg(word(builder, given[0]), given[1], given[2], *orders)
+        found = builder.cmpxchg(word(builder, given[0]), *given[1:], "seq_cst", "seq_cst")
         return builder.extract_value(found, 1)
 
     return types.boolean(types.int64, types.int64, types.int64), generate
