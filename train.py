@@ -34,7 +34,7 @@ from torch.nn.utils import clip_grad_norm_
 from cli.command_line import run_command
 from cli.device import keep_freed_memory, pick_device
 from cli.files import atomic_path, explaining, read_json
-from cli.options import parser_of, within
+from cli.options import Groups, parser_of, within
 from model import Decoder, InputError, build, parse_config
 from training.recipe import (
     CURRICULA,
@@ -227,8 +227,7 @@ COUNT = within(int, 1)
 SHARE = within(float, 0, 1)
 RATE = within(float, 0)
 RECIPE = "the recipe (0, 0 and none: ordinary training)"
-# Group of --help -> options -> the arguments of argparse's ``add_argument``.
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+OPTIONS: Groups = {
     "": {
         "--data": {
             "type": Path,

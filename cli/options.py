@@ -8,13 +8,13 @@ from typing import Any
 from cli.command_line import OneLineParser
 
 FLAG = {"action": "store_true"}
-Options = Mapping[str, Mapping[str, Any]]  # option -> the arguments of argparse's ``add_argument``
+# Title of a group in the help, "" for none -> option -> arguments of argparse's ``add_argument``
+Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
-def parser_of(groups: Mapping[str, Options], **texts: str) -> OneLineParser:
-    """Parser with the options of each group, by its title in the help; "" has no title.
-
-    ``texts`` are arguments of ``argparse.ArgumentParser``, such as ``prog``.
+def parser_of(groups: Groups, **texts: str) -> OneLineParser:
+    """Parser with the options of all groups; ``texts`` are arguments of ``ArgumentParser``, such as
+    ``prog``.
     """
     parser = OneLineParser(**texts)
     for title, options in groups.items():
