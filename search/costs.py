@@ -20,14 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-import torch
-
-from decoding.drafters import Draft, NoDraft
-from decoding.policies import AdaptiveExit, FixedLength, Policy
-from decoding.randomness import Randomness
+from decoding.drafters import KnownTokens
+from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.chooser import Setting
 from decoding.run.writer import Drafting, Writer
-from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
@@ -73,19 +69,16 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     return expected_tokens(acceptance, length) / costs.of_round(length)
 
 
-class KnownDraft(NoDraft):
-    """Drafter that copies a text known in advance: its rounds cost their verification alone."""
+class KnownText(KnownTokens):
+    """Draft of a text known in advance: its rounds cost their verification alone."""
 
-    def __init__(self, vocab_size: int, device: torch.device, known: Sequence[int]) -> None:
-        super().__init__(vocab_size, device)
+    def __init__(self, model: Decoder, known: Sequence[int]) -> None:
+        super().__init__(model.vocab_size, model.device)
         self.known = known
 
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
+    def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         written = len(text.generated)
-        ids = self.empty.tokens.new_tensor(self.known[written : written + limit])
-        return Draft(ids, one_hot(ids, self.empty.probs.shape[1]))
+        return 0, self.known[written : written + limit]
 
 
 def at_full_length(draft: Drafting) -> Drafting:
@@ -128,9 +121,10 @@ def measure_costs(
         known, plain_seconds = _write(writer, setting, writer.plain, tokens)
         verifying = [_copying(model, known, length) for length in range(1, longest + 1)]
         seconds = [_write(writer, setting, way, tokens)[1] for way in verifying]
-        for way in drafting:
-            few = ROUNDS * (way.new_policy().gamma + 1)
-            seconds.append(_write(writer, setting, way, few)[1])
+        seconds += [
+            _write(writer, setting, way, ROUNDS * (way.new_policy().gamma + 1))[1]
+            for way in drafting
+        ]
         turns.append([each / plain_seconds for each in seconds])
     # the first turn warms up
     medians = [statistics.median(costs) for costs in zip(*turns[1:], strict=True)]
@@ -148,7 +142,7 @@ def _copying(model: Decoder, known: Sequence[int], length: int) -> Drafting:
     """Drafts of this many tokens of a known text."""
     return Drafting(
         f"{length} known tokens",
-        lambda cache: KnownDraft(model.vocab_size, model.device, known),
+        lambda cache: KnownText(model, known),
         lambda: FixedLength(length),
     )
 
