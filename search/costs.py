@@ -113,18 +113,22 @@ def measure_costs(
     mixed = random.Random(0).sample(prompts, len(prompts))
     prompts = [prompt[: max(1, model.max_positions - tokens)] for prompt in mixed]
     writer = Writer(model, max(map(len, prompts)) + tokens)
-    drafting = [at_full_length(draft) for draft in drafts if draft.model]
+    known: list[int] = []  # the plain text of a turn, which verifications draft
+    ways = [
+        (Drafting("known", lambda cache: KnownText(model, known), partial(FixedLength, n)), tokens)
+        for n in range(1, longest + 1)
+    ]
+    ways += [
+        (at_full_length(draft), ROUNDS * (draft.new_policy().gamma + 1))
+        for draft in drafts
+        if draft.model
+    ]
     turns: list[list[float]] = []
     began = time.perf_counter()
     while not enough_turns(len(turns), began):
         writer.begin(prompts[len(turns) % len(prompts)])
-        known, plain_seconds = _write(writer, setting, writer.plain, tokens)
-        verifying = [_copying(model, known, length) for length in range(1, longest + 1)]
-        seconds = [_write(writer, setting, way, tokens)[1] for way in verifying]
-        seconds += [
-            _write(writer, setting, way, ROUNDS * (way.new_policy().gamma + 1))[1]
-            for way in drafting
-        ]
+        known[:], plain_seconds = _write(writer, setting, writer.plain, tokens)
+        seconds = [_write(writer, setting, way, count)[1] for way, count in ways]
         turns.append([each / plain_seconds for each in seconds])
     # the first turn warms up
     medians = [statistics.median(costs) for costs in zip(*turns[1:], strict=True)]
@@ -136,15 +140,6 @@ def measure_costs(
         step = (next(of_drafts) - verify[length]) / length if draft.model else 0.0
         tables.append(CostTable(max(0.0, step), verify))
     return tables
-
-
-def _copying(model: Decoder, known: Sequence[int], length: int) -> Drafting:
-    """Drafts of this many tokens of a known text."""
-    return Drafting(
-        f"{length} known tokens",
-        lambda cache: KnownText(model, known),
-        lambda: FixedLength(length),
-    )
 
 
 def _write(writer: Writer, setting: Setting, way: Drafting, tokens: int) -> tuple[list[int], float]:

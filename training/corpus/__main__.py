@@ -65,8 +65,14 @@ def write_stories(
     except InputError:  # no template, or one that refuses a system message
         prompts = [encode_prompt(tokenizer, prompt) for prompt, *_ in requests]
     begun = [prompt + opening for prompt, opening in zip(prompts, openings, strict=True)]
-    limits = {"max_new_tokens": max_new_tokens, "eos_ids": tokenizer.eos_ids}
-    written = sample_texts(model, begun, params=params, seed=rng.getrandbits(64), **limits)
+    written = sample_texts(
+        model,
+        begun,
+        max_new_tokens=max_new_tokens,
+        params=params,
+        eos_ids=tokenizer.eos_ids,
+        seed=rng.getrandbits(64),
+    )
     stories = []
     for (prompt, _, subjects), opening, tokens in zip(requests, openings, written, strict=True):
         tokens = opening + (tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
