@@ -71,8 +71,8 @@ def costs_section(bench: Bench) -> list[Row]:
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[Written]]:
-    """A text of each contender for each prompt, prefill included. After a warm-up each, they take
-    turns per prompt.
+    """Texts of each contender, one per prompt, timed with their prefill. After a warm-up the
+    contenders take turns at each prompt.
     """
     found: dict[str, list[Written]] = {name: [] for name in contenders}
     for write in contenders.values():
@@ -87,13 +87,11 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
     return found
 
 
-def predicted_speedup(text: Written, plain: Written, costs: CostTable) -> float:
-    """Speed-up of a text over the plain one, computed from measured costs and the rounds of its
-    text.
+def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
+    """Speed-up of a text over the plain one, computed from its rounds and their costs.
 
-    A round with a draft of k tokens costs k draft steps and the verification of k + 1 tokens (as in
-    arXiv 2211.17192, theorem 3.8), in plain rounds of this text. The measured time of prefill is
-    added.
+    A round that drafts k tokens costs k draft steps and the verification of k + 1 tokens (arXiv
+    2211.17192, theorem 3.8), in plain rounds of this text. The measured time of prefill is added.
     """
     step = (plain.seconds - plain.prefill) / len(plain.tokens)
     steps = sum(costs.of_round(len(round.drafted)) for round in text.rounds)
@@ -120,7 +118,7 @@ def speed_section(bench: Bench) -> list[Row]:
             "decoder": name,
             "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
             "speed-up": spread(speedups),
-            "predicted": costs and spread(predicted_speedup(*pair, costs) for pair in pairs),
+            "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
             "accepted": sums.acceptance_rate,
             "a round": sums.tokens_per_round or None,
             "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),

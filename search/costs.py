@@ -2,10 +2,10 @@
 decoding.
 
 They are measured as a text pays them. The loop writes short texts in turns, each text with one
-kind of round; a round's cost is its mean time in a text over that of plain decoding in the same
-turn, and the median over the turns counts. Rounds of one kind follow each other, since a round
-after one of another kind finds other weights in the processor's caches. A fastest round does not
-count: no text consists of fastest rounds.
+kind of round. A round's cost is its mean time in a text over that of plain decoding in the same
+turn, and of that the median over the turns. Rounds of one kind follow each other, since a round
+after one of another kind finds other weights in the processor's caches. The mean is taken, not the
+fastest round, because a text has slow rounds too.
 
 An example: plain rounds take 10 ms, rounds that verify four tokens 12 ms, and rounds that draft
 these four tokens as well 20 ms. Then verify[4] = 12 / 10 = 1.2, and a draft step costs

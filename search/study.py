@@ -98,7 +98,7 @@ def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
 
 
 def drafting_under(setting: Setting, plan: LayerPlan, policy: Policy) -> Drafting:
-    """Drafts of the target under a layer plan, by a policy that keeps no past."""
+    """Drafts of the target under a layer plan. All texts share ``policy``, which keeps no state."""
     model = setting.model
     model.prepare(plan)
     return Drafting(

@@ -14,7 +14,7 @@ import benchmark.__main__ as command
 from benchmark import sections
 from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Written, find_drafts
 from benchmark.picture import picture
-from benchmark.sections import SECTIONS, predicted_speedup, time_texts
+from benchmark.sections import SECTIONS, speedup_by_costs, time_texts
 from decoding.rounds import Round
 from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
@@ -267,7 +267,7 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
         [0] * 8, [Round(0, [0] * length, 0, [0]) for length in (2, 0, 1)], prefill=3.0
     )
     rounds = (2 * 0.5 + 1.5) + 1.0 + (0.5 + 1.25)
-    assert predicted_speedup(drafted, plain, costs) == pytest.approx(10 / (3 + rounds))
+    assert speedup_by_costs(drafted, plain, costs) == pytest.approx(10 / (3 + rounds))
 
 
 def test_the_floor_is_the_time_to_read_every_weight_once_but_of_an_untied_embedding_one_row(
