@@ -1,5 +1,4 @@
-"""LayerSkip training (arXiv 2404.16710, section 4.1): a Llama or Gemma-2 whose early layers can
-draft.
+"""LayerSkip training (arXiv 2404.16710, section 4.1) of a model whose early layers can draft.
 
 The recipe is in ``training/recipe.py``; ``train`` is an ordinary training loop. Every random
 choice of a step follows from (seed, step, micro-batch) alone. So a killed run continues to the same

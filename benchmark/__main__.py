@@ -1,5 +1,4 @@
-"""Measure the speed of decoding on this machine: every way of drafting, other libraries, texts
-written together.
+"""Measure the speed of decoding on this machine, with every draft and beside other libraries.
 
 ``python -m benchmark --quick`` takes some minutes on two idle cores. Contenders take turns, so that
 a busy moment of the machine slows all alike. Only ratios can be compared.

@@ -99,9 +99,7 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 
 
 def speed_section(bench: Bench) -> list[Row]:
-    """Texts, prefill included: medians over the prompts (lowest-highest), medians by kind of
-    prompt.
-    """
+    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
     rows = []
     for name, found in texts.items():
@@ -129,8 +127,7 @@ def speed_section(bench: Bench) -> list[Row]:
 
 
 def together_section(bench: Bench) -> list[Row]:
-    """Texts written up to n at a time, plain and drafted: tokens per second of all, and the
-    speed-up of the draft.
+    """Texts written up to n at a time: tokens per second of all, and the speed-up of drafts.
 
     Always the same 16 texts, without the time until their first tokens. "of possible" is the gain
     of plain decoding over one text at a time, divided by the gain that steps of n rows allow: n
@@ -221,8 +218,10 @@ def first_token_section(bench: Bench) -> list[Row]:
 
 
 def floor_section(bench: Bench) -> list[Row]:
-    """Floor of a plain step: the time to read every weight once (of an untied embedding one
-    row); on a GPU also the most memory that torch has held so far.
+    """Floor of a plain step: the time to read every weight once.
+
+    Of an untied embedding one row is read. On a GPU the row of the table also has the most memory
+    that torch has held so far.
     """
     model = bench.setting.model
     config = model.config
@@ -244,8 +243,7 @@ def floor_section(bench: Bench) -> list[Row]:
 
 
 def structured_section(bench: Bench) -> list[Row]:
-    """Texts under JSON schemas: tokens per round and speed-up over plain constrained decoding,
-    without the prompt.
+    """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
 
     Each schema is written plainly and by each draft in turns; "speed-up" is the median of the
     turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.

@@ -1,9 +1,9 @@
-"""Find the layer plan with which a model drafts for itself fastest: ``python -m search --model
-DIR``.
+"""Find the layer plan with which a model drafts for itself fastest.
 
-The target writes a few texts. One pass of a plan over them predicts its acceptance and, with the
-costs measured on this machine, its speed-up. Optuna searches the plans. The best ones are judged on
-other texts and decode held-out prompts, and the fastest is written.
+``python -m search --model DIR``: the target writes a few texts. One pass of a plan over them
+predicts its acceptance and, with the costs measured on this machine, its speed-up. Optuna searches
+the plans. The best ones are judged on other texts and decode held-out prompts, and the fastest is
+written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import

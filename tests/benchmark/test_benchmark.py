@@ -235,6 +235,11 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     assert (status, error.count("\n")) == (2, 1) and error.startswith(f"error: {complaint}")
 
 
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=list(SECTIONS))
+def test_the_first_line_of_a_section_is_the_title_of_its_table(section: Any) -> None:
+    assert section.__doc__.splitlines()[0].endswith(".")
+
+
 def test_contenders_take_turns_on_each_prompt_after_a_warm_up(
     ticking: list[float], tmp_path: Path
 ) -> None:

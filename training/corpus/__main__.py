@@ -1,7 +1,7 @@
-"""Write a corpus of stories with a chat model: ``python -m training.corpus --model DIR --tokens N
---out FILE``.
+"""Write a corpus of children's stories with a chat model.
 
-The file has a JSON object with "prompt" and "response" per line.
+``python -m training.corpus --model DIR --tokens N --out FILE`` writes a JSON object with "prompt"
+and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
