@@ -346,8 +346,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.start_from = options.start_from and model_folder(options.start_from)
-    options.tokenizer = options.tokenizer and model_folder(options.tokenizer)
-    options.tokenizer = options.tokenizer or options.start_from
+    options.tokenizer = model_folder(options.tokenizer) if options.tokenizer else options.start_from
     return options
 
 

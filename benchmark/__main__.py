@@ -156,8 +156,9 @@ def prepare(options: argparse.Namespace) -> Bench:
         )
     longest = min(1024, model.max_positions) if options.quick else model.max_positions
     lengths = [length for length in LENGTHS if length <= longest]
-    params = SamplingParams(options.temperature)
-    setting = Setting(folder, model, tokenizer, params, positions, "race")
+    setting = Setting(
+        folder, model, tokenizer, SamplingParams(options.temperature), positions, "race"
+    )
     bench = Bench(options, setting, prompts, lengths)
     bench.libraries = library_contenders(bench)
     bench.drafts = find_drafts(setting, options)

@@ -204,8 +204,7 @@ def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
     ours = contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)
-    theirs = {name: bench.libraries[name] for name in bench.options.against}
-    contenders = {"plain": ours} | theirs
+    contenders = {"plain": ours} | {name: bench.libraries[name] for name in bench.options.against}
     rows = []
     for tokens in bench.lengths:
         steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]

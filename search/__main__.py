@@ -139,9 +139,8 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     check_place(out)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    lines = chain(*PROMPTS.values())
-    if options.calibration:
-        lines = read_text(options.calibration).split("\n")
+    file = options.calibration
+    lines = read_text(file).split("\n") if file else chain(*PROMPTS.values())
     prompts = [line for line in lines if line.strip()]
     params = SamplingParams(options.temperature)
     coupling = Coupling.of(options.coupling, options.seed)
@@ -158,8 +157,9 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         "prompts": [options.max_new_tokens, prompts],
         "version": VERSION,
     }
-    journal = out.with_suffix(".journal")
-    study = open_study(journal, identity, options.sampler, options.seed, resume=options.resume)
+    study = open_study(
+        out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume
+    )
     if not study.trials:
         begin(study, identity, setting, coupling)
     searched, judged, held_out = split([Continuation(**text) for text in study.user_attrs["texts"]])
