@@ -134,6 +134,7 @@ def run(options: argparse.Namespace) -> None:
     """
     params = SamplingParams(options.temperature, options.top_k)
     folder = model_folder(options.model)
+    device = pick_device(options.device)
     tokenizer = Tokenizer(folder)
     stories: dict[str, dict[str, str]] = {}
     fruitless = 0
@@ -142,7 +143,7 @@ def run(options: argparse.Namespace) -> None:
     with explaining(trouble, (KeyError, TypeError)):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
-    model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
     while True:
         tokens = sum(len(tokenizer.encode_parts(story["response"])) for story in stories.values())
         say(f"{options.out}: {len(stories)} texts, {tokens:,} of {options.tokens:,} tokens")
