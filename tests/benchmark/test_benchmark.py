@@ -36,6 +36,9 @@ SMALL_PROMPTS = {"short": ["the hen"], "long": ["a thin hen in a tin"]}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to read, little to write."""
     monkeypatch.setattr(command, "PROMPTS", SMALL_PROMPTS)
+    kinds = command.OPTIONS[""]["--prompts"]
+    monkeypatch.setitem(kinds, "choices", [*SMALL_PROMPTS, "stories"])
+    monkeypatch.setitem(kinds, "default", tuple(SMALL_PROMPTS))
     monkeypatch.setattr(command, "LENGTHS", (64, 256))
     monkeypatch.setattr("search.costs.PATIENCE", 0.0)
     monkeypatch.setattr(sections, "STEP_REPEATS", 1)
