@@ -1,5 +1,4 @@
-"""LayerSkip training (arXiv 2404.16710, section 4.1): a Llama or Gemma-2 whose early layers can
-draft.
+"""LayerSkip training (arXiv 2404.16710, section 4.1) of a model whose early layers can draft.
 
 The recipe is in ``training/recipe.py``; ``train`` is an ordinary training loop. Every random
 choice of a step follows from (seed, step, micro-batch) alone. So a killed run continues to the same
@@ -18,7 +17,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,10 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from cli.command_line import OneLineParser, run_command
+from cli.command_line import run_command
 from cli.device import keep_freed_memory, pick_device
 from cli.files import atomic_path, explaining, read_json
+from cli.options import Groups, parser_of, within
 from model import Decoder, InputError, build, parse_config
 from training.recipe import (
     CURRICULA,
@@ -153,7 +153,7 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     Raises InputError for a wrong model, text or folder.
     """
     out = options.out
-    start = options.start_from and Path(options.start_from)
+    start = options.start_from
     config = parse_config(read_json(start / "config.json" if start else options.config))
     if options.context > config.max_positions:
         raise InputError(
@@ -166,7 +166,7 @@ def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
     if not options.tokenizer and not (out / STATE).exists():
         (out / STATE).parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(documents, options.vocab_size, out)
-    tokenizer = Tokenizer(Path(options.tokenizer or out))
+    tokenizer = Tokenizer(options.tokenizer or out)
     rows = rows_of(documents, tokenizer, options.context)
     if start:
         return load_model(start, torch.float32), *rows
@@ -187,7 +187,7 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
     save_model(
         copy.deepcopy(model).bfloat16(),
         options.out,
-        tokenizer_from=Path(options.tokenizer or options.out),
+        tokenizer_from=options.tokenizer or options.out,
     )
     records = "".join(json.dumps(record) + "\n" for record in state["records"])
     trouble = (
@@ -222,34 +222,121 @@ def load_state(options: argparse.Namespace) -> dict[str, Any]:
     return state
 
 
-def within(
-    kind: Callable[[str], float], least: float, most: float = math.inf
-) -> Callable[[str], float]:
-    """Argparse type of a number from ``least`` to ``most``."""
-
-    def number(text: str) -> float:
-        if least <= (value := kind(text)) <= most:
-            return value
-        raise argparse.ArgumentTypeError(f"must be from {least} to {most}, found {text}")
-
-    return number
+COUNT = within(int, 1)
+SHARE = within(float, 0, 1)
+RATE = within(float, 0)
+RECIPE = "the recipe (0, 0 and none: ordinary training)"
+OPTIONS: Groups = {
+    "": {
+        "--data": {
+            "type": Path,
+            "nargs": "+",
+            "required": True,
+            "metavar": "FILE",
+            "help": ".jsonl or text files",
+        },
+        "--out": {
+            "type": Path,
+            "required": True,
+            "metavar": "DIR",
+            "help": "model folder; a run in it is continued",
+        },
+        "--tokenizer": {
+            "metavar": "DIR",
+            "help": "a model folder whose tokenizer to use (default: train one)",
+        },
+        "--vocab-size": {
+            "type": within(int, 258),
+            "default": 4096,
+            "metavar": "N",
+            "help": "most tokens of a new tokenizer",
+        },
+    },
+    RECIPE: {
+        "--layer-dropout": {
+            "type": SHARE,
+            "default": 0.1,
+            "metavar": "P",
+            "help": "p_max, of the last layer",
+        },
+        "--exit-scale": {
+            "type": RATE,
+            "default": 1.0,
+            "metavar": "E",
+            "help": "e_scale, of early exits' losses",
+        },
+        "--exit-power": {
+            "type": SHARE,
+            "default": 1.0,
+            "metavar": "A",
+            "help": "below 1: stronger first exits",
+        },
+        "--exit-teaching": {
+            "type": SHARE,
+            "default": 0.0,
+            "metavar": "A",
+            "help": "the last layer teaches exits",
+        },
+        "--curriculum": {
+            "choices": CURRICULA,
+            "default": "rotational",
+            "help": "which exits are on in a step",
+        },
+        "--rotation": {
+            "type": COUNT,
+            "default": 8,
+            "metavar": "R",
+            "help": "every R-th layer's exit is on in a step",
+        },
+    },
+    "the loop": {
+        "--steps": {
+            "type": COUNT,
+            "default": 2000,
+            "metavar": "N",
+            "help": "updates of the weights",
+        },
+        "--batch": {"type": COUNT, "default": 16, "metavar": "N", "help": "rows per micro-batch"},
+        "--accumulate": {
+            "type": COUNT,
+            "default": 1,
+            "metavar": "N",
+            "help": "micro-batches per step and process",
+        },
+        "--context": {"type": COUNT, "default": 256, "metavar": "N", "help": "tokens per row"},
+        "--learning-rate": {"type": RATE, "default": 2e-3, "metavar": "R", "help": "at its peak"},
+        "--muon-rate": {
+            "type": RATE,
+            "default": 0.0,
+            "metavar": "R",
+            "help": "peak of Muon for matrices; 0: AdamW only",
+        },
+        "--warm-up": {"type": within(int, 0), "default": 100, "metavar": "N", "help": "steps"},
+        "--seed": {
+            "type": within(int, 0, 2**63 - 1),
+            "default": 0,
+            "metavar": "S",
+            "help": "of every random choice",
+        },
+        "--autocast": {
+            "action": argparse.BooleanOptionalAction,
+            "default": True,
+            "help": "compute in bf16",
+        },
+        "--save-every": {
+            "type": COUNT,
+            "default": 100,
+            "metavar": "N",
+            "help": "steps between evaluations, each with a save",
+        },
+        "--device": {"help": "cpu, cuda ... (default: cuda if there is one)"},
+    },
+}
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parsed options of a command line. Raises InputError for a model folder that is not there."""
-    count = within(int, 1)
-    share = within(float, 0, 1)
-    rate = within(float, 0)
-    parser = OneLineParser(prog="train.py", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl or text files")
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="model folder; a run in it is continued",
-    )
+    parser = parser_of(OPTIONS, prog="train.py", description=__doc__.splitlines()[0])
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument(
         "--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch"
@@ -257,76 +344,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     start.add_argument(
         "--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer"
     )
-    add(
-        "--tokenizer",
-        metavar="DIR",
-        help="a model folder whose tokenizer to use (default: train one)",
-    )
-    add(
-        "--vocab-size",
-        type=within(int, 258),
-        default=4096,
-        metavar="N",
-        help="most tokens of a new tokenizer",
-    )
-    add = parser.add_argument_group("the recipe (0, 0 and none: ordinary training)").add_argument
-    add("--layer-dropout", type=share, default=0.1, metavar="P", help="p_max, of the last layer")
-    add("--exit-scale", type=rate, default=1.0, metavar="E", help="e_scale, of early exits' losses")
-    add("--exit-power", type=share, default=1.0, metavar="A", help="below 1: stronger first exits")
-    add(
-        "--exit-teaching", type=share, default=0.0, metavar="A", help="the last layer teaches exits"
-    )
-    add(
-        "--curriculum", choices=CURRICULA, default="rotational", help="which exits are on in a step"
-    )
-    add(
-        "--rotation",
-        type=count,
-        default=8,
-        metavar="R",
-        help="every R-th layer's exit is on in a step",
-    )
-    add = parser.add_argument_group("the loop").add_argument
-    add("--steps", type=count, default=2000, metavar="N", help="updates of the weights")
-    add("--batch", type=count, default=16, metavar="N", help="rows per micro-batch")
-    add(
-        "--accumulate",
-        type=count,
-        default=1,
-        metavar="N",
-        help="micro-batches per step and process",
-    )
-    add("--context", type=count, default=256, metavar="N", help="tokens per row")
-    add("--learning-rate", type=rate, default=2e-3, metavar="R", help="at its peak")
-    add(
-        "--muon-rate",
-        type=rate,
-        default=0.0,
-        metavar="R",
-        help="peak of Muon for matrices; 0: AdamW only",
-    )
-    add("--warm-up", type=within(int, 0), default=100, metavar="N", help="steps")
-    add(
-        "--seed",
-        type=within(int, 0, 2**63 - 1),
-        default=0,
-        metavar="S",
-        help="of every random choice",
-    )
-    add("--autocast", action=argparse.BooleanOptionalAction, default=True, help="compute in bf16")
-    add(
-        "--save-every",
-        type=count,
-        default=100,
-        metavar="N",
-        help="steps between evaluations, each with a save",
-    )
-    add("--device", help="cpu, cuda ... (default: cuda if there is one)")
     options = parser.parse_args(arguments)
-    options.start_from = options.start_from and str(model_folder(options.start_from))
-    options.tokenizer = (
-        str(model_folder(options.tokenizer)) if options.tokenizer else options.start_from
-    )
+    options.start_from = options.start_from and model_folder(options.start_from)
+    options.tokenizer = model_folder(options.tokenizer) if options.tokenizer else options.start_from
     return options
 
 

@@ -1,5 +1,4 @@
-"""Measure the speed of decoding on this machine: every way of drafting, other libraries, texts
-written together.
+"""Measure the speed of decoding on this machine, with every draft and beside other libraries.
 
 ``python -m benchmark --quick`` takes some minutes on two idle cores. Contenders take turns, so that
 a busy moment of the machine slows all alike. Only ratios can be compared.
@@ -24,9 +23,10 @@ from benchmark.contenders import LIBRARIES, PACKAGES, Bench, find_drafts, librar
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
-from cli.command_line import OneLineParser, run_command, say
+from cli.command_line import run_command, say
 from cli.device import machine, pick_device
 from cli.files import check_place, write_json
+from cli.options import FLAG, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import table
 from decoding.run.chooser import GAMMA, Setting
@@ -43,59 +43,78 @@ STORIES = 24  # prompts of the kind "stories"
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 
 
+OPTIONS: Groups = {
+    "": {
+        "--model": {
+            "default": "smollm2-135m-instruct",
+            "help": "a folder, or a name under weights/",
+        },
+        "--draft-model": {
+            "metavar": "DIR",
+            "help": "also draft with this model, of the same vocabulary",
+        },
+        "--exit-layer": {
+            "type": int,
+            "nargs": "+",
+            "metavar": "N",
+            "help": "exits to draft with (default: a middle and a late one)",
+        },
+        "--against": {
+            "type": partial(str.split, sep=","),
+            "default": [],
+            "metavar": "LIBRARY",
+            "help": f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf",
+        },
+        "--only": {
+            "choices": SECTIONS,
+            "nargs": "+",
+            "default": tuple(SECTIONS)[:-2],
+            "help": "sections (default: all but structured and together)",
+        },
+        "--prompts": {
+            "choices": [*PROMPTS, "stories"],
+            "nargs": "+",
+            "default": tuple(PROMPTS),
+            "help": "kinds of prompts (default: all but stories, which are requests as the corpus"
+            " writer makes them)",
+        },
+        "--quick": {**FLAG, "help": "one prompt of each kind, and no long ones"},
+        "--max-new-tokens": {
+            "type": within(int, 2 * GAMMA),
+            "default": 64,
+            "metavar": "N",
+            "help": "tokens of a text",
+        },
+        "--off-grid": {
+            **FLAG,
+            "help": "measure a copy of the model with noise in its weights, which no rounding"
+            " restores; made once",
+        },
+        "--temperature": {
+            "type": float,
+            "default": 0.0,
+            "metavar": "T",
+            "help": "above 0 texts race",
+        },
+        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
+        "--dtype": {
+            "choices": [*DTYPES, "auto"],
+            "default": "auto",
+            "help": "default: the checkpoint's",
+        },
+        "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
+        "--plot": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "also draw the sections speed and together, as .svg or .png",
+        },
+    },
+}
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Options of the command line. Raises InputError for values out of range."""
-    parser = OneLineParser(prog="python -m benchmark", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    add("--draft-model", metavar="DIR", help="also draft with this model, of the same vocabulary")
-    add(
-        "--exit-layer",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="exits to draft with (default: a middle and a late one)",
-    )
-    add(
-        "--against",
-        type=partial(str.split, sep=","),
-        default=[],
-        metavar="LIBRARY",
-        help=f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf",
-    )
-    add(
-        "--only",
-        choices=SECTIONS,
-        nargs="+",
-        default=tuple(SECTIONS)[:-2],
-        help="sections (default: all but structured and together)",
-    )
-    add(
-        "--prompts",
-        choices=[*PROMPTS, "stories"],
-        nargs="+",
-        default=tuple(PROMPTS),
-        help="kinds of prompts (default: all but stories, which are requests as the corpus writer"
-        " makes them)",
-    )
-    add("--quick", action="store_true", help="one prompt of each kind, and no long ones")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text")
-    add(
-        "--off-grid",
-        action="store_true",
-        help="measure a copy of the model with noise in its weights, which no rounding restores;"
-        " made once",
-    )
-    add("--temperature", type=float, default=0.0, metavar="T", help="above 0 texts race")
-    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
-    add("--json", type=Path, metavar="FILE", help="also write all measurements")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="also draw the sections speed and together, as .svg or .png",
-    )
+    parser = parser_of(OPTIONS, prog="python -m benchmark", description=__doc__.splitlines()[0])
     options = parser.parse_args(arguments)
     # library -> its file, or ""
     options.against = dict(name.partition("=")[::2] for name in options.against)
@@ -103,8 +122,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
-    if options.max_new_tokens < 2 * GAMMA:
-        raise InputError(f"--max-new-tokens must be at least {2 * GAMMA}")
     if not options.against.keys() <= LIBRARIES.keys():
         raise InputError(f"--against takes {', '.join(LIBRARIES)}=FILE.gguf")
     drawable = options.plot is None or options.plot.suffix in (".svg", ".png")
@@ -139,8 +156,9 @@ def prepare(options: argparse.Namespace) -> Bench:
         )
     longest = min(1024, model.max_positions) if options.quick else model.max_positions
     lengths = [length for length in LENGTHS if length <= longest]
-    params = SamplingParams(options.temperature)
-    setting = Setting(folder, model, tokenizer, params, positions, "race")
+    setting = Setting(
+        folder, model, tokenizer, SamplingParams(options.temperature), positions, "race"
+    )
     bench = Bench(options, setting, prompts, lengths)
     bench.libraries = library_contenders(bench)
     bench.drafts = find_drafts(setting, options)

@@ -46,9 +46,11 @@ Contender = Callable[[list[int], int], Written]
 
 @dataclass
 class Bench:
-    """Input of every section. ``prompts``: the kind of each, a key of ``search.prompts.PROMPTS`` or
-    "stories", and its token ids. ``lengths``: those of the prompts of which the first token is
-    timed, in tokens."""
+    """Input of every section.
+
+    ``prompts``: kind and token ids of each; the kind is a key of ``search.prompts.PROMPTS``, or
+    "stories". ``lengths``: tokens of the prompts after which the first token is timed.
+    """
 
     options: argparse.Namespace
     setting: Setting

@@ -56,28 +56,27 @@ def section(title: str, command: list[str], seconds: int) -> str:
     return f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
 
 
+def report(model: str, out: Path) -> None:
+    """Write the report. Without a GPU, print the commands that would run."""
+    if not torch.cuda.is_available():
+        print(f"There is no GPU that torch {torch.__version__} can use. On one this would run:")
+        for title, command, seconds in parts(model):
+            print(f"  {title}, up to {seconds} seconds: {shlex.join(command)}")
+        return
+    sections = ["# Report of a GPU\n"]
+    for title, command, seconds in parts(model):
+        say(f"{title}: up to {seconds} seconds")
+        sections.append(section(title, command, seconds))
+        with atomic_path(out) as temporary:  # also of a report that is cut off
+            temporary.write_text("\n".join(sections), encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns its exit status, 0 also without a GPU."""
     parser = OneLineParser(prog="python -m benchmark.gpu_report", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="of the benchmark")
     parser.add_argument("--out", type=Path, default=Path("gpu-report.md"), metavar="FILE")
-    options = parser.parse_args(arguments)
-
-    def work() -> None:
-        sections = ["# Report of a GPU\n"]
-        has_gpu = torch.cuda.is_available()
-        if not has_gpu:
-            print(f"There is no GPU that torch {torch.__version__} can use. On one this would run:")
-        for title, command, seconds in parts(options.model):
-            if not has_gpu:
-                print(f"  {title}, up to {seconds} seconds: {shlex.join(command)}")
-                continue
-            say(f"{title}: up to {seconds} seconds")
-            sections.append(section(title, command, seconds))
-            with atomic_path(options.out) as temporary:  # also of a report that is cut off
-                temporary.write_text("\n".join(sections), encoding="utf-8")
-
-    return run_command(work)
+    return run_command(lambda: report(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

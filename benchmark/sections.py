@@ -71,8 +71,8 @@ def costs_section(bench: Bench) -> list[Row]:
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[Written]]:
-    """A text of each contender for each prompt, prefill included. After a warm-up each, they take
-    turns per prompt.
+    """Texts of each contender, one per prompt, timed with their prefill. After a warm-up the
+    contenders take turns at each prompt.
     """
     found: dict[str, list[Written]] = {name: [] for name in contenders}
     for write in contenders.values():
@@ -87,13 +87,11 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
     return found
 
 
-def predicted_speedup(text: Written, plain: Written, costs: CostTable) -> float:
-    """Speed-up of a text over the plain one, computed from measured costs and the rounds of its
-    text.
+def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
+    """Speed-up of a text over the plain one, computed from its rounds and their costs.
 
-    A round with a draft of k tokens costs k draft steps and the verification of k + 1 tokens (as in
-    arXiv 2211.17192, theorem 3.8), in plain rounds of this text. The measured time of prefill is
-    added.
+    A round that drafts k tokens costs k draft steps and the verification of k + 1 tokens (arXiv
+    2211.17192, theorem 3.8), in plain rounds of this text. The measured time of prefill is added.
     """
     step = (plain.seconds - plain.prefill) / len(plain.tokens)
     steps = sum(costs.of_round(len(round.drafted)) for round in text.rounds)
@@ -101,9 +99,7 @@ def predicted_speedup(text: Written, plain: Written, costs: CostTable) -> float:
 
 
 def speed_section(bench: Bench) -> list[Row]:
-    """Texts, prefill included: medians over the prompts (lowest-highest), medians by kind of
-    prompt.
-    """
+    """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
     rows = []
     for name, found in texts.items():
@@ -120,7 +116,7 @@ def speed_section(bench: Bench) -> list[Row]:
             "decoder": name,
             "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
             "speed-up": spread(speedups),
-            "predicted": costs and spread(predicted_speedup(*pair, costs) for pair in pairs),
+            "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
             "accepted": sums.acceptance_rate,
             "a round": sums.tokens_per_round or None,
             "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
@@ -131,8 +127,7 @@ def speed_section(bench: Bench) -> list[Row]:
 
 
 def together_section(bench: Bench) -> list[Row]:
-    """Texts written up to n at a time, plain and drafted: tokens per second of all, and the
-    speed-up of the draft.
+    """Texts written up to n at a time: tokens per second of all, and the speed-up of drafts.
 
     Always the same 16 texts, without the time until their first tokens. "of possible" is the gain
     of plain decoding over one text at a time, divided by the gain that steps of n rows allow: n
@@ -209,8 +204,7 @@ def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
     ours = contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)
-    theirs = {name: bench.libraries[name] for name in bench.options.against}
-    contenders = {"plain": ours} | theirs
+    contenders = {"plain": ours} | {name: bench.libraries[name] for name in bench.options.against}
     rows = []
     for tokens in bench.lengths:
         steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
@@ -223,8 +217,10 @@ def first_token_section(bench: Bench) -> list[Row]:
 
 
 def floor_section(bench: Bench) -> list[Row]:
-    """Floor of a plain step: the time to read every weight once (of an untied embedding one
-    row); on a GPU also the most memory that torch has held so far.
+    """Floor of a plain step: the time to read every weight once.
+
+    Of an untied embedding one row is read. On a GPU the row of the table also has the most memory
+    that torch has held so far.
     """
     model = bench.setting.model
     config = model.config
@@ -246,8 +242,7 @@ def floor_section(bench: Bench) -> list[Row]:
 
 
 def structured_section(bench: Bench) -> list[Row]:
-    """Texts under JSON schemas: tokens per round and speed-up over plain constrained decoding,
-    without the prompt.
+    """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
 
     Each schema is written plainly and by each draft in turns; "speed-up" is the median of the
     turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.

@@ -1,9 +1,9 @@
-"""Find the layer plan with which a model drafts for itself fastest: ``python -m search --model
-DIR``.
+"""Find the layer plan with which a model drafts for itself fastest.
 
-The target writes a few texts. One pass of a plan over them predicts its acceptance and, with the
-costs measured on this machine, its speed-up. Optuna searches the plans. The best ones are judged on
-other texts and decode held-out prompts, and the fastest is written.
+``python -m search --model DIR``: the target writes a few texts. One pass of a plan over them
+predicts its acceptance and, with the costs measured on this machine, its speed-up. Optuna searches
+the plans. The best ones are judged on other texts and decode held-out prompts, and the fastest is
+written.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -23,9 +23,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.command_line import OneLineParser, run_command, say
+from cli.command_line import run_command, say
 from cli.device import machine, pick_device
 from cli.files import check_place, read_text
+from cli.options import FLAG, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
 from decoding.run.calibration import Continuation, importance_steps, kept_of
@@ -34,7 +35,6 @@ from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
-from model import InputError
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.acceptance import Calibration
@@ -59,79 +59,88 @@ VERSION = 6  # of the journal
 DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m search", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/"
-    )
-    parser.add_argument("--trials", type=int, default=200, metavar="N", help="plans to try")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the plan file (default: plan.json of the model)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the search of this plan file"
-    )
-    parser.add_argument(
-        "--sampler", choices=list(SAMPLERS), default="tpe", help="method that proposes plans"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed: same search")
-    parser.add_argument(
-        "--plots",
-        type=Path,
-        metavar="DIR",
-        help="draw front.svg, all plans tried, into this folder",
-    )
-    parser.add_argument(
-        "--bits",
-        type=int,
-        nargs="+",
-        choices=(0, *LOW_BITS),
-        default=(0, *LOW_BITS),
-        help="bits that a sublayer may have besides the checkpoint's, 0: skipped (default: all)",
-    )
-    text = parser.add_argument_group("calibration text")
-    text.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="a prompt per line (default: built-in prompts)",
-    )
-    text.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens written after each prompt",
-    )
-    text.add_argument(
-        "--coupling",
-        choices=list(COUPLINGS),
-        help="rule of verification of the sampled texts that the plan is for (default: race)",
-    )
-    text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    parser.add_argument(
-        "--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's"
-    )
-    return parser.parse_args(arguments)
+OPTIONS: Groups = {
+    "": {
+        "--model": {
+            "default": "smollm2-135m-instruct",
+            "help": "a folder, or a name under weights/",
+        },
+        "--trials": {
+            "type": within(int, 1),
+            "default": 200,
+            "metavar": "N",
+            "help": "plans to try",
+        },
+        "--out": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "the plan file (default: plan.json of the model)",
+        },
+        "--resume": {**FLAG, "help": "continue the search of this plan file"},
+        "--sampler": {
+            "choices": list(SAMPLERS),
+            "default": "tpe",
+            "help": "method that proposes plans",
+        },
+        "--seed": {
+            "type": within(int, 0, 2**31 - 1),
+            "default": 0,
+            "metavar": "S",
+            "help": "same seed: same search",
+        },
+        "--plots": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "draw front.svg, all plans tried, into this folder",
+        },
+        "--bits": {
+            "type": int,
+            "nargs": "+",
+            "choices": (0, *LOW_BITS),
+            "default": (0, *LOW_BITS),
+            "help": "bits that a sublayer may have besides the checkpoint's, 0: skipped"
+            " (default: all)",
+        },
+        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
+        "--dtype": {
+            "choices": [*DTYPES, "auto"],
+            "default": "auto",
+            "help": "default: the checkpoint's",
+        },
+    },
+    "calibration text": {
+        "--calibration": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "a prompt per line (default: built-in prompts)",
+        },
+        "--max-new-tokens": {
+            "type": within(int, 1),
+            "default": 64,
+            "metavar": "N",
+            "help": "tokens written after each prompt",
+        },
+        "--coupling": {
+            "choices": list(COUPLINGS),
+            "help": "rule of verification of the sampled texts that the plan is for"
+            " (default: race)",
+        },
+        "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"},
+    },
+}
 
 
 def run(options: argparse.Namespace, resuming: str) -> int:
     """Run a search and write its plan; returns the exit status. Wrong input is refused before the
     long work. ``resuming`` is the line with the command that continues it.
     """
-    if min(options.trials, options.max_new_tokens) < 1 or not 0 <= options.seed < 2**31:
-        raise InputError(
-            f"--trials and --max-new-tokens must be at least 1, --seed from 0 to {2**31 - 1}"
-        )
     folder = model_folder(options.model)
     out = options.out or folder / "plan.json"
     check_place(out)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    lines = chain(*PROMPTS.values())
-    if options.calibration:
-        lines = read_text(options.calibration).split("\n")
+    file = options.calibration
+    lines = read_text(file).split("\n") if file else chain(*PROMPTS.values())
     prompts = [line for line in lines if line.strip()]
     params = SamplingParams(options.temperature)
     coupling = Coupling.of(options.coupling, options.seed)
@@ -139,8 +148,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
     setting = Setting(folder, model, tokenizer, params, model.max_positions, coupling.name)
     if model.fast_bits:  # as generate.py rounds
-        for _ in importance_steps(model, kept_of(model, folder), tokenizer):
-            pass
+        list(importance_steps(model, kept_of(model, folder), tokenizer))
     identity = {
         "model": model_fingerprint(folder),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -149,8 +157,9 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         "prompts": [options.max_new_tokens, prompts],
         "version": VERSION,
     }
-    journal = out.with_suffix(".journal")
-    study = open_study(journal, identity, options.sampler, options.seed, resume=options.resume)
+    study = open_study(
+        out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume
+    )
     if not study.trials:
         begin(study, identity, setting, coupling)
     searched, judged, held_out = split([Continuation(**text) for text in study.user_attrs["texts"]])
@@ -210,7 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
     if "--resume" not in words:
         words = [*words, "--resume"]
     resuming = f"interrupted; to continue: {shlex.join(['python', '-m', 'search', *words])}"
-    return run_command(lambda: run(parse_arguments(arguments), resuming), resuming)
+    parser = parser_of(OPTIONS, prog="python -m search", description=__doc__.splitlines()[0])
+    return run_command(lambda: run(parser.parse_args(arguments), resuming), resuming)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def decode_in_turns(
     coupling: Coupling,
 ) -> np.ndarray:
     """Tokens, seconds, accepted and drafted tokens of each way of decoding, summed over texts after
-    these prompts: ``[ways, 4]``. Of a text the median time over its turns counts.
+    these prompts: ``[ways, 4]``. The time of a text is the median over its turns.
     """
     longest = max(len(text.prompt) for text in texts) + rules.max_new_tokens
     writer = Writer(setting.model, min(longest, setting.model.max_positions))

@@ -2,10 +2,10 @@
 decoding.
 
 They are measured as a text pays them. The loop writes short texts in turns, each text with one
-kind of round; a round's cost is its mean time in a text over that of plain decoding in the same
-turn, and the median over the turns counts. Rounds of one kind follow each other, since a round
-after one of another kind finds other weights in the processor's caches. A fastest round does not
-count: no text consists of fastest rounds.
+kind of round. A round's cost is its mean time in a text over that of plain decoding in the same
+turn, and of that the median over the turns. Rounds of one kind follow each other, since a round
+after one of another kind finds other weights in the processor's caches. The mean is taken, not the
+fastest round, because a text has slow rounds too.
 
 An example: plain rounds take 10 ms, rounds that verify four tokens 12 ms, and rounds that draft
 these four tokens as well 20 ms. Then verify[4] = 12 / 10 = 1.2, and a draft step costs
@@ -20,14 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-import torch
-
-from decoding.drafters import Draft, NoDraft
-from decoding.policies import AdaptiveExit, FixedLength, Policy
-from decoding.randomness import Randomness
+from decoding.drafters import KnownTokens
+from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.chooser import Setting
 from decoding.run.writer import Drafting, Writer
-from decoding.sampling import SamplingParams, one_hot
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
@@ -73,19 +69,16 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     return expected_tokens(acceptance, length) / costs.of_round(length)
 
 
-class KnownDraft(NoDraft):
-    """Drafter that copies a text known in advance: its rounds cost their verification alone."""
+class KnownText(KnownTokens):
+    """Draft of a text known in advance: its rounds cost their verification alone."""
 
-    def __init__(self, vocab_size: int, device: torch.device, known: Sequence[int]) -> None:
-        super().__init__(vocab_size, device)
+    def __init__(self, model: Decoder, known: Sequence[int]) -> None:
+        super().__init__(model.vocab_size, model.device)
         self.known = known
 
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
+    def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         written = len(text.generated)
-        ids = self.empty.tokens.new_tensor(self.known[written : written + limit])
-        return Draft(ids, one_hot(ids, self.empty.probs.shape[1]))
+        return 0, self.known[written : written + limit]
 
 
 def at_full_length(draft: Drafting) -> Drafting:
@@ -120,17 +113,22 @@ def measure_costs(
     mixed = random.Random(0).sample(prompts, len(prompts))
     prompts = [prompt[: max(1, model.max_positions - tokens)] for prompt in mixed]
     writer = Writer(model, max(map(len, prompts)) + tokens)
-    drafting = [at_full_length(draft) for draft in drafts if draft.model]
+    known: list[int] = []  # the plain text of a turn, which verifications draft
+    ways = [
+        (Drafting("known", lambda cache: KnownText(model, known), partial(FixedLength, n)), tokens)
+        for n in range(1, longest + 1)
+    ]
+    ways += [
+        (at_full_length(draft), ROUNDS * (draft.new_policy().gamma + 1))
+        for draft in drafts
+        if draft.model
+    ]
     turns: list[list[float]] = []
     began = time.perf_counter()
     while not enough_turns(len(turns), began):
         writer.begin(prompts[len(turns) % len(prompts)])
-        known, plain_seconds = _write(writer, setting, writer.plain, tokens)
-        verifying = [_copying(model, known, length) for length in range(1, longest + 1)]
-        seconds = [_write(writer, setting, way, tokens)[1] for way in verifying]
-        for way in drafting:
-            few = ROUNDS * (way.new_policy().gamma + 1)
-            seconds.append(_write(writer, setting, way, few)[1])
+        known[:], plain_seconds = _write(writer, setting, writer.plain, tokens)
+        seconds = [_write(writer, setting, way, count)[1] for way, count in ways]
         turns.append([each / plain_seconds for each in seconds])
     # the first turn warms up
     medians = [statistics.median(costs) for costs in zip(*turns[1:], strict=True)]
@@ -142,15 +140,6 @@ def measure_costs(
         step = (next(of_drafts) - verify[length]) / length if draft.model else 0.0
         tables.append(CostTable(max(0.0, step), verify))
     return tables
-
-
-def _copying(model: Decoder, known: Sequence[int], length: int) -> Drafting:
-    """Drafts of this many tokens of a known text."""
-    return Drafting(
-        f"{length} known tokens",
-        lambda cache: KnownDraft(model.vocab_size, model.device, known),
-        lambda: FixedLength(length),
-    )
 
 
 def _write(writer: Writer, setting: Setting, way: Drafting, tokens: int) -> tuple[list[int], float]:

@@ -56,10 +56,11 @@ def front(found: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure
         dots, ax=axes, label="mean bits of a sublayer", ticks=[0, *LOW_BITS, FULL], pad=0.02
     )
     axes.set(
-        xlabel="cost of a draft step, in plain steps", ylabel="share of drafted tokens kept, α"
-    )
-    axes.set(
-        xlim=(0, grid_cost[-1]), ylim=(0, 1.02), title="The plans tried; lines join equal speed-ups"
+        xlim=(0, grid_cost[-1]),
+        ylim=(0, 1.02),
+        xlabel="cost of a draft step, in plain steps",
+        ylabel="share of drafted tokens kept, α",
+        title="The plans tried; lines join equal speed-ups",
     )
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure

@@ -20,7 +20,7 @@ import optuna
 import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
+from rich.progress import track
 
 from cli.command_line import say
 from cli.files import explaining
@@ -98,7 +98,7 @@ def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
 
 
 def drafting_under(setting: Setting, plan: LayerPlan, policy: Policy) -> Drafting:
-    """Drafts of the target under a layer plan, by a policy that keeps no past."""
+    """Drafts of the target under a layer plan. All texts share ``policy``, which keeps no state."""
     model = setting.model
     model.prepare(plan)
     return Drafting(
@@ -135,18 +135,12 @@ def measure_sublayers(
     )
 
 
-def predicted(
-    calibration: Calibration,
-    costs: SublayerCosts,
-    plan: LayerPlan,
-    gammas: Sequence[int] = GAMMAS,
-    thresholds: Sequence[float] = THRESHOLDS,
-) -> Prediction:
-    """Prediction for a plan on the texts of the calibration, at the best of these draft lengths and
-    thresholds.
+def predicted(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
+    """Prediction for a plan on the texts of the calibration, at its best draft length and
+    threshold.
     """
     acceptance = calibration.acceptance(plan)
-    return predict(acceptance, costs.table(plan), gammas, thresholds, confidence=costs.confidence)
+    return predict(acceptance, costs.table(plan), GAMMAS, THRESHOLDS, confidence=costs.confidence)
 
 
 def parameters(plan: LayerPlan) -> dict[str, int]:
@@ -198,12 +192,14 @@ def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
     """
     layers = len(lost) // 2
     full = LayerPlan.full(layers)
-    thinned = thinned_plans(lost)
+    order = sorted(lost, key=lambda name: (lost[name], name))
+    counts = [max(1, round(share * len(order))) for share in THINNED]
+    thinned = [plan_of(parameters(full) | dict.fromkeys(order[:count], 0)) for count in counts]
+    some_exits = [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in EXITS]
     low = sorted({*space[HEAD]} - {FULL})
     plans = [full.in_bits(bits, head=low[-1]) for bits in low]
     if low:
-        some = [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in EXITS]
-        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some]]
+        plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some_exits]]
     plans += thinned
     plans += [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
     return [
@@ -211,14 +207,6 @@ def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
         for plan in dict.fromkeys(plans)
         if plan != full and all(bits in space[name] for name, bits in parameters(plan).items())
     ]
-
-
-def thinned_plans(lost: Mapping[str, float]) -> list[LayerPlan]:
-    """Plans that skip the least important sublayers, in each share of ``THINNED``."""
-    full = parameters(LayerPlan.full(len(lost) // 2))
-    order = sorted(lost, key=lambda name: (lost[name], name))
-    counts = [max(1, round(share * len(order))) for share in THINNED]
-    return [plan_of({**full, **dict.fromkeys(order[:count], 0)}) for count in counts]
 
 
 def open_study(
@@ -346,23 +334,10 @@ def optimise(
         trial.set_user_attr("prediction", asdict(known[plan]))
         return known[plan].speedup
 
-    columns = (
-        "trying plans",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        "best predicted speed-up {task.fields[best]:.2f}",
-    )
     if (missing := trials - len(finished(study))) > 0:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            best = max((prediction.speedup for prediction in known.values()), default=0.0)
-            task = progress.add_task("", total=trials, completed=trials - missing, best=best)
-
-            def show(study: optuna.Study, trial: FrozenTrial) -> None:
-                progress.update(task, completed=len(finished(study)), best=study.best_value)
-
-            enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
-            study.optimize(run, missing, callbacks=[show, enough])
+        say(f"trying {missing} plans; the value of a trial is its predicted speed-up")
+        enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+        study.optimize(run, missing, callbacks=[enough], show_progress_bar=True)
 
 
 def tried(study: optuna.Study) -> dict[LayerPlan, Prediction]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.command_line import OneLineParser
+from cli.options import FLAG, parser_of
 from decoding.run.chooser import DRAFTERS
 from decoding.verify import COUPLINGS
 from model import InputError
@@ -35,7 +36,6 @@ TYPES = {
     None: (str | Path, "a string"),
 }
 ON_OR_OFF = argparse.BooleanOptionalAction
-FLAG = {"action": "store_true"}
 LIST = {"action": "append", "default": []}
 EXAMPLES = """examples:
   python generate.py "Why is the sky blue?" --trace --compare
@@ -187,12 +187,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def make_parser() -> OneLineParser:
     """Parser of the command line."""
-    parser = OneLineParser(prog="generate.py", description=DESCRIPTION, epilog=EXAMPLES)
-    for title, options in OPTIONS.items():
-        group = parser.add_argument_group(title) if title else parser
-        for name, settings in options.items():
-            group.add_argument(name, **settings)
-    return parser
+    return parser_of(OPTIONS, prog="generate.py", description=DESCRIPTION, epilog=EXAMPLES)
 
 
 def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:

@@ -14,7 +14,7 @@ import benchmark.__main__ as command
 from benchmark import sections
 from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Written, find_drafts
 from benchmark.picture import picture
-from benchmark.sections import SECTIONS, predicted_speedup, time_texts
+from benchmark.sections import SECTIONS, speedup_by_costs, time_texts
 from decoding.rounds import Round
 from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
@@ -36,6 +36,9 @@ SMALL_PROMPTS = {"short": ["the hen"], "long": ["a thin hen in a tin"]}
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to read, little to write."""
     monkeypatch.setattr(command, "PROMPTS", SMALL_PROMPTS)
+    kinds = command.OPTIONS[""]["--prompts"]
+    monkeypatch.setitem(kinds, "choices", [*SMALL_PROMPTS, "stories"])
+    monkeypatch.setitem(kinds, "default", tuple(SMALL_PROMPTS))
     monkeypatch.setattr(command, "LENGTHS", (64, 256))
     monkeypatch.setattr("search.costs.PATIENCE", 0.0)
     monkeypatch.setattr(sections, "STEP_REPEATS", 1)
@@ -208,7 +211,7 @@ def test_the_picture_of_a_report_is_in_order() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--max-new-tokens", "3"], "--max-new-tokens must be at least 8"),
+        (["--max-new-tokens", "3"], "argument --max-new-tokens: must be at least 8, found 3"),
         (["--plot", "picture.gif"], "--plot needs a name that ends in .svg or .png"),
         (
             ["--plot", "picture.png", "--only", "floor"],
@@ -227,9 +230,17 @@ def test_the_picture_of_a_report_is_in_order() -> None:
 def test_what_cannot_be_measured_is_refused_in_one_line(
     options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = command.main(["--model", str(write_folder(tmp_path / "model")), *options])
+    try:
+        status = command.main(["--model", str(write_folder(tmp_path / "model")), *options])
+    except SystemExit as end:  # argparse's
+        status = end.code
     error = capsys.readouterr().err
     assert (status, error.count("\n")) == (2, 1) and error.startswith(f"error: {complaint}")
+
+
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=list(SECTIONS))
+def test_the_first_line_of_a_section_is_the_title_of_its_table(section: Any) -> None:
+    assert section.__doc__.splitlines()[0].endswith(".")
 
 
 def test_contenders_take_turns_on_each_prompt_after_a_warm_up(
@@ -264,7 +275,7 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
         [0] * 8, [Round(0, [0] * length, 0, [0]) for length in (2, 0, 1)], prefill=3.0
     )
     rounds = (2 * 0.5 + 1.5) + 1.0 + (0.5 + 1.25)
-    assert predicted_speedup(drafted, plain, costs) == pytest.approx(10 / (3 + rounds))
+    assert speedup_by_costs(drafted, plain, costs) == pytest.approx(10 / (3 + rounds))
 
 
 def test_the_floor_is_the_time_to_read_every_weight_once_but_of_an_untied_embedding_one_row(

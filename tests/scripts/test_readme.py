@@ -75,6 +75,8 @@ def helps() -> str:
     ):
         with redirect_stdout(said), pytest.raises(SystemExit):
             command.main(["--help"])
+        description = said.getvalue().split("usage: ")[-1].split("\n\n")[1]
+        assert description.endswith("."), "a whole sentence"
     return said.getvalue()
 
 

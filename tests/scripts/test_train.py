@@ -202,12 +202,12 @@ def one_line(capsys: Any) -> str:
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"steps": 0}, "--steps: must be from 1 to inf, found 0"),
+        ({"steps": 0}, "--steps: must be at least 1, found 0"),
         ({"steps": "many"}, "--steps: invalid number value: 'many'"),
         ({"layer_dropout": 1.5}, "--layer-dropout: must be from 0 to 1, found 1.5"),
         ({"config": None}, "one of the arguments --config --start-from is required"),
         ({"context": 4096}, "more than the config's 256 positions"),
-        ({"vocab_size": 20}, "--vocab-size: must be from 258 to inf, found 20"),
+        ({"vocab_size": 20}, "--vocab-size: must be at least 258, found 20"),
         ({"data": "nowhere.txt"}, "nowhere.txt cannot be read"),
         ({"data": "same.jsonl"}, "1 different documents, with "),
         ({"config": "nowhere.json"}, "nowhere.json cannot be read"),

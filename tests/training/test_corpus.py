@@ -234,7 +234,10 @@ def write(
             "--batch",
             12,
         ]
-        status = corpus.main([str(argument) for argument in [*options, *arguments]])
+        try:
+            status = corpus.main([str(argument) for argument in [*options, *arguments]])
+        except SystemExit as end:  # argparse's
+            status = end.code
         return status, capsys.readouterr().err
 
     return command

@@ -1,7 +1,7 @@
-"""Write a corpus of stories with a chat model: ``python -m training.corpus --model DIR --tokens N
---out FILE``.
+"""Write a corpus of children's stories with a chat model.
 
-The file has a JSON object with "prompt" and "response" per line.
+``python -m training.corpus --model DIR --tokens N --out FILE`` writes a JSON object with "prompt"
+and "response" per line.
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -16,9 +16,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cli.command_line import OneLineParser, run_command, say
+from cli.command_line import run_command, say
 from cli.device import keep_freed_memory, pick_device
 from cli.files import atomic_path, explaining, read_json_lines
+from cli.options import Groups, parser_of, within
 from decoding.run.calibration import sample_texts
 from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
@@ -64,8 +65,14 @@ def write_stories(
     except InputError:  # no template, or one that refuses a system message
         prompts = [encode_prompt(tokenizer, prompt) for prompt, *_ in requests]
     begun = [prompt + opening for prompt, opening in zip(prompts, openings, strict=True)]
-    limits = {"max_new_tokens": max_new_tokens, "eos_ids": tokenizer.eos_ids}
-    written = sample_texts(model, begun, params=params, seed=rng.getrandbits(64), **limits)
+    written = sample_texts(
+        model,
+        begun,
+        max_new_tokens=max_new_tokens,
+        params=params,
+        eos_ids=tokenizer.eos_ids,
+        seed=rng.getrandbits(64),
+    )
     stories = []
     for (prompt, _, subjects), opening, tokens in zip(requests, openings, written, strict=True):
         tokens = opening + (tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
@@ -75,38 +82,47 @@ def write_stories(
     return stories
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m training.corpus", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", default="smollm2-135m-instruct", help="a folder, or a name under weights/")
-    add(
-        "--tokens",
-        type=int,
-        required=True,
-        metavar="N",
-        help="tokens of responses wanted in the file",
-    )
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help=".jsonl; an earlier one is continued",
-    )
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
-    add("--top-k", type=int, default=80, metavar="K", help="0: off")
-    add("--max-new-tokens", type=int, default=320, metavar="N", help="of a response")
-    add(
-        "--batch",
-        type=int,
-        default=128,
-        metavar="B",
-        help="texts at a time; fewer take less memory",
-    )
-    add("--seed", type=int, default=0, metavar="S", help="same seed: same texts")
-    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-    add("--dtype", choices=[*DTYPES, "auto"], default="auto", help="default: the checkpoint's")
-    return parser.parse_args(arguments)
+OPTIONS: Groups = {
+    "": {
+        "--model": {
+            "default": "smollm2-135m-instruct",
+            "help": "a folder, or a name under weights/",
+        },
+        "--tokens": {
+            "type": within(int, 1),
+            "required": True,
+            "metavar": "N",
+            "help": "tokens of responses wanted in the file",
+        },
+        "--out": {
+            "type": Path,
+            "required": True,
+            "metavar": "FILE",
+            "help": ".jsonl; an earlier one is continued",
+        },
+        "--temperature": {"type": float, "default": 0.8, "metavar": "T", "help": "0: greedy"},
+        "--top-k": {"type": int, "default": 80, "metavar": "K", "help": "0: off"},
+        "--max-new-tokens": {
+            "type": within(int, 1),
+            "default": 320,
+            "metavar": "N",
+            "help": "of a response",
+        },
+        "--batch": {
+            "type": within(int, 1),
+            "default": 128,
+            "metavar": "B",
+            "help": "texts at a time; fewer take less memory",
+        },
+        "--seed": {"type": int, "default": 0, "metavar": "S", "help": "same seed: same texts"},
+        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
+        "--dtype": {
+            "choices": [*DTYPES, "auto"],
+            "default": "auto",
+            "help": "default: the checkpoint's",
+        },
+    },
+}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -116,8 +132,6 @@ def run(options: argparse.Namespace) -> None:
     A batch depends on the seed and on the contents of the file only, so that a run that was killed
     continues to the same file. Raises InputError when the model writes nothing new any more.
     """
-    if min(options.tokens, options.batch, options.max_new_tokens) < 1:
-        raise InputError("--tokens, --batch and --max-new-tokens must be at least 1")
     params = SamplingParams(options.temperature, options.top_k)
     folder = model_folder(options.model)
     device = pick_device(options.device)
@@ -149,10 +163,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(
-        lambda: run(parse_arguments(arguments)),
-        "interrupted: run the same command again to continue",
+    parser = parser_of(
+        OPTIONS, prog="python -m training.corpus", description=__doc__.splitlines()[0]
     )
+    interrupted = "interrupted: run the same command again to continue"
+    return run_command(lambda: run(parser.parse_args(arguments)), interrupted)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""Options of command lines, as tables, and numbers within a range."""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cli.command_line import OneLineParser
+
+FLAG = {"action": "store_true"}
+# Title of a group in the help, "" for none -> option -> arguments of argparse's ``add_argument``
+Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+def parser_of(groups: Groups, **texts: str) -> OneLineParser:
+    """Parser with the options of all groups; ``texts`` are arguments of ``ArgumentParser``, such as
+    ``prog``.
+    """
+    parser = OneLineParser(**texts)
+    for title, options in groups.items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, settings in options.items():
+            group.add_argument(name, **settings)
+    return parser
+
+
+def within(
+    kind: Callable[[str], float], least: float, most: float = math.inf
+) -> Callable[[str], float]:
+    """Argparse type of a number from ``least`` to ``most``."""
+
+    def number(text: str) -> float:
+        if least <= (value := kind(text)) <= most:
+            return value
+        bounds = f"from {least} to {most}" if most < math.inf else f"at least {least}"
+        raise argparse.ArgumentTypeError(f"must be {bounds}, found {text}")
+
+    return number
