@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from cli.files import explaining
+from cli.files import explaining, read_text
 from model import InputError, ModelConfig
 from weights.tokenizer import Tokenizer
 
@@ -15,22 +16,24 @@ def read_prompt(argument: str | None, file: str | None) -> str:
     """Text of the prompt: ``argument``, or the contents of ``file`` ("-": standard input) without a
     byte order mark.
 
-    Raises InputError when it is missing, given twice, empty or not readable as UTF-8.
+    Raises InputError when it is missing, given twice, or no text that can be read.
     """
     if (argument is None) == (file is None):
         raise InputError("give one prompt: as an argument, or with --prompt-file")
-    place = "the prompt" if file is None else "standard input" if file == "-" else file
-    with explaining(f"{place} cannot be read as UTF-8 text", (OSError, UnicodeError)):
-        if file is None:
-            text = argument
-        else:
-            text = (
-                sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-            ).removeprefix("\ufeff")
-        text.encode()  # fails for bytes of an argument that are not UTF-8
-    if not text.strip():
-        raise InputError("the prompt is empty: give it at least one character")
-    return text
+    if file is None:
+        return checked_prompt(argument)
+    with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeError)):
+        text = sys.stdin.read() if file == "-" else read_text(file)
+    return checked_prompt(text.removeprefix("\ufeff"))
+
+
+def checked_prompt(prompt: Any) -> str:
+    """The prompt. Raises InputError for anything but a string of UTF-8 that is not empty."""
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f"the prompt must be a string that is not empty, found {prompt!r:.80}")
+    with explaining("the prompt cannot be read as UTF-8 text", (UnicodeError,)):
+        prompt.encode()
+    return prompt
 
 
 def encode_prompt(

@@ -21,7 +21,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
-from decoding.policies import Past, Policy
+from decoding.policies import Past
 from decoding.rounds import Round
 from decoding.run.reading import Spans
 from decoding.run.writer import Drafting, Reader, Sample, Writer
@@ -52,21 +52,18 @@ class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
     The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
-    Readers of the last round find the ``sample``. ``answers`` are the positions of earlier answers
-    in the prompt of a conversation. Any thread may set ``cancelled``: the sample is then
-    interrupted.
+    ``answers`` are the positions of earlier answers in the prompt of a conversation. Any thread may
+    set ``cancelled``: the text then ends where it is. ``sample`` holds the text so far.
     """
 
     text: Text
     drafting: Drafting
     params: SamplingParams
     coupling: Coupling
-    policy: Policy | None = None
     readers: Sequence[Reader] = ()
     observer: Observer | None = None
     answers: Spans = ()
     on_draft: Callable[[list[int]], None] | None = None
-    sample: Sample | None = None
     error: BaseException | None = None
     cancelled: bool = False
     loop: greenlet | None = None
@@ -74,9 +71,12 @@ class Task:
     call: Call | None = None  # of the model, unanswered
     unread: list[tuple[Round, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.sample = Sample(self.text)
+
     @property
     def ended(self) -> bool:
-        return bool(self.sample or self.error)
+        return self.loop is not None and self.loop.dead
 
     @property
     def prompt(self) -> list[int]:
@@ -164,7 +164,7 @@ class Scheduler:
     def run(self) -> None:
         """Write all submitted texts, until none is left. A text that fails ends alone.
 
-        Ctrl-C and errors of readers end all; texts that had begun have their samples then.
+        Ctrl-C and errors of readers end all; samples hold the texts so far.
         """
         try:
             while self.admit():
@@ -180,7 +180,6 @@ class Scheduler:
 
     def _write(self, task: Task) -> None:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
-        sample = Sample(task.text)
         self.active.append(task)
         try:
             task.slot.begin(task.prompt, task.answers, reuse=bool(task.answers))
@@ -189,41 +188,26 @@ class Scheduler:
                 task.drafting,
                 task.params,
                 task.coupling,
-                policy=task.policy,
                 readers=[lambda *round: task.unread.append(round)],
                 observer=task.observer,
-                sample=sample,
+                sample=task.sample,
             )
         except KeyboardInterrupt:
-            sample.interrupted = True
             if not task.cancelled:
                 raise
         except BaseException as error:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
-        finally:
-            task.sample = sample
 
-    def _start(self, task: Task) -> None:
-        """Let a text's loop begin, and run until its first call."""
-        task.loop = greenlet(self._write)
-        self._pass_on(task, task.loop.switch(task))
+    def _go_on(self, task: Task, answer: Tensor | Task | BaseException | None = None) -> None:
+        """Let a text's loop run until its next call, and pass its new rounds and its draft to the
+        readers.
 
-    def _go_on(self, task: Task, answer: Tensor | BaseException | None = None) -> None:
-        """Let a text's loop run until its next call, from the answer of the last. An exception is
+        ``answer`` is that of the last call, at the beginning the text itself. An exception is
         raised in the loop.
         """
-        if isinstance(answer, BaseException):
-            call = task.loop.throw(answer)
-        else:
-            call = task.loop.switch(answer)
-        self._pass_on(task, call)
-
-    def _pass_on(self, task: Task, call: Call | None) -> None:
-        """Note a loop's call, None where it has ended, and pass its new rounds and its draft to the
-        readers.
-        """
-        task.call = call
+        go_on = task.loop.throw if isinstance(answer, BaseException) else task.loop.switch
+        task.call = go_on(answer)  # None where the loop has ended
         began = now(self.model.device)
         for round, seconds in task.unread:
             for read in task.readers:
@@ -246,7 +230,8 @@ class Scheduler:
             task.slot = free[0]
             if task.answers:  # A conversation goes on where its cache is.
                 task.slot = max(free, key=lambda slot: slot.kept(task.prompt, task.answers))
-            self._start(task)
+            task.loop = greenlet(self._write)
+            self._go_on(task, task)
         return bool(self.active)
 
     def _prefill(self) -> None:

@@ -7,7 +7,6 @@ time the same.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -41,8 +40,7 @@ class Preparation:
 
     def do_piece(self) -> None:
         """Do the next piece, if any is left."""
-        if not self.is_done and next(self.pieces, self) is self:
-            self.is_done = True
+        self.is_done = next(self.pieces, self) is self
 
     def finish(self) -> None:
         """Do all pieces that are left."""
@@ -94,7 +92,6 @@ class Sample:
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
-    interrupted: bool = False  # by Ctrl-C, possibly after its last token, or since its reader left
     trouble: str | None = None  # the reason why the model runs without CUDA graphs
 
     @property
@@ -116,13 +113,6 @@ class Sample:
     def speed(self) -> float:
         """Tokens per second of decoding."""
         return self.statistics.tokens / self.seconds if self.seconds else 0.0
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a text was written; ``sample`` is the text so far."""
-
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
 
 
 # Policy, randomness and rule of a text, which several processes make the same.
@@ -224,26 +214,19 @@ class Writer:
         params: SamplingParams,
         coupling: Coupling,
         *,
-        policy: Policy | None = None,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
         sample: Sample | None = None,
     ) -> Sample:
-        """Write a text, which holds the prompt, to its end. Raises Interrupted on Ctrl-C.
+        """Write a text, which holds the prompt, to its end.
 
-        The time of the ``readers`` is not counted; for the other arguments see ``rounds``. A
-        ``sample`` that is given holds the text so far also after an error.
+        The time of the ``readers`` is not counted. A ``sample`` that is given holds the text so far
+        also after an error and after Ctrl-C.
         """
         sample = sample or Sample(text)
-        rounds = self.rounds(sample, drafting, params, coupling, policy=policy, observer=observer)
-        try:
-            with closing(rounds):
-                for round in rounds:
-                    for read in readers:
-                        read(round, sample.seconds)
-        except KeyboardInterrupt:
-            sample.interrupted = True
-            raise Interrupted(sample) from None
+        for round in self.rounds(sample, drafting, params, coupling, observer):
+            for read in readers:
+                read(round, sample.seconds)
         return sample
 
     def rounds(
@@ -252,23 +235,22 @@ class Writer:
         drafting: Drafting,
         params: SamplingParams,
         coupling: Coupling,
-        *,
-        policy: Policy | None = None,
         observer: Observer | None = None,
     ) -> Iterator[Round]:
         """The rounds of a sample that holds only its prompt, each added to it.
 
-        ``policy`` is a new one of the drafting by default. A sample whose rounds are not read to
-        the end is interrupted.
+        The policy has a clock where no text can change by a draft's length. Under the ratio rule a
+        length decides which random numbers a token is drawn with, and where rows depend on each
+        other it decides how logits are rounded.
         """
         self.text = sample.source
-        policy = policy or drafting.new_policy()
-        drafter = self.drafter(drafting)
-        has_clock = observer is None and self.lengths_are_free(params, coupling)
-        if not has_clock:
-            drafting.preparation.finish()
-        else:
+        policy = drafting.new_policy()
+        draws_alike = params.temperature == 0 or coupling.name == "race"
+        has_clock = observer is None and draws_alike and self.model.why_rows_vary is None
+        if has_clock:
             policy.grant_clock(self.pasts[drafting.new_drafter], self.shares_steps)
+        else:
+            drafting.preparation.finish()
         policy, randomness, verify = self.decide(
             (policy, coupling.randomness(self.model.device), coupling.verify)
         )
@@ -276,40 +258,26 @@ class Writer:
             self.target,
             self.cache,
             self.text,
-            drafter,
+            self.drafter(drafting),
             policy,
             params,
             randomness,
             verify,
             observer=observer,
         )
-        try:
-            with closing(rounds):
-                began = self.clock()
-                for round in rounds:
-                    seconds = self.clock() - began
-                    sample.seconds += seconds
-                    # Asked again, since a step may have fallen back to the readable blocks.
-                    if has_clock and not self.model.trouble and self.was_alone():
-                        policy.observe_time(seconds)
-                    sample.rounds.append(round)
-                    sample.statistics.add(round)
-                    yield round
-                    # No text changes where its drafts begin later, so none waits for the copies.
-                    drafting.preparation.do_piece()
-                    began = self.clock()
-        finally:
-            sample.interrupted = sample.source.finish is None
-            sample.trouble = self.model.trouble
-
-    def lengths_are_free(self, params: SamplingParams, coupling: Coupling) -> bool:
-        """Whether no text can change by a draft's length, so that a policy may use a clock.
-
-        Under the ratio rule a length decides which random numbers a token is drawn with, and where
-        rows depend on each other it decides how logits are rounded.
-        """
-        draws_alike = params.temperature == 0 or coupling.name == "race"
-        return draws_alike and self.model.why_rows_vary is None
+        began = self.clock()
+        for round in rounds:
+            seconds = self.clock() - began
+            sample.seconds += seconds
+            sample.trouble = self.model.trouble  # a step may have fallen back
+            if has_clock and not sample.trouble and self.was_alone():
+                policy.observe_time(seconds)
+            sample.rounds.append(round)
+            sample.statistics.add(round)
+            yield round
+            # No text changes where its drafts begin later, so none waits for the copies.
+            drafting.preparation.do_piece()
+            began = self.clock()
 
     def shares_steps(self) -> bool:
         """Whether other texts share the model's steps now."""

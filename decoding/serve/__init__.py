@@ -7,7 +7,7 @@ from decoding.run.options import Request
 from model import InputError
 
 
-def serve(command_line: Request) -> int:
+def serve(command_line: Request) -> None:
     """Serve the model until Ctrl-C or SIGTERM. Raises InputError where that is not possible."""
     try:
         from decoding.serve.app import Server
@@ -15,4 +15,3 @@ def serve(command_line: Request) -> int:
         install = "run make serve, or pip install -r requirements-serve.txt"
         raise InputError(f"--serve needs {error.name}: {install}") from None
     Server(command_line).serve_until_stopped()
-    return 0

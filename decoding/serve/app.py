@@ -21,8 +21,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cli.command_line import say
-from decoding.run.chooser import Setting
 from decoding.run.options import Request
+from decoding.run.session import Session
 from decoding.serve.requests import (
     MAX_GAMMA,
     Chat,
@@ -34,10 +34,8 @@ from decoding.serve.requests import (
 )
 from decoding.serve.worker import Job, Worker, live_page, write_completion, write_live
 from model import InputError, LayerPlan
-from model.fast import accelerate
 from model.plan import LOW_BITS
-from weights.load import load_model
-from weights.memory import Memory, check_fits, estimate, free_bytes
+from weights.memory import Memory, check_fits, free_bytes
 
 MAX_BODY = 1 << 20  # bytes
 BODY_SECONDS = 30  # in which a body must arrive
@@ -130,7 +128,7 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
     bodies = BodyReader()
     page = live_page(reader)
-    model = {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
+    model = {"id": reader.request.name, "object": "model", "created": 0, "owned_by": "local"}
 
     def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
         """The route of one kind of request for texts."""
@@ -174,11 +172,13 @@ def context_length(command_line: Request, slots: int) -> int:
     config = command_line.config
     device = command_line.device
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
-    needs = command_line.needs() | {"longest_draft": MAX_GAMMA, "plan": low_bits, "fast_on": device}
-    positions = min(command_line.context, (needs["draft"] or config).max_positions)
+    draft = command_line.needs()["draft"] or config
+    positions = min(command_line.context, draft.max_positions)
 
     def memory_for(positions: int) -> Memory:
-        one = estimate(config, **needs | {"positions": positions, "prompt": positions // 2})
+        one = command_line.memory(
+            positions=positions, prompt=positions // 2, longest_draft=MAX_GAMMA, plan=low_bits
+        )
         return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
 
     while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(device):
@@ -202,7 +202,6 @@ class Server(uvicorn.Server):
         does not fit.
         """
         asked = command_line.options
-        folder = command_line.folder
         host, _, port = asked.serve.rpartition(":")
         try:
             self.listener = socket.create_server((host or "127.0.0.1", int(port)))
@@ -212,14 +211,9 @@ class Server(uvicorn.Server):
             ) from None
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         slots = asked.together if command_line.device.type == "cpu" else 1
-        capacity = context_length(command_line, slots)
-        tokenizer = command_line.tokenizer
-        model = load_model(folder, command_line.dtype, command_line.device)
-        model = accelerate(model, not asked.no_compile)
-        coupling = command_line.coupling.name
-        setting = Setting(folder, model, tokenizer, command_line.params, capacity, coupling)
-        self.worker = Worker(setting, command_line.draft, slots)
-        reader = RequestReader(command_line, capacity, self.worker.bits)
+        asked.context = context_length(command_line, slots)
+        self.worker = Worker(Session(command_line), slots)
+        reader = RequestReader(command_line, self.worker.bits)
         config = uvicorn.Config(
             guarded(make_app(self.worker, reader), host),
             log_level="critical",

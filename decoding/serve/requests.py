@@ -19,14 +19,7 @@ from cli.command_line import say
 from cli.files import one_line
 from decoding.run.arguments import checked
 from decoding.run.chooser import DRAFTERS, DraftOptions
-from decoding.run.options import (
-    GRAMMARS,
-    Request,
-    TextOptions,
-    read_grammar,
-    read_grammar_files,
-    told_schema,
-)
+from decoding.run.options import GRAMMARS, Request, TextOptions, read_grammar_files, told_schema
 from decoding.run.prompt import check_prompt, encode_prompt, tell_schema, too_long
 from decoding.run.reading import Spans, conversation
 from decoding.sampling import SamplingParams
@@ -225,27 +218,24 @@ class Chat(Asked):
 
 
 class RequestReader:
-    """Reader of requests for texts of up to ``capacity`` positions, prompt included.
+    """Reader of requests for texts that fit the command line's context.
 
     Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
 
-    def __init__(self, command_line: Request, capacity: int, bits: int) -> None:
-        self.config = command_line.config
+    def __init__(self, command_line: Request, bits: int) -> None:
+        self.request = command_line
         self.options = read_grammar_files(command_line.options)
-        self.tokenizer = command_line.tokenizer
-        self.capacity = capacity
         self.bits = bits
         # Of prompts that could fit, since no token has more than the longest: to split more into
         # tokens would take seconds, in which nobody is answered.
-        self.most_bytes = capacity * max(map(len, self.tokenizer.pieces))
+        self.most_bytes = command_line.context * max(map(len, command_line.tokenizer.pieces))
         # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
         # copies would be made while all texts wait.
         absent = {"auto", "model"} - {self.options.draft}
         if self.options.draft != "skip" and not (command_line.folder / "plan.json").exists():
             absent.add("skip")
         self.drafts = [kind for kind in DRAFTERS if kind not in absent]
-        self.name = command_line.folder.resolve().name  # of the model, in requests
 
     def read(
         self, kind: type[Completion | Chat], body: bytes
@@ -253,21 +243,20 @@ class RequestReader:
         """The JSON of a body, the prompt's token ids with the positions of earlier answers in them,
         and the options. Raises the errors that ``refusal`` takes.
         """
+        request = self.request
         asked = kind.model_validate_json(body)
-        self.check_model(asked.model or self.name)
+        self.check_model(asked.model or request.name)
         options = self.options_of(asked)
         if (size := len("".join(asked.texts).encode())) > self.most_bytes:
-            raise too_long(f"{size} bytes", self.config, self.capacity)
+            raise too_long(f"{size} bytes", request.config, request.context)
         for name, most in MAX_SOURCE.items():
             if len(getattr(options, name) or "") > most:
                 raise HTTPException(400, f"{name} must have at most {most} characters")
-        vocab_size = self.config.vocab_size
-        grammar = read_grammar(options, self.tokenizer, vocab_size, MASK_SECONDS)
-        ids, answers = asked.encode(self.tokenizer, options)
-        check_prompt(ids, self.config, Path(self.name), self.capacity)
+        ids, answers = asked.encode(request.tokenizer, options)
+        check_prompt(ids, request.config, Path(request.name), request.context)
         wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, self.capacity - len(ids))
-        return asked, ids, answers, TextOptions.of(options, self.tokenizer.eos_ids, grammar)
+        options.max_new_tokens = min(wanted, request.context - len(ids))
+        return asked, ids, answers, request.text_options(options, MASK_SECONDS)
 
     def options_of(self, asked: Asked) -> Namespace:
         """The command line's options, with those of a request in their place; those of drafting
@@ -300,7 +289,7 @@ class RequestReader:
 
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""
-        if name != self.name:
+        if name != self.request.name:
             raise HTTPException(
-                404, f"model {name!r:.80} does not exist here: there is {self.name}"
+                404, f"model {name!r:.80} does not exist here: there is {self.request.name}"
             )

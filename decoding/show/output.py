@@ -5,7 +5,7 @@ JSON.
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -15,10 +15,10 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import atomic_path, explaining
-from decoding.run.options import Request
+from decoding.run.session import Session
 from decoding.run.streaming import Labels, TextStream, visible
 from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Drafting, Reader, Sample, Writer
+from decoding.run.writer import Reader, Sample, Writer
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
@@ -32,11 +32,12 @@ class Output:
     alone.
     """
 
-    def __init__(self, request: Request, drafting: Drafting) -> None:
-        self.request = request
-        self.drafting = drafting
-        self.file = sys.stderr if request.options.json else sys.stdout
-        self.labels = Labels(request.tokenizer.token_bytes, request.tokenizer.special)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.request = session.request
+        self.drafting = session.draftings.of(self.request.draft, self.request.params)
+        self.file = sys.stderr if self.request.options.json else sys.stdout
+        self.labels = Labels(session.tokenizer.token_bytes, session.tokenizer.special)
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []
 
@@ -49,48 +50,43 @@ class Output:
             with self.shown(sample.source) as read:
                 recorded["readers"].append(read)
                 writer.write(sample.source, *asked, sample=sample, **recorded)
-        except KeyboardInterrupt:
-            sample.interrupted = True
-        except Exception:  # after the text so far
-            if sample.rounds:
-                self.end(sample)
-            raise
-        self.end(sample)
+        finally:
+            self.end(sample)
         return sample
 
-    def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> bool:
-        """Write a sample of each coupling at once; returns whether Ctrl-C ended them.
+    def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
+        """Write a sample of each coupling at once.
 
         The first is shown while it is written, the others after it. Raises the first error, when
         all have ended.
         """
         request = self.request
-        began = now(request.device)
-        text = partial(
-            Text, request.ids, request.rules, scheduler.model, request.tokenizer.token_bytes
-        )
         tasks = [
-            Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings
+            Task(
+                self.session.new_text(request.ids, request.rules),
+                self.drafting,
+                request.params,
+                coupling,
+                **self.record(),
+            )
+            for coupling in couplings
         ]
-        with self.shown(tasks[0].text) as read, suppress(KeyboardInterrupt):
-            tasks[0].readers.append(read)
-            for task in tasks:
-                scheduler.submit(task)
-            scheduler.run()
-        seconds = now(request.device) - began - scheduler.reading
-        for task in [
-            task for task in tasks if task.sample and (task.sample.rounds or not task.error)
-        ]:
-            if task is not tasks[0]:
-                with self.shown(task.text, pause=0) as read:
-                    for round in task.sample.rounds:
-                        read(round, task.sample.seconds)
-            self.end(task.sample)
-        for error in [task.error for task in tasks if task.error]:
-            raise error
+        began = now(request.device)
+        try:
+            with self.shown(tasks[0].text) as read:
+                tasks[0].readers.append(read)
+                scheduler.write_all(tasks)
+            seconds = now(request.device) - began - scheduler.reading
+        finally:
+            self.end(tasks[0].sample)
+            for task in tasks[1:]:
+                if task.sample.rounds:
+                    with self.shown(task.text, pause=0) as read:
+                        for round in task.sample.rounds:
+                            read(round, task.sample.seconds)
+                self.end(task.sample)
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
-        return any(not task.sample or task.sample.interrupted for task in tasks)
 
     def record(self) -> dict[str, Any]:
         """The recording of a text for the page: arguments of ``Writer.write``."""
@@ -121,7 +117,9 @@ class Output:
             show(stream.pull(at_end=True) + "\n")
 
     def end(self, sample: Sample) -> None:
-        """Print the line of statistics of a sample that has been shown."""
+        """Print the line of statistics of a sample that has been shown, if it has begun."""
+        if not sample.rounds:
+            return
         line = in_words(sample, self.drafting.name)
         say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
         wanted = self.request.options.max_new_tokens
@@ -144,20 +142,20 @@ class Output:
                 )
         if page and (samples := [each.sample for each in self.recordings if each.sample["rounds"]]):
             facts = heading(
-                request.prompt, request.folder.name, self.drafting, request.params, request.coupling
+                request.prompt, request.name, self.drafting, request.params, request.coupling
             )
             save(page, render_page(facts, samples))
             say(f"the run round by round: {page}")
 
-    def write_picture(self, writer: Writer, coupling: Coupling) -> None:
+    def write_picture(self, writer: Writer) -> None:
         """Write the first sample's text plainly too, and the moving picture of both. Raises
         InputError when it cannot be written.
         """
         request = self.request
         plain = Recording(request.params, self.labels)
         text = writer.new_text(request.rules)
-        writer.write(text, writer.plain, request.params, coupling, readers=[plain.add])
-        title = f"{request.folder.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
+        writer.write(text, writer.plain, request.params, request.coupling, readers=[plain.add])
+        title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         drafted = self.recordings[0].timeline
         picture = render_picture(title, plain.timeline, drafted, self.drafting.name, self.labels)
         save(request.options.svg, picture)
