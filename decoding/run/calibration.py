@@ -156,32 +156,21 @@ def input_squares(
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    sums = {name: InputSum(square) for name in linear_layers(model)}
+    sums: dict[str, Tensor | float] = dict.fromkeys(linear_layers(model), 0.0)
+
+    def add(name: str, x: Tensor) -> None:
+        sums[name] = sums[name] + square(x.float().flatten(0, -2))
+
     with ExitStack() as hooks:
         for name, layer in linear_layers(model).items():
             if name != "head":
-                hooks.enter_context(layer.register_forward_pre_hook(sums[name].before_layer))
+                hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+                hooks.enter_context(hook)
         for text in texts:
             ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)
-            sums["head"].add(model.norm(model.hidden(ids)))
+            add("head", model.norm(model.hidden(ids)))
     count = sum(len(text.prompt) + len(text.written) for text in texts)
-    return {name: found.total / count for name, found in sums.items()}
-
-
-class InputSum:
-    """Sum over the inputs of a linear layer, of their squares or of another function."""
-
-    def __init__(self, square: Callable[[Tensor], Tensor]) -> None:
-        self.square = square
-        self.total: Tensor | float = 0.0
-
-    def add(self, x: Tensor) -> None:
-        """Add inputs ``[..., in]``."""
-        self.total = self.total + self.square(x.float().flatten(0, -2))
-
-    def before_layer(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Add the inputs of a call: a hook of torch."""
-        self.add(inputs[0])
+    return {name: total / count for name, total in sums.items()}
 
 
 def low_bit_steps(

@@ -20,7 +20,6 @@ from decoding.policies import (
     BreakEven,
     ConfidenceGate,
     FixedLength,
-    Policy,
 )
 from decoding.run.calibration import low_bit_steps
 from decoding.run.own_drafter import load_drafter
@@ -182,47 +181,26 @@ def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParam
     """The same drafting under --adaptive, else --gamma, else its default policy, behind the
     confidence gate if asked.
 
-    A drafting that is plain by default stays plain, unless --gamma is given.
+    A length is that of --gamma, else that of the plan. A drafting that is plain by default stays
+    plain, unless --gamma is given.
     """
-    if drafting.new_policy().gamma == 0 and options.gamma is None:
+    new_policy = drafting.new_policy
+    if new_policy().gamma == 0 and options.gamma is None:
         return drafting
-    new_policy = (
-        adaptive_exit(drafting, options, params)
-        or fixed_length(drafting, options)
-        or drafting.new_policy
-    )
+    gamma = options.gamma
+    threshold = START_SAMPLED if params.temperature else START_GREEDY
+    if drafting.chosen:
+        gamma = drafting.chosen.gamma if gamma is None else gamma
+        threshold = drafting.chosen.threshold or threshold
+    if options.adaptive:
+        longest = LONGEST_ADAPTIVE if gamma is None else gamma
+        new_policy = partial(AdaptiveExit, threshold, longest)
+    elif options.gamma is not None or options.adaptive is not None:
+        new_policy = partial(FixedLength, GAMMA if gamma is None else gamma)
     gate = options.min_target_confidence
     if gate is None:
         return replace(drafting, new_policy=new_policy)
     return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))
-
-
-def adaptive_exit(
-    drafting: Drafting, options: DraftOptions, params: SamplingParams
-) -> Callable[[], Policy] | None:
-    """Draft & Verify's policy, if --adaptive is given, from the threshold of the plan, if any."""
-    if not options.adaptive:
-        return None
-    start = START_SAMPLED if params.temperature else START_GREEDY
-    if drafting.chosen and drafting.chosen.threshold:
-        start = drafting.chosen.threshold
-    return partial(AdaptiveExit, start, length_of(drafting, options, LONGEST_ADAPTIVE))
-
-
-def fixed_length(drafting: Drafting, options: DraftOptions) -> Callable[[], Policy] | None:
-    """Drafts of a fixed length, if --gamma or --no-adaptive is given."""
-    if options.gamma is None and options.adaptive is None:
-        return None
-    return partial(FixedLength, length_of(drafting, options, GAMMA))
-
-
-def length_of(drafting: Drafting, options: DraftOptions, default: int) -> int:
-    """The draft length of --gamma, else that of the plan, else the default."""
-    if options.gamma is not None:
-        return options.gamma
-    if drafting.chosen and drafting.chosen.gamma is not None:
-        return drafting.chosen.gamma
-    return default
 
 
 def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
@@ -276,26 +254,12 @@ def lookup(options: DraftOptions, setting: Setting) -> Drafting:
     return Drafting("prompt lookup", lambda cache: PromptLookup(model.vocab_size, model.device))
 
 
-def early_exit(options: DraftOptions, setting: Setting) -> Drafting:
-    """The first layers of the target, by default half of them."""
-    layers = setting.model.num_layers
-    chosen = exit_plan(options, setting.folder, layers)
-    name = f"exit at layer {layers - len(chosen.plan.skipped_mlp)} of {layers}"
-    if options.bits:
-        name += f", in {options.bits} bits"
-    return planned(setting, chosen, name)
-
-
-def low_bits(options: DraftOptions, setting: Setting) -> Drafting:
-    """All layers of the target in low bits: those of --bits, else four."""
-    return planned(setting, low_bits_plan(options, setting.folder, setting.model.num_layers))
-
-
-def skip(options: DraftOptions, setting: Setting) -> Drafting:
-    """The target without the sublayers that a plan file names; plain where the plan says that no
-    draft pays.
+def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
+    """The target under the plan of --draft exit, lowbit or skip; plain where a plan file says that
+    no draft pays.
     """
-    chosen = plan_of_file(options, setting.folder, setting.model.num_layers)
+    layers = setting.model.num_layers
+    chosen = PLANS[options.kind](options, setting.folder, layers)
     if chosen is None:
         raise InputError(
             f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
@@ -303,7 +267,11 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
         )
     if chosen.gamma == 0 and options.gamma is None:
         return plain(setting.model, "plain: by the plan, no draft pays")
-    return planned(setting, chosen)
+    if options.kind != "exit":
+        return planned(setting, chosen)
+    bits = f" in {options.bits} bits" if options.bits else ""
+    exit_layer = layers - len(chosen.plan.skipped_mlp)
+    return planned(setting, chosen, f"exit at layer {exit_layer} of {layers}{bits}")
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
@@ -399,9 +367,9 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
     "auto": auto,
     "none": lambda options, setting: plain(setting.model),
     "lookup": lookup,
-    "skip": skip,
-    "exit": early_exit,
-    "lowbit": low_bits,
+    "skip": self_draft,
+    "exit": self_draft,
+    "lowbit": self_draft,
     "model": other_model,
 }
 
