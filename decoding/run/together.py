@@ -112,7 +112,6 @@ class Slot(Writer):
         self.target = ModelProxy(scheduler.model)
         self.scheduler = scheduler
         self.pasts = scheduler.pasts
-        self.shared_steps = 0
 
     def clock(self) -> float:
         """The clock of decoding in seconds, without the time of any text's readers."""
@@ -120,11 +119,6 @@ class Slot(Writer):
 
     def shares_steps(self) -> bool:
         return len(self.scheduler.active) > 1
-
-    def was_alone(self) -> bool:
-        before = self.shared_steps
-        self.shared_steps = self.scheduler.shared_steps
-        return self.shared_steps == before
 
     def drafter(self, drafting: Drafting) -> Drafter:
         """The drafter of a drafting, with proxies in place of the models that draft."""
@@ -146,7 +140,6 @@ class Scheduler:
         self.active: list[Task] = []  # in order of arrival
         self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.reading = 0.0  # seconds that readers took
-        self.shared_steps = 0  # steps and chunks of prompts while several texts were active
         self.slots = [Slot(self) for _ in range(slots)]
 
     def submit(self, task: Task) -> None:
@@ -168,7 +161,6 @@ class Scheduler:
         """
         try:
             while self.admit():
-                self.shared_steps += len(self.active) > 1
                 self._prefill()
                 self._take_step()
         finally:

@@ -266,11 +266,13 @@ class Writer:
             observer=observer,
         )
         began = self.clock()
+        shared = self.shares_steps()
         for round in rounds:
             seconds = self.clock() - began
             sample.seconds += seconds
             sample.trouble = self.model.trouble  # a step may have fallen back
-            if has_clock and not sample.trouble and self.was_alone():
+            shared = shared or self.shares_steps()
+            if has_clock and not (shared or sample.trouble):
                 policy.observe_time(seconds)
             sample.rounds.append(round)
             sample.statistics.add(round)
@@ -278,14 +280,11 @@ class Writer:
             # No text changes where its drafts begin later, so none waits for the copies.
             drafting.preparation.do_piece()
             began = self.clock()
+            shared = self.shares_steps()
 
     def shares_steps(self) -> bool:
         """Whether other texts share the model's steps now."""
         return False
-
-    def was_alone(self) -> bool:
-        """Whether no other text took part in the steps since the last call."""
-        return True
 
     def warm_up(self, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> None:
         """Write a few tokens, with the draft and without, before anything is timed.

@@ -105,8 +105,7 @@ class Output:
             print("-" * 20, file=self.file)
         if self.request.options.trace:
             console = Console(file=self.file)
-            has_grammar = text.grammar is not None
-            with LiveTrace(console, self.labels, pause=pause, grammar=has_grammar) as live:
+            with LiveTrace(console, self.labels, pause=pause, grammar=bool(text.grammar)) as live:
                 yield live.add
             return
         stream = TextStream(text)
@@ -124,8 +123,10 @@ class Output:
         say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
         wanted = self.request.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
-            context = f"the context of {self.request.context} tokens is full"
-            say(f"{context}, so the text has {len(sample.tokens)} of the {wanted} asked for")
+            say(
+                f"the context of {self.request.context} tokens is full, so the text has"
+                f" {len(sample.tokens)} of the {wanted} asked for"
+            )
         self.samples.append(sample)
 
     def close(self) -> None:
@@ -137,9 +138,8 @@ class Output:
         if request.options.json:
             for sample in self.samples:
                 written = {"text": sample.text, "tokens": sample.tokens}
-                print(
-                    json.dumps(written | as_json(sample, request.repeat_with), ensure_ascii=False)
-                )
+                written |= as_json(sample, request.repeat_with)
+                print(json.dumps(written, ensure_ascii=False))
         if page and (samples := [each.sample for each in self.recordings if each.sample["rounds"]]):
             facts = heading(
                 request.prompt, request.name, self.drafting, request.params, request.coupling

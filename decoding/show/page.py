@@ -65,26 +65,20 @@ class Recording:
         drafted = draft.probs
         shown = target_probs
         if self.params.temperature == 0:
-            drafted = (
-                torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
-                if draft.logits
-                else drafted
-            )
             shown = torch.softmax(logits.float(), dim=-1)
+            if draft.logits:
+                drafted = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
         self.details = []
         for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]:
+            has_draft = row < len(draft.tokens)
             detail = {
                 "id": each,
                 "text": self.label(each),
                 "p": probability(target_probs[row], each),
-                "q": None,
+                "q": probability(draft.probs[row], each) if has_draft else None,
+                "target_top": self._top(shown[row], each),
+                "draft_top": self._top(drafted[row], each) if has_draft else [],
             }
-            detail |= {"target_top": self._top(shown[row], each), "draft_top": []}
-            if row < len(draft.tokens):
-                detail |= {
-                    "q": probability(draft.probs[row], each),
-                    "draft_top": self._top(drafted[row], each),
-                }
             self.details.append(detail)
         self.examining += now(logits.device) - began
 
@@ -134,12 +128,10 @@ def heading(
     given = [f"{name} {value}" for name, (value, default) in values.items() if value != default]
     greedy = params.temperature == 0
     sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
-    facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
-    plan = drafting.plan and asdict(drafting.plan)
     return {
         "prompt": prompt,
-        "facts": facts,
-        "plan": plan,
+        "facts": [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)],
+        "plan": drafting.plan and asdict(drafting.plan),
         "greedy": greedy,
         "race": coupling.name == "race",
     }
