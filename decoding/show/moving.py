@@ -78,23 +78,28 @@ class Piece:
 
 
 class Lane:
-    """Layout of a text in time and place.
+    """Layout of the beginning of a text in time and place.
 
     Drafted tokens appear where they would stand in the text. When some are rejected, the target's
     token takes their place, and they are shown below it, until others are rejected.
     """
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, timeline: Timeline, verifying: float, labels: Labels) -> None:
+        """``verifying``: seconds of a round that its draft does not take."""
         self.labels = labels
         self.pieces: list[Piece] = []
         self.kept: list[Piece] = []  # of each token of the text
         self.struck: list[Piece] = []  # the latest rejected ones
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        began = 0.0
+        for round, ended in timeline:
+            self._add(round, began, ended, verifying)
+            began = ended
+            if len(self.kept) >= MOST_TOKENS:
+                break
 
-    def add(self, round: Round, began: float, ended: float, verifying: float) -> None:
-        """Place the tokens of a round. The draft takes its time but for ``verifying`` seconds, each
-        token as long as the others.
-        """
+    def _add(self, round: Round, began: float, ended: float, verifying: float) -> None:
+        """Place the tokens of a round; each drafted one takes as long as the others."""
         drafting = max(ended - began - verifying, LEAST_DRAFTING * (ended - began))
         rejected: list[Piece] = []
         for number, (token, verdict) in enumerate(round.verdicts(), 1):
@@ -131,9 +136,8 @@ class Lane:
         column = last.column + cell_len(last.text)
         most = COLUMNS if text.startswith(" ") else COLUMNS + OVERHANG
         breaks = column + cell_len(text) > most or ("↵" in last.text and last.kind != "rejected")
-        if breaks:
+        if breaks or column == 0:
             column = 0
-        if column == 0:
             text = text.lstrip()
         piece = Piece(text, kind, last.line + breaks, column, begin, end)
         self.pieces.append(piece)
@@ -152,30 +156,27 @@ class Canvas:
     def __init__(self, slower: int, period: float) -> None:
         self.slower = slower
         self.period = period
-        self.svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
-        self.style = SubElement(self.svg, "style")
-        self.card = SubElement(self.svg, "rect", x=".5", y=".5", rx="8", fill="#fff")
+        self.parts: list[Element] = []
         self.moments: dict[str, str] = {}  # keyframes: their name
 
-    def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> Element:
+    def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> None:
         """Write text that does not move."""
-        place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
-        element = SubElement(self.svg, "text", place | {"class": kind})
-        element.text = text
-        return element
+        place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor, "class": kind}
+        self.parts.append(Element("text", place))
+        self.parts[-1].text = text
 
     def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> float:
         """Draw the pieces of a lane from ``top`` on; returns the place below them."""
-        group = SubElement(self.svg, "g", {"class": kind})
+        group = Element("g", {"class": kind})
+        self.parts.append(group)
         for piece in lane.pieces:
             text = piece.text.strip()
             if not text:
                 continue
             indented = len(piece.text) - len(piece.text.lstrip())
-            x = MARGIN + CELL * (piece.column + indented)
             y = top + pitch * piece.line + DROP * (piece.kind == "rejected")
             attributes = {
-                "x": f"{x:.0f}",
+                "x": f"{MARGIN + CELL * (piece.column + indented):.0f}",
                 "y": f"{y:g}",
                 # so wide in any font
                 "textLength": f"{CELL * min(cell_len(text), COLUMNS):.0f}",
@@ -184,33 +185,33 @@ class Canvas:
                 "style": f"animation-name:{self.moment(piece)}",
             }
             if piece.end is not None:
-                attributes["opacity"] = "0"
+                attributes["opacity"] = "0"  # where nothing can move
             SubElement(group, "text", attributes).text = text
         return top + pitch * (1 + max(piece.line for piece in lane.pieces))
 
     def moment(self, piece: Piece) -> str:
         """Name of the keyframes by which a piece appears and disappears."""
-        shown = f"{self.percent(piece.begin)}{{opacity:1}}"
+        share = 100 * self.slower / self.period  # of the period in percent, per second of the run
+        frames = f"{share * piece.begin:.2f}%{{opacity:1}}"
         if piece.end is None:
-            frames = f"0%{{opacity:0}}{shown}"
+            frames = f"0%{{opacity:0}}{frames}"
         else:
-            frames = f"{shown}{self.percent(piece.end)}{{opacity:0}}"
+            frames += f"{share * piece.end:.2f}%{{opacity:0}}"
         return self.moments.setdefault(frames, f"m{len(self.moments)}")
 
-    def percent(self, seconds: float) -> str:
-        """A moment of the run as a share of the period."""
-        return f"{100 * self.slower * seconds / self.period:.2f}%"
-
-    def finish(self, height: float) -> str:
+    def finish(self, title: str, height: float) -> str:
         """The whole file."""
-        size = {"width": f"{WIDTH}", "height": f"{height:g}"}
-        self.svg.attrib |= size | {"viewBox": f"0 0 {WIDTH} {height:g}"}
-        self.card.attrib |= {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
-        moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
+        size = {"width": f"{WIDTH}", "height": f"{height:g}", "viewBox": f"0 0 {WIDTH} {height:g}"}
+        svg = Element("svg", size, xmlns="http://www.w3.org/2000/svg", role="img")
         frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
-        self.style.text = moving + CSS + "\n".join(frames)
-        indent(self.svg, space="")
-        return tostring(self.svg, encoding="unicode")
+        moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
+        SubElement(svg, "style").text = moving + CSS + "\n".join(frames)
+        SubElement(svg, "title").text = title
+        card = {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
+        SubElement(svg, "rect", card, x=".5", y=".5", rx="8", fill="#fff")
+        svg.extend(self.parts)
+        indent(svg, space="")
+        return tostring(svg, encoding="unicode")
 
 
 def render_picture(
@@ -219,20 +220,20 @@ def render_picture(
     """The picture of a text that was written plainly, and ``drafted`` by a draft of this name."""
     # To verify a draft is counted as a plain step, the rest of its round as drafting.
     step = plain[-1][1] / len(plain)
-    lanes = [lane_of(timeline, step, labels) for timeline in (plain, drafted)]
-    last = max(piece.begin for lane in lanes for piece in lane.pieces)
+    above = Lane(plain, step, labels)
+    below = Lane(drafted, step, labels)
+    last = max(piece.begin for piece in above.pieces + below.pieces)
     slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
     canvas = Canvas(slower, round(slower * last + PAUSE, 3))
-    SubElement(canvas.svg, "title").text = f"{title}: plain decoding beside drafting by {draft}"
     right = WIDTH - MARGIN
     canvas.write(title, "muted", MARGIN, 30)
     canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
     canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")
-    bottom = canvas.draw(lanes[0], "plain", 84, PLAIN_LINE)
+    bottom = canvas.draw(above, "plain", 84, PLAIN_LINE)
     gain = f"{speed(drafted):.1f} tokens/s: {speed(drafted) / speed(plain):.2f} times plain"
     canvas.write(f"draft: {draft}", "title", MARGIN, bottom + 14)
     canvas.write(gain, "title", right, bottom + 14, "end")
-    bottom = canvas.draw(lanes[1], "draft", bottom + 38, DRAFT_LINE)
+    bottom = canvas.draw(below, "draft", bottom + 38, DRAFT_LINE)
     x = float(MARGIN)
     for kind, words in LEGEND.items():
         canvas.write(words, kind, x, bottom + 12)
@@ -241,19 +242,7 @@ def render_picture(
     most = max(tokens_of(drafted), tokens_of(plain))
     part = f"; the first {MOST_TOKENS} of {most} tokens" if most > MOST_TOKENS else ""
     canvas.write(f"{rhythm}{part}", "muted", right, bottom + 12, "end")
-    return canvas.finish(bottom + 28)
-
-
-def lane_of(timeline: Timeline, verifying: float, labels: Labels) -> Lane:
-    """Layout of the beginning of a text."""
-    lane = Lane(labels)
-    began = 0.0
-    for round, ended in timeline:
-        lane.add(round, began, ended, verifying)
-        began = ended
-        if len(lane.kept) >= MOST_TOKENS:
-            break
-    return lane
+    return canvas.finish(f"{title}: plain decoding beside drafting by {draft}", bottom + 28)
 
 
 def tokens_of(timeline: Timeline) -> int:
