@@ -159,9 +159,12 @@ class Request:
         """Token ids of a prompt, under options whose files are read. Raises InputError where it is
         too long for the context, by default the model's.
         """
-        schema = told_schema(options)
         ids = encode_prompt(
-            self.tokenizer, prompt, chat=options.chat, system=options.system, schema=schema
+            self.tokenizer,
+            prompt,
+            chat=options.chat,
+            system=options.system,
+            schema=told_schema(options),
         )
         check_prompt(ids, self.config, self.folder, context)
         return ids

@@ -87,30 +87,29 @@ def error_response(request: HTTPRequest | None, error: Exception) -> JSONRespons
     return JSONResponse(error_json(refused), refused.status_code)
 
 
-class BodyReader:
-    """Reader of requests' bodies, within limits on their bytes, time, and number per client."""
+async def read_body(
+    request: HTTPRequest, arriving: defaultdict[str, list[asyncio.Task[bytes]]]
+) -> bytes:
+    """The body of a request; empty where the client disconnects.
 
-    def __init__(self) -> None:
-        self.arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)  # by client's address
-
-    async def read(self, request: HTTPRequest) -> bytes:
-        """The body; empty where the client disconnects. Raises HTTPException for one that is too
-        long or too slow, and for two statements of its length, by which proxies are deceived.
-        """
-        if {"content-length", "transfer-encoding"}.issubset(request.headers):
-            raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
-        if int(request.headers.get("content-length", 0)) > MAX_BODY:
-            raise HTTPException(413, TOO_LONG)
-        bodies = self.arriving[request.client.host]
-        if len(bodies) == MAX_ARRIVING:
-            bodies.pop(0).cancel()
-        bodies.append(body := asyncio.create_task(collect(request)))
-        await asyncio.wait([body], timeout=BODY_SECONDS)
-        if body in bodies:
-            bodies.remove(body)
-        if body.cancel() or body.cancelled():  # too late, or given up
-            raise HTTPException(408, "the body did not arrive in time: send it again")
-        return body.result()
+    ``arriving`` are the bodies that arrive now, by the client's address. Raises HTTPException for
+    one that is too long or too slow, and for two statements of its length, by which proxies are
+    deceived.
+    """
+    if {"content-length", "transfer-encoding"}.issubset(request.headers):
+        raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY:
+        raise HTTPException(413, TOO_LONG)
+    bodies = arriving[request.client.host]
+    if len(bodies) == MAX_ARRIVING:
+        bodies.pop(0).cancel()
+    bodies.append(body := asyncio.create_task(collect(request)))
+    await asyncio.wait([body], timeout=BODY_SECONDS)
+    if body in bodies:
+        bodies.remove(body)
+    if body.cancel() or body.cancelled():  # too late, or given up
+        raise HTTPException(408, "the body did not arrive in time: send it again")
+    return body.result()
 
 
 async def collect(request: HTTPRequest) -> bytes:
@@ -126,7 +125,7 @@ async def collect(request: HTTPRequest) -> bytes:
 
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
-    bodies = BodyReader()
+    arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)
     page = live_page(reader)
     model = {"id": reader.request.name, "object": "model", "created": 0, "owned_by": "local"}
 
@@ -134,7 +133,7 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
         """The route of one kind of request for texts."""
 
         async def respond(request: HTTPRequest) -> Response:
-            body = await bodies.read(request)
+            body = await read_body(request, arriving)
             # In another thread, since a grammar may take long to read.
             job = Job(*await asyncio.to_thread(reader.read, kind, body), begin)
             worker.enqueue(job)

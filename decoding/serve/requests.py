@@ -12,7 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 from starlette.exceptions import HTTPException
 
 from cli.command_line import say
@@ -91,7 +98,10 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        AfterValidator(lambda role: "system" if role == "developer" else role),
+    ]
     content: Annotated[
         list[TextPart],
         BeforeValidator(
@@ -182,9 +192,12 @@ class LiveText(Completion):
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        schema = told_schema(options)
         ids = encode_prompt(
-            tokenizer, self.prompt, chat=options.chat, system=options.system, schema=schema
+            tokenizer,
+            self.prompt,
+            chat=options.chat,
+            system=options.system,
+            schema=told_schema(options),
         )
         return ids, ()
 
@@ -206,13 +219,11 @@ class Chat(Asked):
         """
         if tokenizer.chat_template is None:
             raise HTTPException(400, "this model has no chat template: use /v1/completions")
-        roles = [
-            "system" if message.role == "developer" else message.role for message in self.messages
-        ]
         messages = [
-            {"role": role, "content": text} for role, text in zip(roles, self.texts, strict=True)
+            {"role": message.role, "content": text}
+            for message, text in zip(self.messages, self.texts, strict=True)
         ]
-        if options.system is not None and roles[0] != "system":
+        if options.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": options.system})
         return conversation(tokenizer, tell_schema(tokenizer, messages, told_schema(options)))
 
@@ -268,15 +279,16 @@ class RequestReader:
         given: dict[str, Any] = {}
         for name, value in asked.model_extra.items():
             if name in SHARED and value is not None:
-                one = name in ("stop", "ban") and isinstance(value, str)
-                given[name] = [value] if one else value
+                is_one = name in ("stop", "ban") and isinstance(value, str)
+                given[name] = [value] if is_one else value
             elif value and NEUTRAL.get(name) != value and name not in UNUSED:
                 raise HTTPException(400, f"{name} is not served here: leave it out")
         kind = given.get("draft", known["draft"])
         if kind != known["draft"]:
             if kind not in self.drafts:
-                drafts = ", ".join(self.drafts)
-                raise HTTPException(400, f"draft must be one of {drafts}, found {kind!r:.80}")
+                raise HTTPException(
+                    400, f"draft must be one of {', '.join(self.drafts)}, found {kind!r:.80}"
+                )
             known |= dict.fromkeys(field.name for field in fields(DraftOptions))
             known["bits"] = self.bits if kind == "lowbit" else None
         for structure in filter(None, (asked.response_format, asked.structured_outputs)):
