@@ -72,7 +72,6 @@ def speculate(
             verdict.drafted,
             verdict.accepted,
             *extension,
-            draft.confidence,
             verdict.confidence,
             forced_places(allowed if text.constraints else None),
         )

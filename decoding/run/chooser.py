@@ -6,7 +6,7 @@ there; ``FILE.py:Class`` names a class in a file of the user.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -119,7 +119,7 @@ class DraftOptions:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setting:
     """The target of a draft and the texts it is to write.
 
@@ -133,32 +133,27 @@ class Setting:
     params: SamplingParams
     positions: int
     coupling: str = "ratio"
+    made: dict[DraftOptions, Drafting] = field(default_factory=dict)
+
+    def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
+        """The drafting that the options ask for, made once for all policies. Raises InputError
+        where it is not possible.
+        """
+        # Without a length a plan may say that no draft pays.
+        gamma = options.gamma if options.kind == "skip" else None
+        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
+        if made_of not in self.made:
+            self.made[made_of] = make_drafting(made_of, self)
+        return with_policy(self.made[made_of], options, params)
 
 
 def choose(options: DraftOptions, setting: Setting) -> Drafting:
     """The drafting that the options ask for, prepared. Raises InputError where it is not
     possible.
     """
-    drafting = Draftings(setting).of(options, setting.params)
+    drafting = setting.drafting(options, setting.params)
     drafting.preparation.finish()
     return drafting
-
-
-class Draftings:
-    """Draftings of a model, each made once for all policies."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.made: dict[DraftOptions, Drafting] = {}
-
-    def of(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that the options ask for. Raises InputError where it is not possible."""
-        # Without a length a plan may say that no draft pays.
-        gamma = options.gamma if options.kind == "skip" else None
-        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
-        if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self.setting)
-        return with_policy(self.made[made_of], options, params)
 
 
 def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
 from decoding.run.arguments import checked
-from decoding.run.chooser import Draftings, Setting
+from decoding.run.chooser import Setting
 from decoding.run.options import GRAMMARS, Request, TextOptions, read_grammar_files, told_schema
 from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
@@ -51,7 +51,7 @@ class Session:
             model = accelerate(model, not request.options.no_compile)
         self.model = model
         self.tokenizer = request.tokenizer
-        setting = Setting(
+        self.setting = Setting(
             request.folder,
             model,
             self.tokenizer,
@@ -59,7 +59,6 @@ class Session:
             request.capacity,
             request.coupling.name,
         )
-        self.draftings = Draftings(setting)
         self.writer: Writer | None = None
         self.streaming: Pieces | None = None
 
@@ -83,7 +82,7 @@ class Session:
         asked = self.request.text_options(given)
         encoded = [self.request.encode(checked_prompt(prompt), given) for prompt in prompts]
         longest = max(map(len, encoded), default=0) + asked.rules.max_new_tokens
-        drafting = self.draftings.of(asked.draft, asked.params)
+        drafting = self.setting.drafting(asked.draft, asked.params)
         tasks = []
         for number, ids in enumerate(encoded):
             drawn = replace(asked.coupling, sample=number)
@@ -151,7 +150,7 @@ class Session:
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
         writer.begin(sample.source.tokens, answers, reuse=bool(answers))
-        drafting = self.draftings.of(asked.draft, asked.params)
+        drafting = self.setting.drafting(asked.draft, asked.params)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
             for read in readers:

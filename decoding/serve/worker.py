@@ -126,7 +126,7 @@ class Worker(Scheduler):
         self.arrived = threading.Event()
         self.stopped = lambda: False
         request = session.request
-        drafting = session.draftings.of(request.draft, request.params)
+        drafting = session.setting.drafting(request.draft, request.params)
         drafting.preparation.finish()  # no client waits for it
         plan = drafting.plan
         widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
@@ -175,7 +175,7 @@ class Worker(Scheduler):
                 job.error = HTTPException(503, "the server is stopping")
             elif has_room and not job.tasks and not job.gone:
                 try:
-                    drafting = self.session.draftings.of(job.options.draft, job.options.params)
+                    drafting = self.session.setting.drafting(job.options.draft, job.options.params)
                     job.begin(job, self, drafting)
                 except Exception as error:
                     job.error = error
