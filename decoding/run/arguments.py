@@ -12,7 +12,6 @@ from decoding.verify import COUPLINGS
 from model import InputError
 from weights.load import DTYPES
 
-DESCRIPTION = """Write text with a checkpoint, speculatively or not."""
 # Options that say what a command prints, or that a call's form says: no options of a call.
 NOT_FROM_PYTHON = {
     "prompt",
@@ -187,7 +186,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def make_parser() -> OneLineParser:
     """Parser of the command line."""
-    parser = OneLineParser(prog="generate.py", description=DESCRIPTION, epilog=EXAMPLES)
+    parser = OneLineParser(
+        prog="generate.py",
+        description="Write text with a checkpoint, speculatively or not.",
+        epilog=EXAMPLES,
+    )
     for title, options in OPTIONS.items():
         group = parser.add_argument_group(title) if title else parser
         for name, settings in options.items():

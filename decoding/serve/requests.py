@@ -111,17 +111,11 @@ class Message(BaseModel):
     ]
 
 
-class NamedSchema(BaseModel):
-    """OpenAI's JSON schema, of which only the schema has an effect."""
-
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
 class ResponseFormat(BaseModel):
     """OpenAI's ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
+    json_schema: dict[str, Any] | None = None
 
     def grammar(self) -> dict[str, str]:
         """The command line's option for it; none for text. Raises HTTPException without a
@@ -129,11 +123,12 @@ class ResponseFormat(BaseModel):
         """
         if self.type == "text":
             return {}
+        schema = (self.json_schema or {}).get("schema")
         if self.type == "json_object":
-            return {"json_schema": '{"type": "object"}'}
-        if self.json_schema is None:
+            schema = {"type": "object"}
+        if not isinstance(schema, dict):
             raise HTTPException(400, "response_format.json_schema: give a schema")
-        return {"json_schema": json.dumps(self.json_schema.schema_)}
+        return {"json_schema": json.dumps(schema)}
 
 
 class StructuredOutputs(BaseModel):
