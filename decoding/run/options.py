@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
 from decoding.run.chooser import DraftOptions
-from decoding.run.prompt import check_prompt, encode_prompt, read_prompt
+from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -157,11 +157,11 @@ class Request:
 
     def encode(self, prompt: str, options: Namespace, context: int | None = None) -> list[int]:
         """Token ids of a prompt, under options whose files are read. Raises InputError where it is
-        too long for the context, by default the model's.
+        no text, or too long for the context, by default the model's.
         """
         ids = encode_prompt(
             self.tokenizer,
-            prompt,
+            checked_prompt(prompt),
             chat=options.chat,
             system=options.system,
             schema=told_schema(options),

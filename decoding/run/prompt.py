@@ -14,17 +14,15 @@ from weights.tokenizer import Tokenizer
 
 def read_prompt(argument: str | None, file: str | None) -> str:
     """Text of the prompt: ``argument``, or the contents of ``file`` ("-": standard input) without a
-    byte order mark.
-
-    Raises InputError when it is missing, given twice, or no text that can be read.
+    byte order mark. Raises InputError when it is missing, given twice or cannot be read.
     """
     if (argument is None) == (file is None):
         raise InputError("give one prompt: as an argument, or with --prompt-file")
     if file is None:
-        return checked_prompt(argument)
+        return argument
     with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeError)):
         text = sys.stdin.read() if file == "-" else read_text(file)
-    return checked_prompt(text.removeprefix("\ufeff"))
+    return text.removeprefix("\ufeff")
 
 
 def checked_prompt(prompt: Any) -> str:

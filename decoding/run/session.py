@@ -14,7 +14,7 @@ from decoding.run.chooser import Setting
 from decoding.run.options import GRAMMARS, Request, TextOptions, read_grammar_files, told_schema
 from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
-from decoding.run.streaming import TextStream
+from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import MOST_TOGETHER, Scheduler, Task
 from decoding.run.writer import Decisions, Reader, Sample, Writer
 from decoding.text import Rules, Text
@@ -51,6 +51,7 @@ class Session:
             model = accelerate(model, not request.options.no_compile)
         self.model = model
         self.tokenizer = request.tokenizer
+        self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
         self.setting = Setting(
             request.folder,
             model,
@@ -80,7 +81,7 @@ class Session:
         self.end_stream()
         given = self.options(options)
         asked = self.request.text_options(given)
-        encoded = [self.request.encode(checked_prompt(prompt), given) for prompt in prompts]
+        encoded = [self.request.encode(prompt, given) for prompt in prompts]
         longest = max(map(len, encoded), default=0) + asked.rules.max_new_tokens
         drafting = self.setting.drafting(asked.draft, asked.params)
         tasks = []
@@ -131,7 +132,7 @@ class Session:
         self.end_stream()
         given = self.options(options)
         asked = self.request.text_options(given)
-        ids = self.request.encode(checked_prompt(prompt), given)
+        ids = self.request.encode(prompt, given)
         most = self.model.max_positions
         longest = min(len(ids) + asked.rules.max_new_tokens, most)
         if self.writer is None or self.writer.capacity < longest:
@@ -149,7 +150,7 @@ class Session:
         readers: Sequence[Reader] = (),
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
-        writer.begin(sample.source.tokens, answers, reuse=bool(answers))
+        writer.begin(sample.source.tokens, answers)
         drafting = self.setting.drafting(asked.draft, asked.params)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):

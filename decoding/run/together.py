@@ -174,7 +174,7 @@ class Scheduler:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
         self.active.append(task)
         try:
-            task.slot.begin(task.prompt, task.answers, reuse=bool(task.answers))
+            task.slot.begin(task.prompt, task.answers)
             task.slot.write(
                 task.text,
                 task.drafting,

@@ -31,12 +31,12 @@ WARM_UP_TOKENS = 4  # least number of tokens written before anything is timed
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
 
 
+@dataclass
 class Preparation:
     """Work before a model can draft, in pieces: the making of low-bit copies that are not kept."""
 
-    def __init__(self, pieces: Iterator[None]) -> None:
-        self.pieces = pieces
-        self.is_done = False
+    pieces: Iterator[None]
+    is_done: bool = False
 
     def do_piece(self) -> None:
         """Do the next piece, if any is left."""
@@ -151,16 +151,16 @@ class Writer:
         self.plain = plain(model)
 
     @torch.inference_mode()
-    def begin(self, prompt: Sequence[int], answers: Spans = (), *, reuse: bool = False) -> float:
+    def begin(self, prompt: Sequence[int], answers: Spans = ()) -> float:
         """Read a prompt, all but its last token, into the cache; returns the seconds this took.
 
-        ``answers`` are the positions of earlier answers in it: see ``decoding.run.reading``. With
-        ``reuse`` the entries of the text before stay where they are those of this prompt. A draft
+        ``answers`` are the positions of earlier answers in it (``decoding.run.reading``): if there
+        are any, the entries of the text before stay where they are those of this prompt. A draft
         model reads the prompt into its cache when it first drafts.
         """
         began = self.clock()
         segments = segments_of(len(prompt), answers)
-        kept = self.kept(prompt, answers) if reuse else 0
+        kept = self.kept(prompt, answers) if answers else 0
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
@@ -169,29 +169,25 @@ class Writer:
         ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
         for segment in segments:
             first = max(segment.begin, kept)
-            tokens = ids[:, first : segment.end]
-            if segment.by_steps and first < segment.end:
-                self.target(tokens, self.cache, first)
-            elif first < segment.end:
-                self.target.prefill(tokens, self.cache, first)
+            read = self.target if segment.by_steps else self.target.prefill
+            if first < segment.end:
+                read(ids[:, first : segment.end], self.cache, first)
         self.prompt = list(prompt)
         self.segments = segments
         return self.clock() - began
 
     def kept(self, prompt: Sequence[int], answers: Spans) -> int:
         """Number of entries of the cache that this prompt can use: see ``begin``."""
-        return reusable(*self._held(), prompt, segments_of(len(prompt), answers))
-
-    def _held(self) -> tuple[list[int], list[Segment]]:
-        """Tokens whose entries the cache holds, and how they were read: the prompt's, and behind
-        them those of its last text, which were written in steps.
-        """
-        if self.text is None or not self.prompt:
-            return self.prompt, self.segments
-        # An interrupted round may have left entries of its draft behind those of the text.
-        end = min(self.cache.length, len(self.text) - 1)
-        written = Segment(self.text.prompt_length - 1, end, True)
-        return self.text.tokens[:end], [*self.segments, written]
+        tokens = self.prompt
+        segments = self.segments
+        if (
+            self.text is not None and self.prompt
+        ):  # behind the prompt, its last text, written in steps
+            # An interrupted round may have left entries of its draft behind those of the text.
+            end = min(self.cache.length, len(self.text) - 1)
+            tokens = self.text.tokens[:end]
+            segments = [*segments, Segment(self.text.prompt_length - 1, end, True)]
+        return reusable(tokens, segments, prompt, segments_of(len(prompt), answers))
 
     def new_text(self, rules: Rules) -> Text:
         """A text that holds only the prompt."""

@@ -24,7 +24,7 @@ from decoding.rounds import Round
 from decoding.run.options import TextOptions
 from decoding.run.reading import Spans
 from decoding.run.session import Session
-from decoding.run.streaming import Labels, TextStream
+from decoding.run.streaming import TextStream
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
 from decoding.serve.requests import Asked, Chat, RequestReader, error_json, refusal
@@ -121,7 +121,6 @@ class Worker(Scheduler):
         super().__init__(session.model, session.request.capacity, slots)
         self.session = session
         self.plain = plain(session.model)
-        self.labels = Labels(session.tokenizer.token_bytes, session.tokenizer.special)
         self.jobs: list[Job] = []  # in order of arrival; those with tasks have begun
         self.arrived = threading.Event()
         self.stopped = lambda: False
@@ -271,7 +270,7 @@ def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
     ways = [drafting, worker.plain] if job.asked.beside else [drafting]
 
     def begin(column: int) -> None:
-        recording = Recording(job.options.params, worker.labels)
+        recording = Recording(job.options.params, worker.session.labels)
 
         def send(kind: str, **more: Any) -> None:
             job.send({"kind": kind, "column": column, **more})
@@ -288,7 +287,7 @@ def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
             ways[column],
             readers=[read],
             observer=recording.observe,
-            on_draft=lambda tokens: send("draft", tokens=[*map(worker.labels, tokens)]),
+            on_draft=lambda tokens: send("draft", tokens=[*map(worker.session.labels, tokens)]),
         )
 
     request = worker.session.request

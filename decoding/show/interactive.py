@@ -11,7 +11,6 @@ from rich.console import Console
 
 from cli.command_line import say
 from decoding.run.session import Session
-from decoding.run.streaming import Labels
 from decoding.show.output import in_words
 from decoding.show.trace import LiveTrace
 from model import InputError
@@ -25,7 +24,6 @@ class Terminal:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.labels = Labels(session.tokenizer.token_bytes, session.tokenizer.special)
         self.shows_trace = session.request.options.trace
         self.chat = session.chat()
 
@@ -54,7 +52,7 @@ class Terminal:
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written."""
         if self.shows_trace:
-            with LiveTrace(Console(), self.labels) as live:
+            with LiveTrace(Console(), self.session.labels) as live:
                 self.chat.say(line, readers=[live.add])
             return
         try:

@@ -16,7 +16,7 @@ from rich.console import Console
 from cli.command_line import say
 from cli.files import atomic_path, explaining
 from decoding.run.session import Session
-from decoding.run.streaming import Labels, TextStream, visible
+from decoding.run.streaming import TextStream, visible
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Reader, Sample, Writer
 from decoding.show.moving import render_picture
@@ -37,7 +37,6 @@ class Output:
         self.request = session.request
         self.drafting = session.setting.drafting(self.request.draft, self.request.params)
         self.file = sys.stderr if self.request.options.json else sys.stdout
-        self.labels = Labels(session.tokenizer.token_bytes, session.tokenizer.special)
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []
 
@@ -90,7 +89,7 @@ class Output:
 
     def record(self) -> dict[str, Any]:
         """The recording of a text for the page: arguments of ``Writer.write``."""
-        self.recordings.append(recording := Recording(self.request.params, self.labels))
+        self.recordings.append(recording := Recording(self.request.params, self.session.labels))
         return {
             "readers": [recording.add],
             "observer": recording.observe if self.request.options.html else None,
@@ -105,7 +104,9 @@ class Output:
             print("-" * 20, file=self.file)
         if self.request.options.trace:
             console = Console(file=self.file)
-            with LiveTrace(console, self.labels, pause=pause, grammar=bool(text.grammar)) as live:
+            with LiveTrace(
+                console, self.session.labels, pause=pause, grammar=bool(text.grammar)
+            ) as live:
                 yield live.add
             return
         stream = TextStream(text)
@@ -152,12 +153,14 @@ class Output:
         InputError when it cannot be written.
         """
         request = self.request
-        plain = Recording(request.params, self.labels)
+        plain = Recording(request.params, self.session.labels)
         text = writer.new_text(request.rules)
         writer.write(text, writer.plain, request.params, request.coupling, readers=[plain.add])
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         drafted = self.recordings[0].timeline
-        picture = render_picture(title, plain.timeline, drafted, self.drafting.name, self.labels)
+        picture = render_picture(
+            title, plain.timeline, drafted, self.drafting.name, self.session.labels
+        )
         save(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
 

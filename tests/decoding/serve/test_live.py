@@ -182,7 +182,7 @@ def test_tokens_like_markup_are_text(
     hostile = (
         "<img src=x onerror=\"window.ran='token'\"></script><script>window.ran='script'</script>"
     )
-    monkeypatch.setattr(served.worker, "labels", lambda token: hostile)
+    monkeypatch.setattr(served.worker.session, "labels", lambda token: hostile)
     ask(opened, budget="4", beside=True)
     wait(opened, finished)
     assert {chip.text for chip in opened.find_elements("css selector", "#text .own")} == {hostile}
