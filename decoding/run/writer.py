@@ -180,10 +180,9 @@ class Writer:
         """Number of entries of the cache that this prompt can use: see ``begin``."""
         tokens = self.prompt
         segments = self.segments
-        if (
-            self.text is not None and self.prompt
-        ):  # behind the prompt, its last text, written in steps
-            # An interrupted round may have left entries of its draft behind those of the text.
+        if self.text is not None and self.prompt:
+            # Behind the prompt is its last text, written in steps. An interrupted round may have
+            # left entries of its draft behind those.
             end = min(self.cache.length, len(self.text) - 1)
             tokens = self.text.tokens[:end]
             segments = [*segments, Segment(self.text.prompt_length - 1, end, True)]

@@ -103,7 +103,7 @@ class Lane:
         drafting = max(ended - began - verifying, LEAST_DRAFTING * (ended - began))
         rejected: list[Piece] = []
         for number, (token, verdict) in enumerate(round.verdicts(), 1):
-            data = self.labels.token_bytes(token) or self.labels(token).encode()
+            data = self.labels.spelled([token])
             drawn = began + drafting * number / max(1, len(round.drafted))
             if verdict == "own":
                 self.kept.append(self._place(self.decoder.decode(data), "own", self.kept, ended))
