@@ -13,9 +13,9 @@ import sys
 from dataclasses import replace
 
 from cli.command_line import run_command
-from decoding.run.arguments import checked, make_parser
+from decoding.run.arguments import make_parser
 from decoding.run.compare import comparison
-from decoding.run.options import Request
+from decoding.run.options import Request, checked
 from decoding.run.session import Session
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample

@@ -26,7 +26,6 @@ PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
 # the files that determine importance, rounding and packing
 SOURCES = [Path(__file__), PROMPTS_FILE, Path(quantise.__file__)]
 SOURCES += Path(fast.__file__).with_name("cpu").glob("*.py")
-BY_IMPORTANCE = (4,)  # numbers of bits in which weights are rounded by the importance of inputs
 TOKENS = 48  # written after each prompt
 
 
@@ -196,7 +195,7 @@ def low_bit_steps(
     if not missing:
         return
     say("making this checkpoint's low-bit copies, kept for later runs")
-    if any(bits in BY_IMPORTANCE for _, bits in missing):
+    if any(bits == 4 for _, bits in missing):  # rounded by the importance of inputs
         yield from importance_steps(model, kept, tokenizer)
     for layer, bits in missing:
         kept.write(f"{names[layer]}.{bits}", model.make_copy(layer, bits))

@@ -1,18 +1,21 @@
-"""Options of a text, from a command line or a request, and the checked request of a command
-line.
+"""Checked options of a text, from a command line, a call or a request, and the checked request of a
+command line.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from argparse import Namespace
+from argparse import Action, Namespace
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
+from decoding.run.arguments import make_parser
 from decoding.run.chooser import DraftOptions
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
@@ -33,6 +36,61 @@ CONTEXT = 8192
 MOST = 1 << 16  # texts that can be asked for
 # Options of a command that writes after one prompt.
 OF_ONE_PROMPT = ("prompt", "prompt_file", "compare", "html", "svg", "json")
+# Options that say what a command prints, or that a call's form says: no options of a call.
+NOT_FROM_PYTHON = {
+    "prompt",
+    "prompt_file",
+    "num_samples",
+    "dry_run",
+    "compare",
+    "trace",
+    "html",
+    "svg",
+    "json",
+    "serve",
+    "together",
+    "interactive",
+}
+# Types of an option's values, by its type on the command line, and their name in messages.
+TYPES = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    None: (str | Path, "a string"),
+}
+
+
+def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
+    """The options ``known``, with those ``given`` to a call or in a request in their place.
+
+    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Raises
+    InputError for a name that is no option of a call, and for a value of another type.
+    """
+    actions = {action.dest: action for action in make_parser()._actions}
+    for name, value in given.items():
+        if name not in actions or name in NOT_FROM_PYTHON:
+            raise InputError(f"there is no option {name}: see python generate.py --help")
+        action = actions[name]
+        fits, wanted = has_type_of(action, value)
+        if not fits and (value is not None or action.default is not None):
+            raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
+    return Namespace(**vars(known) | given)
+
+
+def has_type_of(action: Action, value: Any) -> tuple[bool, str]:
+    """Whether a value of Python or JSON is one that this option of the command line could have, and
+    the type of its values in words.
+    """
+    if action.choices is not None:
+        return value in list(action.choices), f"one of {', '.join(action.choices)}"
+    if isinstance(action.default, list):
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return fits, "a list of strings"
+    if action.nargs == 0:
+        return isinstance(value, bool), "True or False"
+    if action.dest == "json_schema" and isinstance(value, dict):
+        return True, "a schema"
+    types, words = TYPES.get(action.type, TYPES[None])
+    return isinstance(value, types) and not isinstance(value, bool), words
 
 
 class TextOptions(NamedTuple):

@@ -9,9 +9,15 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.run.arguments import checked
 from decoding.run.chooser import Setting
-from decoding.run.options import GRAMMARS, Request, TextOptions, read_grammar_files, told_schema
+from decoding.run.options import (
+    GRAMMARS,
+    Request,
+    TextOptions,
+    checked,
+    read_grammar_files,
+    told_schema,
+)
 from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
 from decoding.run.streaming import Labels, TextStream
@@ -61,24 +67,34 @@ class Session:
             request.coupling.name,
         )
         self.writer: Writer | None = None
-        self.streaming: Pieces | None = None
+        self.sample: Sample | None = None  # the last text
+        self.streaming: Pieces = (piece for piece in ())
 
     def write(self, prompt: str, **options: object) -> Sample:
         """The text after a prompt. Raises InputError."""
-        sample, pieces = self._begin(prompt, options)
-        for _ in pieces:
+        for _ in self.stream(prompt, **options):
             pass
-        return sample
+        return self.sample
 
     def stream(self, prompt: str, **options: object) -> Iterator[str]:
         """The text after a prompt, in pieces as they are written. Raises InputError."""
-        return self._begin(prompt, options)[1]
+        self.streaming.close()
+        given = self.options(options)
+        asked = self.request.text_options(given)
+        ids = self.request.encode(prompt, given)
+        most = self.model.max_positions
+        longest = min(len(ids) + asked.rules.max_new_tokens, most)
+        if self.writer is None or self.writer.capacity < longest:
+            self.writer = self.new_writer(min(-(-longest // POSITIONS) * POSITIONS, most))
+        self.sample = Sample(self.new_text(ids, asked.rules))
+        self.streaming = self.pieces(self.writer, self.sample, asked)
+        return self.streaming
 
     def write_all(self, prompts: Sequence[str], **options: object) -> list[Sample]:
         """A text after each prompt, in shared steps where the device has them; each is the text
         that it would be alone. Equal prompts have different random numbers.
         """
-        self.end_stream()
+        self.streaming.close()
         given = self.options(options)
         asked = self.request.text_options(given)
         encoded = [self.request.encode(prompt, given) for prompt in prompts]
@@ -120,26 +136,6 @@ class Session:
         memory = self.request.memory(positions=capacity)
         fitting = free_bytes(self.request.device) // (memory.cache + memory.workspace)
         return max(1, min(texts, MOST_TOGETHER, fitting))
-
-    def end_stream(self) -> None:
-        """End a stream that has not ended."""
-        if self.streaming is not None:
-            self.streaming.close()
-            self.streaming = None
-
-    def _begin(self, prompt: str, options: dict[str, object]) -> tuple[Sample, Pieces]:
-        """A sample that holds only the prompt, and the pieces of its text."""
-        self.end_stream()
-        given = self.options(options)
-        asked = self.request.text_options(given)
-        ids = self.request.encode(prompt, given)
-        most = self.model.max_positions
-        longest = min(len(ids) + asked.rules.max_new_tokens, most)
-        if self.writer is None or self.writer.capacity < longest:
-            self.writer = self.new_writer(min(-(-longest // POSITIONS) * POSITIONS, most))
-        sample = Sample(self.new_text(ids, asked.rules))
-        self.streaming = self.pieces(self.writer, sample, asked)
-        return sample, self.streaming
 
     def pieces(
         self,
@@ -197,7 +193,7 @@ class Conversation:
         kept.
         """
         session = self.session
-        session.end_stream()
+        session.streaming.close()
         given = session.options(self.options | options)
         asked = session.request.text_options(given)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]

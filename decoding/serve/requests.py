@@ -24,9 +24,15 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.arguments import checked
 from decoding.run.chooser import DRAFTERS, DraftOptions
-from decoding.run.options import GRAMMARS, Request, TextOptions, read_grammar_files, told_schema
+from decoding.run.options import (
+    GRAMMARS,
+    Request,
+    TextOptions,
+    checked,
+    read_grammar_files,
+    told_schema,
+)
 from decoding.run.prompt import check_prompt, encode_prompt, tell_schema, too_long
 from decoding.run.reading import Spans, conversation
 from decoding.sampling import SamplingParams
