@@ -169,6 +169,7 @@ def context_length(command_line: Request, slots: int) -> int:
     only.
     """
     config = command_line.config
+    device = command_line.device
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     draft = command_line.needs()["draft"] or config
     positions = min(command_line.context, draft.max_positions)
@@ -179,11 +180,9 @@ def context_length(command_line: Request, slots: int) -> int:
         )
         return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
 
-    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(
-        command_line.device
-    ):
+    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(device):
         positions //= 2
-    check_fits(memory_for(positions), command_line.device)
+    check_fits(memory_for(positions), device)
     if positions < config.max_positions:
         say(
             f"context: {positions} of the model's {config.max_positions} tokens, for each of"
