@@ -52,14 +52,18 @@ def write(session: Session) -> None:
             return
         writer = session.new_writer(request.capacity)
         writer.begin(request.ids)
-        drafting = output.drafting
         if options.compare or options.svg or request.device.type == "cuda":
-            writer.warm_up(drafting, request.params, request.coupling)
+            writer.warm_up(output.drafting, request.params, request.coupling)
         samples = [output.write(writer, coupling) for coupling in couplings]
         if options.compare:
             exact = ":" not in options.draft  # a class of the user may misstate its q
             result = comparison(
-                writer, samples[0], drafting, request.params, request.coupling, exact=exact
+                writer,
+                samples[0],
+                output.drafting,
+                request.params,
+                request.coupling,
+                exact=exact,
             )
             print(result, file=sys.stderr)
         if options.svg:

@@ -96,5 +96,6 @@ def too_long(size: str, config: ModelConfig, context: int) -> InputError:
     """Error of a prompt of this size that does not fit ``context`` positions."""
     used = f", of which {context} are used" if context < config.max_positions else ""
     remedy = "shorten the prompt" + (used and " or raise --context")
-    limit = f"the model's context {config.max_positions} tokens{used}"
-    return InputError(f"the prompt has {size}, {limit}: {remedy}")
+    return InputError(
+        f"the prompt has {size}, the model's context {config.max_positions} tokens{used}: {remedy}"
+    )

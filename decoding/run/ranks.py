@@ -88,8 +88,9 @@ def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Session], None
 def run(options: Namespace, write: Callable[[Session], None]) -> None:
     """Meet the other ranks, check the request, load this rank's shard, and write."""
     if options.serve or options.interactive or options.svg:
-        alone = "--serve, --interactive and --svg run in one process"
-        raise InputError(f"{alone}: start without torchrun")
+        raise InputError(
+            "--serve, --interactive and --svg run in one process: start without torchrun"
+        )
     on_gpus = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
     with explaining(
         f"{', '.join(ENVIRONMENT)} must be as torchrun sets them",

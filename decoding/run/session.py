@@ -203,8 +203,10 @@ class Conversation:
             self.writer = session.new_writer(session.request.capacity)
         room = self.writer.capacity - len(ids)
         if room < 1:
-            limit = f"{len(ids)} tokens, its context {self.writer.capacity}"
-            raise ContextFull(f"the conversation has {limit}: forget its oldest turns")
+            raise ContextFull(
+                f"the conversation has {len(ids)} tokens, its context {self.writer.capacity}:"
+                " forget its oldest turns"
+            )
         check_prompt(ids, session.request.config, session.request.folder)
         rules = replace(asked.rules, max_new_tokens=min(asked.rules.max_new_tokens, room))
         self.sample = Sample(session.new_text(ids, rules))

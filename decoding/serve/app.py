@@ -67,16 +67,15 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not (names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}")):
-            foreign = HTTPException(
+            refused = HTTPException(
                 403, "pages of other sites may not use this server: use its address"
             )
-            await error_response(None, foreign)(scope, receive, send)
         elif open_requests.locked():
-            full = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
-            await error_response(None, full)(scope, receive, send)
+            refused = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
         else:
             async with open_requests:
-                await app(scope, receive, send)
+                return await app(scope, receive, send)
+        return await error_response(None, refused)(scope, receive, send)
 
     return respond
 

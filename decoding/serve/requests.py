@@ -3,8 +3,6 @@
 Fields have OpenAI's names, others those of the command line.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

@@ -2,8 +2,6 @@
 to clients.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -132,11 +130,12 @@ class Worker(Scheduler):
         # of the low-bit copies that requests may ask for
         self.bits = max(widths, default=LOW_BITS[0])
         # A few tokens, so that no client waits for a compiler.
-        few = [
-            Task(session.new_text([0], Rules(16)), way, request.params, request.coupling)
-            for way in (drafting, self.plain)
-        ]
-        self.write_all(few)
+        self.write_all(
+            [
+                Task(session.new_text([0], Rules(16)), way, request.params, request.coupling)
+                for way in (drafting, self.plain)
+            ]
+        )
 
     def enqueue(self, job: Job) -> None:
         """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is

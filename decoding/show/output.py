@@ -135,18 +135,18 @@ class Output:
         be written.
         """
         request = self.request
-        page = request.options.html
         if request.options.json:
             for sample in self.samples:
                 written = {"text": sample.text, "tokens": sample.tokens}
                 written |= as_json(sample, request.repeat_with)
                 print(json.dumps(written, ensure_ascii=False))
-        if page and (samples := [each.sample for each in self.recordings if each.sample["rounds"]]):
+        samples = [each.sample for each in self.recordings if each.sample["rounds"]]
+        if request.options.html and samples:
             facts = heading(
                 request.prompt, request.name, self.drafting, request.params, request.coupling
             )
-            save(page, render_page(facts, samples))
-            say(f"the run round by round: {page}")
+            save(request.options.html, render_page(facts, samples))
+            say(f"the run round by round: {request.options.html}")
 
     def write_picture(self, writer: Writer) -> None:
         """Write the first sample's text plainly too, and the moving picture of both. Raises
@@ -157,9 +157,12 @@ class Output:
         text = writer.new_text(request.rules)
         writer.write(text, writer.plain, request.params, request.coupling, readers=[plain.add])
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
-        drafted = self.recordings[0].timeline
         picture = render_picture(
-            title, plain.timeline, drafted, self.drafting.name, self.session.labels
+            title,
+            plain.timeline,
+            self.recordings[0].timeline,
+            self.drafting.name,
+            self.session.labels,
         )
         save(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
