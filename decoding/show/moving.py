@@ -105,19 +105,16 @@ class Lane:
         for number, (token, verdict) in enumerate(round.verdicts(), 1):
             data = self.labels.spelled([token])
             drawn = began + drafting * number / max(1, len(round.drafted))
-            if verdict == "own":
-                self.kept.append(self._place(self.decoder.decode(data), "own", self.kept, ended))
-            elif verdict == "accepted":
+            if verdict in ("accepted", "own"):
                 text = self.decoder.decode(data)
-                draft = self._place(text, "drafted", self.kept, drawn, ended)
-                self.kept.append(self._judge(draft, "accepted"))
+                self.kept.append(self._place(text, verdict, self.kept, drawn, ended))
             else:
-                before = rejected or self.kept
-                draft = self._place(data.decode(errors="replace"), "drafted", before, drawn, ended)
-                rejected.append(self._judge(draft, "rejected"))
+                text = data.decode(errors="replace")
+                rejected.append(self._place(text, "rejected", rejected or self.kept, drawn, ended))
         for piece in self.kept[len(self.kept) - len(round.retracted) :]:
             piece.end = ended
-            rejected.append(self._judge(piece, "rejected"))
+            rejected.append(replace(piece, kind="rejected", begin=ended, end=None))
+            self.pieces.append(rejected[-1])
             self.kept.pop()
             self.decoder.reset()
         if rejected:
@@ -126,49 +123,49 @@ class Lane:
             self.struck = rejected
 
     def _place(
-        self, text: str, kind: str, before: list[Piece], begin: float, end: float | None = None
+        self, text: str, kind: str, before: list[Piece], drawn: float, ended: float
     ) -> Piece:
         """A piece behind the last of those ``before`` it, on a new line where it does not fit, and
         after a line break of the text, which is shown as a sign.
+
+        It appears when the round has ended; from the moment when it was ``drawn`` a drafted one
+        stands there, if the target did not write it itself.
         """
         text = visible(text)
-        last = before[-1] if before else Piece("", kind, 0, 0, begin)
+        last = before[-1] if before else Piece("", kind, 0, 0, ended)
         column = last.column + cell_len(last.text)
         most = COLUMNS if text.startswith(" ") else COLUMNS + OVERHANG
         breaks = column + cell_len(text) > most or ("↵" in last.text and last.kind != "rejected")
         if breaks or column == 0:
             column = 0
             text = text.lstrip()
-        piece = Piece(text, kind, last.line + breaks, column, begin, end)
+        piece = Piece(text, kind, last.line + breaks, column, ended)
+        if kind != "own":
+            self.pieces.append(replace(piece, kind="drafted", begin=drawn, end=ended))
         self.pieces.append(piece)
         return piece
-
-    def _judge(self, piece: Piece, kind: str) -> Piece:
-        """The piece that takes the place of a drafted or retracted one when that disappears."""
-        judged = replace(piece, kind=kind, begin=piece.end, end=None)
-        self.pieces.append(judged)
-        return judged
 
 
 class Canvas:
     """An SVG that repeats after ``period`` seconds, and is ``slower`` than the run."""
 
-    def __init__(self, slower: int, period: float) -> None:
+    def __init__(self, title: str, slower: int, period: float) -> None:
         self.slower = slower
         self.period = period
-        self.parts: list[Element] = []
+        self.svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
+        SubElement(self.svg, "title").text = title
+        self.style = SubElement(self.svg, "style")
+        self.card = SubElement(self.svg, "rect", x=".5", y=".5", rx="8", fill="#fff")
         self.moments: dict[str, str] = {}  # keyframes: their name
 
     def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> None:
         """Write text that does not move."""
-        place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor, "class": kind}
-        self.parts.append(Element("text", place))
-        self.parts[-1].text = text
+        place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
+        SubElement(self.svg, "text", place | {"class": kind}).text = text
 
     def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> float:
         """Draw the pieces of a lane from ``top`` on; returns the place below them."""
-        group = Element("g", {"class": kind})
-        self.parts.append(group)
+        group = SubElement(self.svg, "g", {"class": kind})
         for piece in lane.pieces:
             text = piece.text.strip()
             if not text:
@@ -199,19 +196,16 @@ class Canvas:
             frames += f"{share * piece.end:.2f}%{{opacity:0}}"
         return self.moments.setdefault(frames, f"m{len(self.moments)}")
 
-    def finish(self, title: str, height: float) -> str:
+    def finish(self, height: float) -> str:
         """The whole file."""
-        size = {"width": f"{WIDTH}", "height": f"{height:g}", "viewBox": f"0 0 {WIDTH} {height:g}"}
-        svg = Element("svg", size, xmlns="http://www.w3.org/2000/svg", role="img")
-        frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
+        size = {"width": f"{WIDTH}", "height": f"{height:g}"}
+        self.svg.attrib |= size | {"viewBox": f"0 0 {WIDTH} {height:g}"}
+        self.card.attrib |= {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
         moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
-        SubElement(svg, "style").text = moving + CSS + "\n".join(frames)
-        SubElement(svg, "title").text = title
-        card = {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
-        SubElement(svg, "rect", card, x=".5", y=".5", rx="8", fill="#fff")
-        svg.extend(self.parts)
-        indent(svg, space="")
-        return tostring(svg, encoding="unicode")
+        frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
+        self.style.text = moving + CSS + "\n".join(frames)
+        indent(self.svg, space="")
+        return tostring(self.svg, encoding="unicode")
 
 
 def render_picture(
@@ -224,7 +218,8 @@ def render_picture(
     below = Lane(drafted, step, labels)
     last = max(piece.begin for piece in above.pieces + below.pieces)
     slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
-    canvas = Canvas(slower, round(slower * last + PAUSE, 3))
+    words = f"{title}: plain decoding beside drafting by {draft}"
+    canvas = Canvas(words, slower, round(slower * last + PAUSE, 3))
     right = WIDTH - MARGIN
     canvas.write(title, "muted", MARGIN, 30)
     canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
@@ -242,7 +237,7 @@ def render_picture(
     most = max(tokens_of(drafted), tokens_of(plain))
     part = f"; the first {MOST_TOKENS} of {most} tokens" if most > MOST_TOKENS else ""
     canvas.write(f"{rhythm}{part}", "muted", right, bottom + 12, "end")
-    return canvas.finish(f"{title}: plain decoding beside drafting by {draft}", bottom + 28)
+    return canvas.finish(bottom + 28)
 
 
 def tokens_of(timeline: Timeline) -> int:
