@@ -94,9 +94,8 @@ def sample_texts(
             # Only the repetition penalty reads it.
             probs = distribution(logits, tokens[0, :position], params)
         else:
-            texts = tokens[:, :position].split(1)
-            parts = zip(logits.split(1), texts, strict=True)
-            probs = torch.cat([distribution(row, text[0], params) for row, text in parts])
+            parts = zip(logits.split(1), tokens[:, :position], strict=True)
+            probs = torch.cat([distribution(row, text, params) for row, text in parts])
         drawn = inverse_cdf(probs, uniform[:, position])
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])

@@ -328,8 +328,8 @@ def plans_for_auto(options: DraftOptions, setting: Setting) -> dict[str, DraftPl
     model = setting.model
     plans: dict[str, DraftPlan] = {}
     if BITS in model.fast_bits:
-        low = fitting(low_bits_plan(options, setting.folder, model.num_layers), model.fast_bits)
-        plans["low bits"] = replace(low, kept_share=PRIOR_LOW_BITS)
+        low = low_bits_plan(options, setting.folder, model.num_layers)
+        plans["low bits"] = fitting(low, model.fast_bits)
     given = plan_of_file(options, setting.folder, model.num_layers)
     if given and given.gamma != 0:
         given = fitting(given, model.fast_bits)
@@ -377,7 +377,8 @@ def exit_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan:
 
 def low_bits_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan:
     """The plan of all layers in low bits: those of --bits, else four."""
-    return in_bits(DraftPlan(LayerPlan.full(layers), GAMMA_LOW_BITS), options.bits or BITS)
+    chosen = DraftPlan(LayerPlan.full(layers), GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
+    return in_bits(chosen, options.bits or BITS)
 
 
 def plan_of_file(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:

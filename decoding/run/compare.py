@@ -2,10 +2,10 @@
 texts.
 """
 
-import operator
 from collections.abc import Sequence
 from statistics import median
 
+from decoding.run.reading import equal_length
 from decoding.run.writer import Drafting, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
@@ -68,5 +68,4 @@ def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str 
     if drafted == plain:
         return "same text"
     why = why_rows_vary or "which is a defect where steps do not depend on length"
-    first = [*map(operator.eq, drafted, plain), False].index(False)
-    return f"the texts differ from token {first} on ({why})"
+    return f"the texts differ from token {equal_length(drafted, plain)} on ({why})"

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cli.command_line import say
+from cli.files import explaining
 from decoding.run.options import Request
 from decoding.run.session import Session
 from decoding.serve.requests import (
@@ -201,12 +202,11 @@ class Server(uvicorn.Server):
         """
         asked = command_line.options
         host, _, port = asked.serve.rpartition(":")
-        try:
+        with explaining(
+            f"--serve {asked.serve:.80}: give [HOST:]PORT, such as 127.0.0.1:8000",
+            (OSError, ValueError, OverflowError, TypeError),
+        ):
             self.listener = socket.create_server((host or "127.0.0.1", int(port)))
-        except (OSError, ValueError, OverflowError, TypeError) as error:
-            raise InputError(
-                f"--serve {asked.serve:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000"
-            ) from None
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         slots = asked.together if command_line.device.type == "cpu" else 1
         asked.context = context_length(command_line, slots)
