@@ -100,10 +100,15 @@ class Session:
         encoded = [self.request.encode(prompt, given) for prompt in prompts]
         longest = max(map(len, encoded), default=0) + asked.rules.max_new_tokens
         drafting = self.setting.drafting(asked.draft, asked.params)
-        tasks = []
-        for number, ids in enumerate(encoded):
-            drawn = replace(asked.coupling, sample=number)
-            tasks.append(Task(self.new_text(ids, asked.rules), drafting, asked.params, drawn))
+        tasks = [
+            Task(
+                self.new_text(ids, asked.rules),
+                drafting,
+                asked.params,
+                replace(asked.coupling, sample=number),
+            )
+            for number, ids in enumerate(encoded)
+        ]
         capacity = min(longest, self.model.max_positions)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]

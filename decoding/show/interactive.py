@@ -27,8 +27,8 @@ class Terminal:
         self.shows_trace = session.request.options.trace
         self.chat = session.chat()
 
-    def obey(self, line: str) -> bool:
-        """Do what a line beginning with "/" says; returns False for /quit."""
+    def obey(self, line: str) -> None:
+        """Do what a line beginning with "/" says."""
         command, _, argument = line.partition(" ")
         options = self.chat.options
         if command == "/reset":
@@ -45,9 +45,8 @@ class Terminal:
             chosen = options | {"draft": argument.strip()}
             self.session.request.text_options(self.session.options(chosen))  # checks it
             self.chat.options = chosen
-        elif command != "/quit":
+        else:
             print(HELP, file=sys.stderr)
-        return command != "/quit"
 
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written."""
@@ -77,9 +76,10 @@ def converse(session: Session) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
+            if line == "/quit":
+                return
             if line.startswith("/"):
-                if not terminal.obey(line):
-                    return
+                terminal.obey(line)
             elif line:
                 terminal.answer(line)
         except InputError as error:

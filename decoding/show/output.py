@@ -176,28 +176,29 @@ def save(path: Path, text: str) -> None:
 
 def in_words(sample: Sample, draft: str) -> str:
     """The statistics of a sample in one line; ``draft`` names its draft."""
-    statistics = sample.statistics
-    line = f"{sample.speed:.1f} tokens/s; {draft}"
-    if statistics.acceptance_rate is not None:
-        rate = f"{statistics.acceptance_rate:.0%} of {statistics.drafted}"
-        line += f": {rate} drafted tokens accepted"
+    told = sample.statistics
+    line = f"{told.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s; {draft}"
+    if told.drafted:
+        line += f": {told.acceptance_rate:.0%} of {told.drafted} drafted tokens accepted"
     if sample.trouble:
         line += f"; without CUDA graphs ({sample.trouble})"
-    count = f"{statistics.tokens} tokens in {sample.seconds:.2f} s"
-    return f"{count}: {line}, {statistics.tokens_per_round:.2f} tokens a round"
+    return f"{line}, {told.tokens_per_round:.2f} tokens a round"
 
 
 def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
     """Statistics for --json and for clients; ``repeat_with`` has the options that repeat a sampled
     text.
     """
-    names = ("rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round")
     return {
         "prompt_tokens": sample.source.prompt_length,
         "finish_reason": sample.finish,
         "seconds": sample.seconds,
         "tokens_per_second": sample.speed,
-        **{name: getattr(sample.statistics, name) for name in names},
+        "rounds": sample.statistics.rounds,
+        "drafted": sample.statistics.drafted,
+        "accepted": sample.statistics.accepted,
+        "acceptance_rate": sample.statistics.acceptance_rate,
+        "tokens_per_round": sample.statistics.tokens_per_round,
         "accepted_histogram": sample.statistics.histogram,
         "repeat_with": repeat_with,
     }
