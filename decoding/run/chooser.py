@@ -111,11 +111,11 @@ class DraftOptions:
         For ``kernels`` see ``fitting``. Low bits under ``auto`` are not counted: they are used only
         if their copies fit. Raises InputError for a draft model or a plan that cannot be read.
         """
-        chosen = PLANS[self.kind](self, folder, config.num_layers) if self.kind in PLANS else None
+        chosen = plan_for(self, folder, config.num_layers, kernels)
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
             "longest_draft": LONGEST_DRAFT if self.gamma is None else self.gamma,
-            "plan": chosen and fitting(chosen, kernels).plan,
+            "plan": chosen and chosen.plan,
         }
 
 
@@ -254,7 +254,7 @@ def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
     no draft pays.
     """
     layers = setting.model.num_layers
-    chosen = PLANS[options.kind](options, setting.folder, layers)
+    chosen = plan_for(options, setting.folder, layers, setting.model.fast_bits)
     if chosen is None:
         raise InputError(
             f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
@@ -326,15 +326,15 @@ def plans_for_auto(options: DraftOptions, setting: Setting) -> dict[str, DraftPl
     and its copies fit into the free memory.
     """
     model = setting.model
+    low, given = (
+        plan_for(each, setting.folder, model.num_layers, model.fast_bits)
+        for each in (DraftOptions("lowbit"), options)
+    )
     plans: dict[str, DraftPlan] = {}
     if BITS in model.fast_bits:
-        low = low_bits_plan(options, setting.folder, model.num_layers)
-        plans["low bits"] = fitting(low, model.fast_bits)
-    given = plan_of_file(options, setting.folder, model.num_layers)
-    if given and given.gamma != 0:
-        given = fitting(given, model.fast_bits)
-        if given.plan not in [each.plan for each in plans.values()]:
-            plans["plan"] = given
+        plans["low bits"] = low
+    if given and given.gamma != 0 and given.plan not in [each.plan for each in plans.values()]:
+        plans["plan"] = given
     return {
         name: chosen
         for name, chosen in plans.items()
@@ -369,32 +369,29 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 }
 
 
-def exit_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan:
-    """The plan of an early exit: the first layers of --exit-layer, else half, in --bits."""
-    exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-    return in_bits(DraftPlan(LayerPlan.early_exit(layers, exit_layer)), options.bits)
+def plan_for(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> DraftPlan | None:
+    """The plan under which the target drafts for itself; None where --draft has none.
 
-
-def low_bits_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan:
-    """The plan of all layers in low bits: those of --bits, else four."""
-    chosen = DraftPlan(LayerPlan.full(layers), GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
-    return in_bits(chosen, options.bits or BITS)
-
-
-def plan_of_file(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
-    """The plan of --plan, else that of the model's folder, in --bits; None where there is none.
-
-    Raises InputError for a plan that cannot be read.
+    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
+    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
+    ``kernels`` see ``fitting``. Raises InputError for a plan that cannot be read.
     """
     shipped = folder / "plan.json"
-    if options.plan is None and not shipped.exists():
+    if options.kind == "exit":
+        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+    elif options.kind == "lowbit":
+        plan = LayerPlan.full(layers).in_bits(BITS)
+        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
+    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
+        chosen = read_plan(options.plan or shipped, layers, folder)
+    else:
         return None
-    return in_bits(read_plan(options.plan or shipped, layers, folder), options.bits)
-
-
-def in_bits(chosen: DraftPlan, bits: int | None) -> DraftPlan:
-    """The plan with its sublayers in this many bits, if any are asked."""
-    return replace(chosen, plan=chosen.plan.in_bits(bits)) if bits else chosen
+    if options.bits:
+        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
+    return fitting(chosen, kernels)
 
 
 def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
@@ -404,12 +401,3 @@ def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
     if chosen.plan.head == 8 and kernels == (4,):
         return replace(chosen, plan=replace(chosen.plan, head=4))
     return chosen
-
-
-# Kinds of draft whose plan, and so whose memory, is known before the model is loaded.
-PLANS: dict[str, Callable[[DraftOptions, Path, int], DraftPlan | None]] = {
-    "exit": exit_plan,
-    "lowbit": low_bits_plan,
-    "skip": plan_of_file,
-    "auto": plan_of_file,
-}
