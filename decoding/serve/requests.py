@@ -259,9 +259,6 @@ class RequestReader:
         options = self.options_of(asked)
         if (size := len("".join(asked.texts).encode())) > self.most_bytes:
             raise too_long(f"{size} bytes", request.config, request.context)
-        for name, most in MAX_SOURCE.items():
-            if len(getattr(options, name) or "") > most:
-                raise HTTPException(400, f"{name} must have at most {most} characters")
         ids, answers = asked.encode(request.tokenizer, options)
         check_prompt(ids, request.config, Path(request.name), request.context)
         wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
@@ -291,7 +288,13 @@ class RequestReader:
             known |= dict.fromkeys(field.name for field in fields(DraftOptions))
             known["bits"] = self.bits if kind == "lowbit" else None
         for structure in filter(None, (asked.response_format, asked.structured_outputs)):
-            if grammar := structure.grammar():
+            grammar = structure.grammar()
+            for name, source in grammar.items():
+                if len(source) > MAX_SOURCE[name]:
+                    raise HTTPException(
+                        400, f"{name} must have at most {MAX_SOURCE[name]} characters"
+                    )
+            if grammar:
                 known |= dict.fromkeys(GRAMMARS) | grammar
         options = checked(given, Namespace(**known))
         if given.get("gamma", 0) > MAX_GAMMA:
