@@ -245,8 +245,10 @@ def plan_in_words(plan: LayerPlan) -> str:
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
     """Copies of the tokens that followed an earlier occurrence of the text's end."""
-    model = setting.model
-    return Drafting("prompt lookup", lambda cache: PromptLookup(model.vocab_size, model.device))
+    return Drafting(
+        "prompt lookup",
+        lambda cache: PromptLookup(setting.model.vocab_size, setting.model.device),
+    )
 
 
 def self_draft(options: DraftOptions, setting: Setting) -> Drafting:

@@ -247,9 +247,13 @@ class Request:
 
     def needs(self) -> dict[str, Any]:
         """Arguments of ``weights.memory.estimate`` besides the config and the device."""
-        needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
         kernels = gpu_bits(self.device, self.dtype)
-        return needs | self.draft.needs(self.folder, self.config, kernels)
+        return {
+            "dtype": self.dtype,
+            "positions": self.capacity,
+            "prompt": len(self.ids),
+            **self.draft.needs(self.folder, self.config, kernels),
+        }
 
     def memory(self, **changes: Any) -> Memory:
         """Memory for texts in one process, with some other needs."""

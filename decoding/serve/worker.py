@@ -243,20 +243,19 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
 def live_page(reader: RequestReader) -> str:
     """The page before anything is written."""
     options = reader.options
-    form = {
-        "drafts": reader.drafts,
-        "draft": options.draft,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "max_tokens": options.max_new_tokens,
-    }
     facts = {
         "prompt": "",
         "facts": [("Model", reader.request.name)],
         "plan": None,
         "greedy": True,
         "race": False,
-        "form": form,
+        "form": {
+            "drafts": reader.drafts,
+            "draft": options.draft,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "max_tokens": options.max_new_tokens,
+        },
     }
     empty = {"rounds": [], "finish": None, "seconds": 0}
     return render_page(facts, [empty], FORM.read_text(encoding="utf-8"))

@@ -198,8 +198,11 @@ class Canvas:
 
     def finish(self, height: float) -> str:
         """The whole file."""
-        size = {"width": f"{WIDTH}", "height": f"{height:g}"}
-        self.svg.attrib |= size | {"viewBox": f"0 0 {WIDTH} {height:g}"}
+        self.svg.attrib |= {
+            "width": f"{WIDTH}",
+            "height": f"{height:g}",
+            "viewBox": f"0 0 {WIDTH} {height:g}",
+        }
         self.card.attrib |= {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
         moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
         frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
