@@ -124,7 +124,7 @@ class Setting:
     """The target of a draft and the texts it is to write.
 
     ``model`` is prepared (``model.fast.accelerate``); ``positions`` is the length of the longest
-    text in tokens, ``coupling`` the name of the rule of verification.
+    text in tokens, ``coupling`` the name of the rule of verification. ``made`` keeps the draftings.
     """
 
     folder: Path
