@@ -249,15 +249,16 @@ class Scheduler:
         """The cache of another slot that holds the prompt of a text, if there is one and nothing
         has been read yet.
         """
-        reads_all = task.call.cache is task.slot.cache and not task.call.start and not task.answers
-        if not reads_all or not self.model.shares_steps:
-            return None
-        count = task.call.tokens.shape[1]
-        for slot in self.slots:
-            # Read in one segment, as this prompt would be.
-            if slot.prompt == task.prompt and len(slot.segments) < 2 and slot.cache.length >= count:
-                return slot.cache
-        return None
+        call = task.call
+        reads_all = call.cache is task.slot.cache and not call.start and not task.answers
+        same = (
+            slot.cache
+            for slot in self.slots
+            if slot.prompt == task.prompt
+            and len(slot.segments) < 2  # read in one segment, as this prompt would be
+            and slot.cache.length >= call.tokens.shape[1]
+        )
+        return next(same, None) if reads_all and self.model.shares_steps else None
 
     def _verifies(self, task: Task) -> bool:
         """Whether a text has called the target to verify its draft: its last token and the
@@ -285,9 +286,8 @@ def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
     """The logits, or the error, of each call of one model and plan, in one step where that is
     possible.
     """
-    model = calls[0].model
     try:
         rows = [(call.tokens, call.cache, call.start) for call in calls]
-        return model.together(rows, calls[0].plan)
+        return calls[0].model.together(rows, calls[0].plan)
     except Exception as error:  # computed one by one, only the failing call has an error
         return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]

@@ -68,18 +68,18 @@ class Recording:
             shown = torch.softmax(logits.float(), dim=-1)
             if draft.logits:
                 drafted = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
-        self.details = []
-        for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]:
-            has_draft = row < len(draft.tokens)
-            detail = {
+        count = len(draft.tokens)
+        self.details = [
+            {
                 "id": each,
                 "text": self.label(each),
                 "p": probability(target_probs[row], each),
-                "q": probability(draft.probs[row], each) if has_draft else None,
+                "q": probability(draft.probs[row], each) if row < count else None,
                 "target_top": self._top(shown[row], each),
-                "draft_top": self._top(drafted[row], each) if has_draft else [],
+                "draft_top": self._top(drafted[row], each) if row < count else [],
             }
-            self.details.append(detail)
+            for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]
+        ]
         self.examining += now(logits.device) - began
 
     def add(self, round: Round, seconds: float) -> dict[str, Any]:
