@@ -42,9 +42,8 @@ def comparison(
         for _ in range(TURNS)
     ]
     if params.temperature and coupling.name == "ratio":
-        texts = "another text of the same law"
-        if not exact:
-            texts += ", if the drafter states its q truly"
+        condition = "" if exact else ", if the drafter states its q truly"
+        texts = f"another text of the same law{condition}"
     else:
         texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
     tokens = min(each.statistics.tokens for turn in turns for each in turn)

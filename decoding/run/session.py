@@ -175,10 +175,8 @@ class Conversation:
     def __init__(self, session: Session, options: dict[str, object]) -> None:
         self.session = session
         self.options = options
-        self.messages: list[dict[str, str]] = []
         system = session.options(options).system
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.writer: Writer | None = None
         self.sample: Sample | None = None
 

@@ -121,11 +121,11 @@ def heading(
     """JSON of the facts about a whole run, with the plan under which the target drafts for itself,
     if any.
     """
-    values = {
-        field.name.replace("_", "-"): (getattr(params, field.name), field.default)
+    given = [
+        f"{field.name.replace('_', '-')} {getattr(params, field.name)}"
         for field in fields(params)
-    }
-    given = [f"{name} {value}" for name, (value, default) in values.items() if value != default]
+        if getattr(params, field.name) != field.default
+    ]
     greedy = params.temperature == 0
     sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
     return {
