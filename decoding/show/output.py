@@ -49,8 +49,11 @@ class Output:
             with self.shown(sample.source) as read:
                 recorded["readers"].append(read)
                 writer.write(sample.source, *asked, sample=sample, **recorded)
-        finally:
-            self.end(sample)
+        except BaseException as error:  # after the text so far
+            if sample.rounds or isinstance(error, KeyboardInterrupt):
+                self.end(sample)
+            raise
+        self.end(sample)
         return sample
 
     def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
@@ -77,9 +80,10 @@ class Output:
                 scheduler.write_all(tasks)
             seconds = now(request.device) - began - scheduler.reading
         finally:
-            self.end(tasks[0].sample)
-            for task in tasks[1:]:
-                if task.sample.rounds:
+            for task in [each for each in tasks if each.loop is not None]:  # that had begun
+                if task.error and not task.sample.rounds:
+                    continue
+                if task is not tasks[0]:
                     with self.shown(task.text, pause=0) as read:
                         for round in task.sample.rounds:
                             read(round, task.sample.seconds)
@@ -117,9 +121,7 @@ class Output:
             show(stream.pull(at_end=True) + "\n")
 
     def end(self, sample: Sample) -> None:
-        """Print the line of statistics of a sample that has been shown, if it has begun."""
-        if not sample.rounds:
-            return
+        """Print the line of statistics of a sample that has been shown."""
         line = in_words(sample, self.drafting.name)
         say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
         wanted = self.request.options.max_new_tokens
