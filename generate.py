@@ -13,9 +13,9 @@ import sys
 from dataclasses import replace
 
 from cli.command_line import run_command
-from decoding.run.arguments import checked, make_parser
+from decoding.run.arguments import make_parser
 from decoding.run.compare import comparison
-from decoding.run.options import Request
+from decoding.run.options import Request, checked
 from decoding.run.session import Session
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample
@@ -23,57 +23,59 @@ from decoding.serve import serve
 from decoding.show.interactive import converse
 from decoding.show.output import Output
 from weights.kept import kept_in_words
-from weights.memory import check_fits, estimate
+from weights.memory import check_fits
 
 
-def run(options: argparse.Namespace) -> int:
-    """Check, load, write; returns the exit status."""
+def run(options: argparse.Namespace) -> None:
+    """Check, load, write."""
     request = Request(options)
-    if options.interactive:
-        return converse(Session(request))
-    if options.serve:
-        return serve(request)
     if options.dry_run:
-        needs = estimate(request.config, **request.needs(), fast_on=request.device)
-        print(check_fits(needs, request.device), kept_in_words(), sep="\n")
-        return 0
-    return write(request, Session(request))
+        print(check_fits(request.memory(), request.device), kept_in_words(), sep="\n")
+    elif options.serve:
+        serve(request)
+    elif options.interactive:
+        converse(Session(request))
+    else:
+        write(Session(request))
 
 
-def write(request: Request, session: Session) -> int:
-    """Choose a draft, and write the samples; returns the exit status."""
+def write(session: Session) -> None:
+    """Write the samples of the session's request, and all that it asks about them."""
+    request = session.request
     options = request.options
-    drafting = session.draftings.of(request.draft, request.params)
-    output = Output(request, drafting)
+    output = Output(session)
     couplings = [replace(request.coupling, sample=number) for number in range(options.num_samples)]
     slots = 1 if options.compare else session.slots(options.num_samples, request.capacity)
     try:
         if slots > 1:
-            scheduler = Scheduler(session.model, request.capacity, slots)
-            return 130 if output.write_together(scheduler, couplings) else 0
+            output.write_together(Scheduler(session.model, request.capacity, slots), couplings)
+            return
         writer = session.new_writer(request.capacity)
         writer.begin(request.ids)
         if options.compare or options.svg or request.device.type == "cuda":
-            writer.warm_up(drafting, request.params, request.coupling)
-        for coupling in couplings:
-            sample = output.write(writer, coupling)
-            if sample.interrupted:
-                return 130
-            if options.compare and coupling is couplings[0]:
-                exact = ":" not in options.draft  # a class of the user may misstate its q
-                result = comparison(writer, sample, drafting, request.params, coupling, exact=exact)
-                print(result, file=sys.stderr)
+            writer.warm_up(output.drafting, request.params, request.coupling)
+        samples = [output.write(writer, coupling) for coupling in couplings]
+        if options.compare:
+            exact = ":" not in options.draft  # a class of the user may misstate its q
+            result = comparison(
+                writer,
+                samples[0],
+                output.drafting,
+                request.params,
+                request.coupling,
+                exact=exact,
+            )
+            print(result, file=sys.stderr)
         if options.svg:
-            output.write_picture(writer, couplings[0])
+            output.write_picture(writer)
     finally:  # complete samples are printed, also after Ctrl-C or an error
         output.close()
-    return 0
 
 
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
     """A loaded model, with the options of the command line: see ``Session``. Raises InputError."""
-    known = checked({"model": model} | options, make_parser().parse_args([]))
-    return Session(Request(known, needs_prompt=False))
+    known = make_parser().parse_args(["--interactive"])  # prompts are given later
+    return Session(Request(checked({"model": model} | options, known)))
 
 
 def generate(model: str, prompt: str, **options: object) -> Sample:

@@ -15,9 +15,8 @@ class Round:
     ``retracted`` the tokens then removed from the end of the text, because of a banned word
     ``finish``    the reason why the text ended with this round: "eos", "stop" or "length"; None
                   while it continues
-    ``draft_confidence``, ``target_confidence``: raw softmax probability (temperature 1,
-    unfiltered), by the draft of each of its tokens, by the target of the residual or bonus token;
-    None unless the policy reads it.
+    ``target_confidence``: the target's raw softmax probability (temperature 1, unfiltered) of the
+    residual or bonus token; None unless the policy reads it.
     ``forced``: of each drafted place and the one after them, whether constraints allowed one token
     only; empty without constraints.
     """
@@ -28,7 +27,6 @@ class Round:
     emitted: list[int]
     retracted: list[int] = field(default_factory=list)
     finish: str | None = None
-    draft_confidence: list[float] | None = None
     target_confidence: float | None = None
     forced: list[bool] = field(default_factory=list)
 

@@ -64,7 +64,7 @@ def speculate(
         verdict = read_verdict(draft, accepted, token, logits, probs, policy)
         if verdict.nonfinite:
             raise InputError(NON_FINITE)
-        extension = text.extend(verdict.tokens)
+        extension = text.extend([*verdict.drafted[: verdict.accepted], verdict.token])
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
         round = Round(
@@ -72,7 +72,6 @@ def speculate(
             verdict.drafted,
             verdict.accepted,
             *extension,
-            draft.confidence,
             verdict.confidence,
             forced_places(allowed if text.constraints else None),
         )
@@ -95,11 +94,6 @@ class Verdict(NamedTuple):
     token: int | None
     nonfinite: bool
     confidence: float | None
-
-    @property
-    def tokens(self) -> list[int | None]:
-        """The accepted tokens and the one after them."""
-        return [*self.drafted[: self.accepted], self.token]
 
 
 def read_verdict(

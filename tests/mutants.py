@@ -382,7 +382,7 @@ MUTANTS = [
         "the baseline is timed without a warm-up",
         generate,
         "write",
-        "writer.warm_up(drafting, request.params, request.coupling)",
+        "writer.warm_up(output.drafting, request.params, request.coupling)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
     ),

@@ -1,8 +1,6 @@
-"""Options of ``generate.py``, by which calls from Python and requests are checked too."""
+"""Table of the options of ``generate.py``, and its parser."""
 
 import argparse
-from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +8,8 @@ from cli.command_line import OneLineParser
 from cli.options import FLAG, parser_of
 from decoding.run.chooser import DRAFTERS
 from decoding.verify import COUPLINGS
-from model import InputError
 from weights.load import DTYPES
 
-DESCRIPTION = """Write text with a checkpoint, speculatively or not."""
-# Options that say what a command prints, or that a call's form says: no options of a call.
-NOT_FROM_PYTHON = {
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "dry_run",
-    "compare",
-    "trace",
-    "html",
-    "svg",
-    "json",
-    "serve",
-    "together",
-    "interactive",
-}
-# Types of an option's values, by its type on the command line, and their name in messages.
-TYPES = {
-    int: (int, "a whole number"),
-    float: (int | float, "a number"),
-    None: (str | Path, "a string"),
-}
 ON_OR_OFF = argparse.BooleanOptionalAction
 LIST = {"action": "append", "default": []}
 EXAMPLES = """examples:
@@ -187,38 +162,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def make_parser() -> OneLineParser:
     """Parser of the command line."""
-    return parser_of(OPTIONS, prog="generate.py", description=DESCRIPTION, epilog=EXAMPLES)
-
-
-def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
-    """The options ``known``, with those ``given`` to a call or in a request in their place.
-
-    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Raises
-    InputError for a name that is no option of a call, and for a value of another type.
-    """
-    actions = {action.dest: action for action in make_parser()._actions}
-    for name, value in given.items():
-        if name not in actions or name in NOT_FROM_PYTHON:
-            raise InputError(f"there is no option {name}: see python generate.py --help")
-        action = actions[name]
-        fits, wanted = has_type_of(action, value)
-        if not fits and (value is not None or action.default is not None):
-            raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
-    return Namespace(**vars(known) | given)
-
-
-def has_type_of(action: argparse.Action, value: Any) -> tuple[bool, str]:
-    """Whether a value of Python or JSON is one that this option of the command line could have, and
-    the type of its values in words.
-    """
-    if action.choices is not None:
-        return value in list(action.choices), f"one of {', '.join(action.choices)}"
-    if isinstance(action.default, list):
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return fits, "a list of strings"
-    if action.nargs == 0:
-        return isinstance(value, bool), "True or False"
-    if action.dest == "json_schema" and isinstance(value, dict):
-        return True, "a schema"
-    types, words = TYPES.get(action.type, TYPES[None])
-    return isinstance(value, types) and not isinstance(value, bool), words
+    return parser_of(
+        OPTIONS,
+        prog="generate.py",
+        description="Write text with a checkpoint, speculatively or not.",
+        epilog=EXAMPLES,
+    )

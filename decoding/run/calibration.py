@@ -26,7 +26,6 @@ PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
 # the files that determine importance, rounding and packing
 SOURCES = [Path(__file__), PROMPTS_FILE, Path(quantise.__file__)]
 SOURCES += Path(fast.__file__).with_name("cpu").glob("*.py")
-BY_IMPORTANCE = (4,)  # numbers of bits in which weights are rounded by the importance of inputs
 TOKENS = 48  # written after each prompt
 
 
@@ -95,9 +94,8 @@ def sample_texts(
             # Only the repetition penalty reads it.
             probs = distribution(logits, tokens[0, :position], params)
         else:
-            texts = tokens[:, :position].split(1)
-            parts = zip(logits.split(1), texts, strict=True)
-            probs = torch.cat([distribution(row, text[0], params) for row, text in parts])
+            parts = zip(logits.split(1), tokens[:, :position], strict=True)
+            probs = torch.cat([distribution(row, text, params) for row, text in parts])
         drawn = inverse_cdf(probs, uniform[:, position])
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
@@ -156,32 +154,21 @@ def input_squares(
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    sums = {name: InputSum(square) for name in linear_layers(model)}
+    sums: dict[str, Tensor | float] = dict.fromkeys(linear_layers(model), 0.0)
+
+    def add(name: str, x: Tensor) -> None:
+        sums[name] = sums[name] + square(x.float().flatten(0, -2))
+
     with ExitStack() as hooks:
         for name, layer in linear_layers(model).items():
             if name != "head":
-                hooks.enter_context(layer.register_forward_pre_hook(sums[name].before_layer))
+                hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+                hooks.enter_context(hook)
         for text in texts:
             ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)
-            sums["head"].add(model.norm(model.hidden(ids)))
+            add("head", model.norm(model.hidden(ids)))
     count = sum(len(text.prompt) + len(text.written) for text in texts)
-    return {name: found.total / count for name, found in sums.items()}
-
-
-class InputSum:
-    """Sum over the inputs of a linear layer, of their squares or of another function."""
-
-    def __init__(self, square: Callable[[Tensor], Tensor]) -> None:
-        self.square = square
-        self.total: Tensor | float = 0.0
-
-    def add(self, x: Tensor) -> None:
-        """Add inputs ``[..., in]``."""
-        self.total = self.total + self.square(x.float().flatten(0, -2))
-
-    def before_layer(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Add the inputs of a call: a hook of torch."""
-        self.add(inputs[0])
+    return {name: total / count for name, total in sums.items()}
 
 
 def low_bit_steps(
@@ -207,7 +194,7 @@ def low_bit_steps(
     if not missing:
         return
     say("making this checkpoint's low-bit copies, kept for later runs")
-    if any(bits in BY_IMPORTANCE for _, bits in missing):
+    if any(bits == 4 for _, bits in missing):  # rounded by the importance of inputs
         yield from importance_steps(model, kept, tokenizer)
     for layer, bits in missing:
         kept.write(f"{names[layer]}.{bits}", model.make_copy(layer, bits))

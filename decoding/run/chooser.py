@@ -6,7 +6,7 @@ there; ``FILE.py:Class`` names a class in a file of the user.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,6 @@ from decoding.policies import (
     BreakEven,
     ConfidenceGate,
     FixedLength,
-    Policy,
 )
 from decoding.run.calibration import low_bit_steps
 from decoding.run.own_drafter import load_drafter
@@ -112,20 +111,20 @@ class DraftOptions:
         For ``kernels`` see ``fitting``. Low bits under ``auto`` are not counted: they are used only
         if their copies fit. Raises InputError for a draft model or a plan that cannot be read.
         """
-        chosen = PLANS[self.kind](self, folder, config.num_layers) if self.kind in PLANS else None
+        chosen = plan_for(self, folder, config.num_layers, kernels)
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
             "longest_draft": LONGEST_DRAFT if self.gamma is None else self.gamma,
-            "plan": chosen and fitting(chosen, kernels).plan,
+            "plan": chosen and chosen.plan,
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setting:
     """The target of a draft and the texts it is to write.
 
     ``model`` is prepared (``model.fast.accelerate``); ``positions`` is the length of the longest
-    text in tokens, ``coupling`` the name of the rule of verification.
+    text in tokens, ``coupling`` the name of the rule of verification. ``made`` keeps the draftings.
     """
 
     folder: Path
@@ -134,32 +133,27 @@ class Setting:
     params: SamplingParams
     positions: int
     coupling: str = "ratio"
+    made: dict[DraftOptions, Drafting] = field(default_factory=dict)
+
+    def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
+        """The drafting that the options ask for, made once for all policies. Raises InputError
+        where it is not possible.
+        """
+        # Without a length a plan may say that no draft pays.
+        gamma = options.gamma if options.kind == "skip" else None
+        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
+        if made_of not in self.made:
+            self.made[made_of] = make_drafting(made_of, self)
+        return with_policy(self.made[made_of], options, params)
 
 
 def choose(options: DraftOptions, setting: Setting) -> Drafting:
     """The drafting that the options ask for, prepared. Raises InputError where it is not
     possible.
     """
-    drafting = Draftings(setting).of(options, setting.params)
+    drafting = setting.drafting(options, setting.params)
     drafting.preparation.finish()
     return drafting
-
-
-class Draftings:
-    """Draftings of a model, each made once for all policies."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.made: dict[DraftOptions, Drafting] = {}
-
-    def of(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that the options ask for. Raises InputError where it is not possible."""
-        # Without a length a plan may say that no draft pays.
-        gamma = options.gamma if options.kind == "skip" else None
-        made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
-        if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self.setting)
-        return with_policy(self.made[made_of], options, params)
 
 
 def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
@@ -182,47 +176,26 @@ def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParam
     """The same drafting under --adaptive, else --gamma, else its default policy, behind the
     confidence gate if asked.
 
-    A drafting that is plain by default stays plain, unless --gamma is given.
+    A length is that of --gamma, else that of the plan. A drafting that is plain by default stays
+    plain, unless --gamma is given.
     """
-    if drafting.new_policy().gamma == 0 and options.gamma is None:
+    new_policy = drafting.new_policy
+    if new_policy().gamma == 0 and options.gamma is None:
         return drafting
-    new_policy = (
-        adaptive_exit(drafting, options, params)
-        or fixed_length(drafting, options)
-        or drafting.new_policy
-    )
+    gamma = options.gamma
+    threshold = START_SAMPLED if params.temperature else START_GREEDY
+    if drafting.chosen:
+        gamma = drafting.chosen.gamma if gamma is None else gamma
+        threshold = drafting.chosen.threshold or threshold
+    if options.adaptive:
+        longest = LONGEST_ADAPTIVE if gamma is None else gamma
+        new_policy = partial(AdaptiveExit, threshold, longest)
+    elif options.gamma is not None or options.adaptive is not None:
+        new_policy = partial(FixedLength, GAMMA if gamma is None else gamma)
     gate = options.min_target_confidence
     if gate is None:
         return replace(drafting, new_policy=new_policy)
     return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))
-
-
-def adaptive_exit(
-    drafting: Drafting, options: DraftOptions, params: SamplingParams
-) -> Callable[[], Policy] | None:
-    """Draft & Verify's policy, if --adaptive is given, from the threshold of the plan, if any."""
-    if not options.adaptive:
-        return None
-    start = START_SAMPLED if params.temperature else START_GREEDY
-    if drafting.chosen and drafting.chosen.threshold:
-        start = drafting.chosen.threshold
-    return partial(AdaptiveExit, start, length_of(drafting, options, LONGEST_ADAPTIVE))
-
-
-def fixed_length(drafting: Drafting, options: DraftOptions) -> Callable[[], Policy] | None:
-    """Drafts of a fixed length, if --gamma or --no-adaptive is given."""
-    if options.gamma is None and options.adaptive is None:
-        return None
-    return partial(FixedLength, length_of(drafting, options, GAMMA))
-
-
-def length_of(drafting: Drafting, options: DraftOptions, default: int) -> int:
-    """The draft length of --gamma, else that of the plan, else the default."""
-    if options.gamma is not None:
-        return options.gamma
-    if drafting.chosen and drafting.chosen.gamma is not None:
-        return drafting.chosen.gamma
-    return default
 
 
 def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
@@ -272,30 +245,18 @@ def plan_in_words(plan: LayerPlan) -> str:
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
     """Copies of the tokens that followed an earlier occurrence of the text's end."""
-    model = setting.model
-    return Drafting("prompt lookup", lambda cache: PromptLookup(model.vocab_size, model.device))
+    return Drafting(
+        "prompt lookup",
+        lambda cache: PromptLookup(setting.model.vocab_size, setting.model.device),
+    )
 
 
-def early_exit(options: DraftOptions, setting: Setting) -> Drafting:
-    """The first layers of the target, by default half of them."""
-    layers = setting.model.num_layers
-    chosen = exit_plan(options, setting.folder, layers)
-    name = f"exit at layer {layers - len(chosen.plan.skipped_mlp)} of {layers}"
-    if options.bits:
-        name += f", in {options.bits} bits"
-    return planned(setting, chosen, name)
-
-
-def low_bits(options: DraftOptions, setting: Setting) -> Drafting:
-    """All layers of the target in low bits: those of --bits, else four."""
-    return planned(setting, low_bits_plan(options, setting.folder, setting.model.num_layers))
-
-
-def skip(options: DraftOptions, setting: Setting) -> Drafting:
-    """The target without the sublayers that a plan file names; plain where the plan says that no
-    draft pays.
+def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
+    """The target under the plan of --draft exit, lowbit or skip; plain where a plan file says that
+    no draft pays.
     """
-    chosen = plan_of_file(options, setting.folder, setting.model.num_layers)
+    layers = setting.model.num_layers
+    chosen = plan_for(options, setting.folder, layers, setting.model.fast_bits)
     if chosen is None:
         raise InputError(
             f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
@@ -303,7 +264,11 @@ def skip(options: DraftOptions, setting: Setting) -> Drafting:
         )
     if chosen.gamma == 0 and options.gamma is None:
         return plain(setting.model, "plain: by the plan, no draft pays")
-    return planned(setting, chosen)
+    if options.kind != "exit":
+        return planned(setting, chosen)
+    bits = f" in {options.bits} bits" if options.bits else ""
+    exit_layer = layers - len(chosen.plan.skipped_mlp)
+    return planned(setting, chosen, f"exit at layer {exit_layer} of {layers}{bits}")
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
@@ -363,15 +328,15 @@ def plans_for_auto(options: DraftOptions, setting: Setting) -> dict[str, DraftPl
     and its copies fit into the free memory.
     """
     model = setting.model
+    low, given = (
+        plan_for(each, setting.folder, model.num_layers, model.fast_bits)
+        for each in (DraftOptions("lowbit"), options)
+    )
     plans: dict[str, DraftPlan] = {}
     if BITS in model.fast_bits:
-        low = fitting(low_bits_plan(options, setting.folder, model.num_layers), model.fast_bits)
-        plans["low bits"] = replace(low, kept_share=PRIOR_LOW_BITS)
-    given = plan_of_file(options, setting.folder, model.num_layers)
-    if given and given.gamma != 0:
-        given = fitting(given, model.fast_bits)
-        if given.plan not in [each.plan for each in plans.values()]:
-            plans["plan"] = given
+        plans["low bits"] = low
+    if given and given.gamma != 0 and given.plan not in [each.plan for each in plans.values()]:
+        plans["plan"] = given
     return {
         name: chosen
         for name, chosen in plans.items()
@@ -399,38 +364,36 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
     "auto": auto,
     "none": lambda options, setting: plain(setting.model),
     "lookup": lookup,
-    "skip": skip,
-    "exit": early_exit,
-    "lowbit": low_bits,
+    "skip": self_draft,
+    "exit": self_draft,
+    "lowbit": self_draft,
     "model": other_model,
 }
 
 
-def exit_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan:
-    """The plan of an early exit: the first layers of --exit-layer, else half, in --bits."""
-    exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-    return in_bits(DraftPlan(LayerPlan.early_exit(layers, exit_layer)), options.bits)
+def plan_for(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> DraftPlan | None:
+    """The plan under which the target drafts for itself; None where --draft has none.
 
-
-def low_bits_plan(options: DraftOptions, folder: Path, layers: int) -> DraftPlan:
-    """The plan of all layers in low bits: those of --bits, else four."""
-    return in_bits(DraftPlan(LayerPlan.full(layers), GAMMA_LOW_BITS), options.bits or BITS)
-
-
-def plan_of_file(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
-    """The plan of --plan, else that of the model's folder, in --bits; None where there is none.
-
-    Raises InputError for a plan that cannot be read.
+    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
+    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
+    ``kernels`` see ``fitting``. Raises InputError for a plan that cannot be read.
     """
     shipped = folder / "plan.json"
-    if options.plan is None and not shipped.exists():
+    if options.kind == "exit":
+        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+    elif options.kind == "lowbit":
+        plan = LayerPlan.full(layers).in_bits(BITS)
+        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
+    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
+        chosen = read_plan(options.plan or shipped, layers, folder)
+    else:
         return None
-    return in_bits(read_plan(options.plan or shipped, layers, folder), options.bits)
-
-
-def in_bits(chosen: DraftPlan, bits: int | None) -> DraftPlan:
-    """The plan with its sublayers in this many bits, if any are asked."""
-    return replace(chosen, plan=chosen.plan.in_bits(bits)) if bits else chosen
+    if options.bits:
+        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
+    return fitting(chosen, kernels)
 
 
 def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
@@ -440,12 +403,3 @@ def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
     if chosen.plan.head == 8 and kernels == (4,):
         return replace(chosen, plan=replace(chosen.plan, head=4))
     return chosen
-
-
-# Kinds of draft whose plan, and so whose memory, is known before the model is loaded.
-PLANS: dict[str, Callable[[DraftOptions, Path, int], DraftPlan | None]] = {
-    "exit": exit_plan,
-    "lowbit": low_bits_plan,
-    "skip": plan_of_file,
-    "auto": plan_of_file,
-}

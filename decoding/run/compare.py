@@ -2,10 +2,10 @@
 texts.
 """
 
-import operator
 from collections.abc import Sequence
 from statistics import median
 
+from decoding.run.reading import equal_length
 from decoding.run.writer import Drafting, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
@@ -42,9 +42,8 @@ def comparison(
         for _ in range(TURNS)
     ]
     if params.temperature and coupling.name == "ratio":
-        texts = "another text of the same law"
-        if not exact:
-            texts += ", if the drafter states its q truly"
+        condition = "" if exact else ", if the drafter states its q truly"
+        texts = f"another text of the same law{condition}"
     else:
         texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
     tokens = min(each.statistics.tokens for turn in turns for each in turn)
@@ -68,5 +67,4 @@ def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str 
     if drafted == plain:
         return "same text"
     why = why_rows_vary or "which is a defect where steps do not depend on length"
-    first = [*map(operator.eq, drafted, plain), False].index(False)
-    return f"the texts differ from token {first} on ({why})"
+    return f"the texts differ from token {equal_length(drafted, plain)} on ({why})"

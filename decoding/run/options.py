@@ -1,26 +1,30 @@
-"""Options of a text, from a command line or a request, and the checked request of a command
-line.
+"""Checked options of a text, from a command line, a call or a request, and the checked request of a
+command line.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from argparse import Namespace
+from argparse import Action, Namespace
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
+from decoding.run.arguments import make_parser
 from decoding.run.chooser import DraftOptions
-from decoding.run.prompt import check_prompt, encode_prompt, read_prompt
+from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
 from model.fast import gpu_bits
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
+from weights.memory import Memory, estimate
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +34,63 @@ if TYPE_CHECKING:
 CONTEXT = 8192
 
 MOST = 1 << 16  # texts that can be asked for
+# Options of a command that writes after one prompt.
+OF_ONE_PROMPT = ("prompt", "prompt_file", "compare", "html", "svg", "json")
+# Options that say what a command prints, or that a call's form says: no options of a call.
+NOT_FROM_PYTHON = {
+    "prompt",
+    "prompt_file",
+    "num_samples",
+    "dry_run",
+    "compare",
+    "trace",
+    "html",
+    "svg",
+    "json",
+    "serve",
+    "together",
+    "interactive",
+}
+# Types of an option's values, by its type on the command line, and their name in messages.
+TYPES = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    None: (str | Path, "a string"),
+}
+
+
+def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
+    """The options ``known``, with those ``given`` to a call or in a request in their place.
+
+    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Raises
+    InputError for a name that is no option of a call, and for a value of another type.
+    """
+    actions = {action.dest: action for action in make_parser()._actions}
+    for name, value in given.items():
+        if name not in actions or name in NOT_FROM_PYTHON:
+            raise InputError(f"there is no option {name}: see python generate.py --help")
+        action = actions[name]
+        fits, wanted = has_type_of(action, value)
+        if not fits and (value is not None or action.default is not None):
+            raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
+    return Namespace(**vars(known) | given)
+
+
+def has_type_of(action: Action, value: Any) -> tuple[bool, str]:
+    """Whether a value of Python or JSON is one that this option of the command line could have, and
+    the type of its values in words.
+    """
+    if action.choices is not None:
+        return value in list(action.choices), f"one of {', '.join(action.choices)}"
+    if isinstance(action.default, list):
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return fits, "a list of strings"
+    if action.nargs == 0:
+        return isinstance(value, bool), "True or False"
+    if action.dest == "json_schema" and isinstance(value, dict):
+        return True, "a schema"
+    types, words = TYPES.get(action.type, TYPES[None])
+    return isinstance(value, types) and not isinstance(value, bool), words
 
 
 class TextOptions(NamedTuple):
@@ -51,7 +112,6 @@ class TextOptions(NamedTuple):
         """
         draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
-        # texts that may share steps
         return TextOptions(
             DraftOptions(options.draft, **draft),
             SamplingParams(**params),
@@ -67,36 +127,18 @@ def read_grammar_files(options: Namespace) -> Namespace:
     """The command line's options with the contents of the files that --json-schema and --grammar
     name. A schema may also be given itself, from Python as a dictionary too.
     """
-    found = dict(vars(options))
-    if isinstance(options.json_schema, dict):
-        found["json_schema"] = json.dumps(options.json_schema)
-    elif options.json_schema is not None and not str(options.json_schema).lstrip().startswith("{"):
-        found["json_schema"] = read_text(options.json_schema)
-    if options.grammar is not None:
-        found["grammar"] = read_text(options.grammar)
-    return Namespace(**found)
+    schema = options.json_schema
+    if isinstance(schema, dict):
+        schema = json.dumps(schema)
+    elif schema is not None and not str(schema).lstrip().startswith("{"):
+        schema = read_text(schema)
+    grammar = options.grammar and read_text(options.grammar)
+    return Namespace(**{**vars(options), "json_schema": schema, "grammar": grammar})
 
 
 def told_schema(options: Namespace) -> str | None:
     """The JSON schema that the model is told, of options whose files are read."""
     return options.json_schema if options.schema_prompt else None
-
-
-def read_grammar(
-    options: Namespace, tokenizer: Tokenizer, vocab_size: int, seconds: float = math.inf
-) -> Grammar | None:
-    """The grammar of options whose files are read; None where they give none. ``seconds``: the
-    longest that all masks of a text may take. Raises InputError for several, and for a wrong one.
-    """
-    given = [name for name in GRAMMARS if getattr(options, name) is not None]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise InputError("give one of --json-schema, --regex and --grammar")
-    from decoding.grammar import Grammar  # loaded only where it is asked for
-
-    source = getattr(options, given[0])
-    return Grammar(GRAMMARS[given[0]], source, vocabulary(tokenizer, vocab_size), seconds)
 
 
 @lru_cache(maxsize=1)
@@ -115,10 +157,7 @@ class Request:
     InputError.
     """
 
-    def __init__(self, options: Namespace, needs_prompt: bool | None = None) -> None:
-        """``needs_prompt`` is by default whether the command is one that writes after a prompt."""
-        if needs_prompt is None:
-            needs_prompt = not (options.serve or options.dry_run or options.interactive)
+    def __init__(self, options: Namespace) -> None:
         with explaining(
             "the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)
         ):
@@ -130,34 +169,63 @@ class Request:
             raise InputError(f"--num-samples and --together may be at most {MOST}")
         for place in filter(None, (options.html, options.svg)):
             check_place(place)
-        if options.svg and (options.num_samples > 1 or options.serve or options.interactive):
-            several = "--num-samples, --serve or --interactive"
-            raise InputError(f"--svg shows one text: leave out {several}")
+        open_ended = options.serve or options.interactive
+        if open_ended and any(getattr(options, name) for name in OF_ONE_PROMPT):
+            raise InputError(
+                "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
+            )
+        if options.svg and options.num_samples > 1:
+            raise InputError("--svg shows one text: leave out --num-samples")
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)
+        self.name = self.folder.resolve().name  # of the model, to readers and clients
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
         self.options = options
         self.prompt = ""
         self.ids = [0]
-        if needs_prompt or options.prompt is not None or options.prompt_file is not None:
+        has_prompt = options.prompt is not None or options.prompt_file is not None
+        if has_prompt or not (open_ended or options.dry_run):
             self.prompt = read_prompt(options.prompt, options.prompt_file)
             read = read_grammar_files(options)
-            grammar = read_grammar(read, self.tokenizer, self.config.vocab_size)
-            self.rules = replace(self.rules, eos_ids=self.tokenizer.eos_ids, grammar=grammar)
-            schema = told_schema(read)
-            self.ids = encode_prompt(
-                self.tokenizer,
-                self.prompt,
-                chat=options.chat,
-                system=options.system,
-                schema=schema,
-            )
-            check_prompt(self.ids, self.config, self.folder, self.context)
+            self.rules = self.text_options(read).rules
+            self.ids = self.encode(self.prompt, read, self.context)
             budget = min(self.rules.max_new_tokens, self.context - len(self.ids))
             self.rules = replace(self.rules, max_new_tokens=budget)
+
+    def text_options(self, options: Namespace, seconds: float = math.inf) -> TextOptions:
+        """The options of a text for this model, among those of a call whose files are read.
+
+        ``seconds``: the longest that all masks of a grammar may take. Raises InputError for a value
+        out of range, for several grammars, and for a wrong one.
+        """
+        given = [name for name in GRAMMARS if getattr(options, name) is not None]
+        if len(given) > 1:
+            raise InputError("give one of --json-schema, --regex and --grammar")
+        grammar = None
+        if given:
+            from decoding.grammar import Grammar  # loaded only where it is asked for
+
+            source = getattr(options, given[0])
+            tokens = vocabulary(self.tokenizer, self.config.vocab_size)
+            grammar = Grammar(GRAMMARS[given[0]], source, tokens, seconds)
+        return TextOptions.of(options, self.tokenizer.eos_ids, grammar)
+
+    def encode(self, prompt: str, options: Namespace, context: int | None = None) -> list[int]:
+        """Token ids of a prompt, under options whose files are read. Raises InputError where it is
+        no text, or too long for the context, by default the model's.
+        """
+        ids = encode_prompt(
+            self.tokenizer,
+            checked_prompt(prompt),
+            chat=options.chat,
+            system=options.system,
+            schema=told_schema(options),
+        )
+        check_prompt(ids, self.config, self.folder, context)
+        return ids
 
     @property
     def context(self) -> int:
@@ -178,7 +246,15 @@ class Request:
         return len(self.ids) + self.rules.max_new_tokens if self.prompt else self.context
 
     def needs(self) -> dict[str, Any]:
-        """Arguments of ``weights.memory.estimate`` besides the config."""
-        needs = {"dtype": self.dtype, "positions": self.capacity, "prompt": len(self.ids)}
+        """Arguments of ``weights.memory.estimate`` besides the config and the device."""
         kernels = gpu_bits(self.device, self.dtype)
-        return needs | self.draft.needs(self.folder, self.config, kernels)
+        return {
+            "dtype": self.dtype,
+            "positions": self.capacity,
+            "prompt": len(self.ids),
+            **self.draft.needs(self.folder, self.config, kernels),
+        }
+
+    def memory(self, **changes: Any) -> Memory:
+        """Memory for texts in one process, with some other needs."""
+        return estimate(self.config, **self.needs() | changes, fast_on=self.device)

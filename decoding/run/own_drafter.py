@@ -45,8 +45,11 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         file = kind.rpartition(":")[0]
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
         place = f"{kind}, line {lines[-1]}" if lines else kind
         said = InputError(f"--draft {place}: {type(error).__name__}: {one_line(error)}")
         raise said from (error if in_text else None)

@@ -48,15 +48,16 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
     cannot be written.
     """
     plan = chosen.plan
-    content = {"attn": plan.skipped_attention, "mlp": plan.skipped_mlp}
-    if plan.has_low_bits:
-        content |= {"bits": {"attn": plan.attention, "mlp": plan.mlp}, "head_bits": plan.head}
-    content |= {
+    content = {
+        "attn": plan.skipped_attention,
+        "mlp": plan.skipped_mlp,
         "gamma": chosen.gamma,
         "threshold": chosen.threshold,
         "kept_share": chosen.kept_share,
         "model": fingerprint,
     }
+    if plan.has_low_bits:
+        content |= {"bits": {"attn": plan.attention, "mlp": plan.mlp}, "head_bits": plan.head}
     with explaining(f"{path} cannot be written"):
         write_json(path, content | provenance)
 

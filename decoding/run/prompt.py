@@ -5,32 +5,33 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from cli.files import explaining
+from cli.files import explaining, read_text
 from model import InputError, ModelConfig
 from weights.tokenizer import Tokenizer
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
     """Text of the prompt: ``argument``, or the contents of ``file`` ("-": standard input) without a
-    byte order mark.
-
-    Raises InputError when it is missing, given twice, empty or not readable as UTF-8.
+    byte order mark. Raises InputError when it is missing, given twice or cannot be read.
     """
     if (argument is None) == (file is None):
         raise InputError("give one prompt: as an argument, or with --prompt-file")
-    place = "the prompt" if file is None else "standard input" if file == "-" else file
-    with explaining(f"{place} cannot be read as UTF-8 text", (OSError, UnicodeError)):
-        if file is None:
-            text = argument
-        else:
-            text = (
-                sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-            ).removeprefix("\ufeff")
-        text.encode()  # fails for bytes of an argument that are not UTF-8
-    if not text.strip():
-        raise InputError("the prompt is empty: give it at least one character")
-    return text
+    if file is None:
+        return argument
+    with explaining("standard input cannot be read as UTF-8 text", (OSError, UnicodeError)):
+        text = sys.stdin.read() if file == "-" else read_text(file)
+    return text.removeprefix("\ufeff")
+
+
+def checked_prompt(prompt: Any) -> str:
+    """The prompt. Raises InputError for anything but a string of UTF-8 that is not empty."""
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f"the prompt must be a string that is not empty, found {prompt!r:.80}")
+    with explaining("the prompt cannot be read as UTF-8 text", (UnicodeError,)):
+        prompt.encode()
+    return prompt
 
 
 def encode_prompt(
@@ -95,5 +96,6 @@ def too_long(size: str, config: ModelConfig, context: int) -> InputError:
     """Error of a prompt of this size that does not fit ``context`` positions."""
     used = f", of which {context} are used" if context < config.max_positions else ""
     remedy = "shorten the prompt" + (used and " or raise --context")
-    limit = f"the model's context {config.max_positions} tokens{used}"
-    return InputError(f"the prompt has {size}, {limit}: {remedy}")
+    return InputError(
+        f"the prompt has {size}, the model's context {config.max_positions} tokens{used}: {remedy}"
+    )

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
 from typing import Any, NoReturn
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from cli.command_line import run_command
 from cli.files import explaining
-from decoding.policies import Offer, PolicyAround
-from decoding.randomness import Place, Randomness
+from decoding.policies import Policy
+from decoding.randomness import Randomness
 from decoding.run.options import Request
 from decoding.run.prompt import read_prompt
 from decoding.run.session import Session
@@ -44,33 +44,19 @@ def from_rank_0(value: Any) -> Any:
     return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
-class PolicyOfRank0(PolicyAround):
-    """Policy whose decisions are those of rank 0."""
+class OfRank0:
+    """Policy or randomness whose decisions are those of rank 0."""
 
-    def draft_length(self) -> int:
-        return from_rank_0(super().draft_length())
+    DECISIONS = ("draft_length", "keep_drafting", "choose", "draw", "draw_each", "accept")
 
-    def keep_drafting(self, confidence: float) -> bool:
-        return from_rank_0(super().keep_drafting(confidence))
-
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        return from_rank_0(super().choose(offers))
-
-
-class RandomnessOfRank0(Randomness):
-    """Randomness whose draws are those of rank 0."""
-
-    def __init__(self, inner: Randomness) -> None:
+    def __init__(self, inner: Policy | Randomness) -> None:
         self.inner = inner
 
-    def draw(self, probs: Tensor, place: Place) -> Tensor:
-        return from_rank_0(self.inner.draw(probs, place))
-
-    def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        return from_rank_0(self.inner.draw_each(probs, place))
-
-    def accept(self, probabilities: Tensor) -> Tensor:
-        return from_rank_0(self.inner.accept(probabilities))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in self.DECISIONS:
+            return found
+        return lambda *arguments: from_rank_0(found(*arguments))
 
 
 def decide_as_rank_0(decisions: Decisions) -> Decisions:
@@ -85,12 +71,10 @@ def decide_as_rank_0(decisions: Decisions) -> Decisions:
             raise KeyboardInterrupt
         return verify(from_rank_0(probs), *more)
 
-    return PolicyOfRank0(policy), RandomnessOfRank0(randomness), verify_probs_of_rank_0
+    return OfRank0(policy), OfRank0(randomness), verify_probs_of_rank_0
 
 
-def run_on_ranks(
-    parse: Callable[[], Namespace], write: Callable[[Request, Session], int]
-) -> NoReturn:
+def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Session], None]) -> NoReturn:
     """The command line by the parts of ``generate.py``, on every rank; ends the process with its
     exit status.
     """
@@ -101,11 +85,12 @@ def run_on_ranks(
     os._exit(run_command(lambda: run(parse(), write)))
 
 
-def run(options: Namespace, write: Callable[[Request, Session], int]) -> int:
+def run(options: Namespace, write: Callable[[Session], None]) -> None:
     """Meet the other ranks, check the request, load this rank's shard, and write."""
     if options.serve or options.interactive or options.svg:
-        alone = "--serve, --interactive and --svg run in one process"
-        raise InputError(f"{alone}: start without torchrun")
+        raise InputError(
+            "--serve, --interactive and --svg run in one process: start without torchrun"
+        )
     on_gpus = (options.device or "cuda").startswith("cuda") and torch.cuda.is_available()
     with explaining(
         f"{', '.join(ENVIRONMENT)} must be as torchrun sets them",
@@ -122,9 +107,10 @@ def run(options: Namespace, write: Callable[[Request, Session], int]) -> int:
         options.html = None
     try:
         request = Request(options)
-        shard, needs = Shard(request.config, rank, size), request.needs()
-        low_bits = request.draft.kind == "lowbit" or (needs["plan"] and needs["plan"].has_low_bits)
-        if low_bits and request.draft.kind != "auto":
+        shard = Shard(request.config, rank, size)
+        needs = request.needs()
+        plan = needs["plan"]
+        if plan and plan.has_low_bits and request.draft.kind != "auto":
             raise InputError(
                 "several processes draft without low bits: give --draft lookup or exit, or another"
                 " --plan"
@@ -150,7 +136,7 @@ def run(options: Namespace, write: Callable[[Request, Session], int]) -> int:
                 f"process {number} of {size}: {line}" for number, (line, _) in enumerate(ranks)
             )
         )
-        return 0
+        return
     model = split(load_model(request.folder, request.dtype, request.device, shard), shard)
     signal.signal(signal.SIGINT, lambda *_: INTERRUPTED.set())
-    return write(request, Session(request, model, decide_as_rank_0))
+    write(Session(request, model, decide_as_rank_0))

@@ -33,13 +33,10 @@ def segments_of(length: int, answers: Spans) -> list[Segment]:
     found = []
     at = 0
     for begin, end in answers:
-        if begin - 1 > at:
-            found.append(Segment(at, begin - 1, False))
-        found.append(Segment(max(at, begin - 1), end, True))
+        found += [Segment(at, begin - 1, False), Segment(max(at, begin - 1), end, True)]
         at = end
-    if length - 1 > at:
-        found.append(Segment(at, length - 1, False))
-    return found
+    found.append(Segment(at, length - 1, False))
+    return [segment for segment in found if segment.begin < segment.end]
 
 
 def conversation(

@@ -3,7 +3,7 @@ of tokens.
 """
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from decoding.text import Text, TokenBytes
 
@@ -56,3 +56,7 @@ class Labels:
         if not data.strip(b" "):
             return "␣" * len(data) or self.names.get(token, f"#{token}")
         return visible(data.decode("utf-8", errors="backslashreplace"))
+
+    def spelled(self, tokens: Sequence[int]) -> bytes:
+        """Bytes of tokens, with the names of those that have none."""
+        return b"".join(self.token_bytes(token) or self(token).encode() for token in tokens)

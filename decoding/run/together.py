@@ -21,7 +21,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
-from decoding.policies import Past, Policy
+from decoding.policies import Past
 from decoding.rounds import Round
 from decoding.run.reading import Spans
 from decoding.run.writer import Drafting, Reader, Sample, Writer
@@ -52,21 +52,18 @@ class Task:
     """A text to be written, with the arguments of ``Writer.write``.
 
     The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
-    Readers of the last round find the ``sample``. ``answers`` are the positions of earlier answers
-    in the prompt of a conversation. Any thread may set ``cancelled``: the sample is then
-    interrupted.
+    ``answers`` are the positions of earlier answers in the prompt of a conversation. Any thread may
+    set ``cancelled``: the text then ends where it is. ``sample`` holds the text so far.
     """
 
     text: Text
     drafting: Drafting
     params: SamplingParams
     coupling: Coupling
-    policy: Policy | None = None
     readers: Sequence[Reader] = ()
     observer: Observer | None = None
     answers: Spans = ()
     on_draft: Callable[[list[int]], None] | None = None
-    sample: Sample | None = None
     error: BaseException | None = None
     cancelled: bool = False
     loop: greenlet | None = None
@@ -74,9 +71,12 @@ class Task:
     call: Call | None = None  # of the model, unanswered
     unread: list[tuple[Round, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.sample = Sample(self.text)
+
     @property
     def ended(self) -> bool:
-        return bool(self.sample or self.error)
+        return self.loop is not None and self.loop.dead
 
     @property
     def prompt(self) -> list[int]:
@@ -112,7 +112,6 @@ class Slot(Writer):
         self.target = ModelProxy(scheduler.model)
         self.scheduler = scheduler
         self.pasts = scheduler.pasts
-        self.shared_steps = 0
 
     def clock(self) -> float:
         """The clock of decoding in seconds, without the time of any text's readers."""
@@ -120,11 +119,6 @@ class Slot(Writer):
 
     def shares_steps(self) -> bool:
         return len(self.scheduler.active) > 1
-
-    def was_alone(self) -> bool:
-        before = self.shared_steps
-        self.shared_steps = self.scheduler.shared_steps
-        return self.shared_steps == before
 
     def drafter(self, drafting: Drafting) -> Drafter:
         """The drafter of a drafting, with proxies in place of the models that draft."""
@@ -146,7 +140,6 @@ class Scheduler:
         self.active: list[Task] = []  # in order of arrival
         self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.reading = 0.0  # seconds that readers took
-        self.shared_steps = 0  # steps and chunks of prompts while several texts were active
         self.slots = [Slot(self) for _ in range(slots)]
 
     def submit(self, task: Task) -> None:
@@ -164,11 +157,10 @@ class Scheduler:
     def run(self) -> None:
         """Write all submitted texts, until none is left. A text that fails ends alone.
 
-        Ctrl-C and errors of readers end all; texts that had begun have their samples then.
+        Ctrl-C and errors of readers end all; samples hold the texts so far.
         """
         try:
             while self.admit():
-                self.shared_steps += len(self.active) > 1
                 self._prefill()
                 self._take_step()
         finally:
@@ -180,50 +172,34 @@ class Scheduler:
 
     def _write(self, task: Task) -> None:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
-        sample = Sample(task.text)
         self.active.append(task)
         try:
-            task.slot.begin(task.prompt, task.answers, reuse=bool(task.answers))
+            task.slot.begin(task.prompt, task.answers)
             task.slot.write(
                 task.text,
                 task.drafting,
                 task.params,
                 task.coupling,
-                policy=task.policy,
                 readers=[lambda *round: task.unread.append(round)],
                 observer=task.observer,
-                sample=sample,
+                sample=task.sample,
             )
         except KeyboardInterrupt:
-            sample.interrupted = True
             if not task.cancelled:
                 raise
         except BaseException as error:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
-        finally:
-            task.sample = sample
 
-    def _start(self, task: Task) -> None:
-        """Let a text's loop begin, and run until its first call."""
-        task.loop = greenlet(self._write)
-        self._pass_on(task, task.loop.switch(task))
+    def _go_on(self, task: Task, answer: Tensor | Task | BaseException | None = None) -> None:
+        """Let a text's loop run until its next call, and pass its new rounds and its draft to the
+        readers.
 
-    def _go_on(self, task: Task, answer: Tensor | BaseException | None = None) -> None:
-        """Let a text's loop run until its next call, from the answer of the last. An exception is
+        ``answer`` is that of the last call, at the beginning the text itself. An exception is
         raised in the loop.
         """
-        if isinstance(answer, BaseException):
-            call = task.loop.throw(answer)
-        else:
-            call = task.loop.switch(answer)
-        self._pass_on(task, call)
-
-    def _pass_on(self, task: Task, call: Call | None) -> None:
-        """Note a loop's call, None where it has ended, and pass its new rounds and its draft to the
-        readers.
-        """
-        task.call = call
+        go_on = task.loop.throw if isinstance(answer, BaseException) else task.loop.switch
+        task.call = go_on(answer)  # None where the loop has ended
         began = now(self.model.device)
         for round, seconds in task.unread:
             for read in task.readers:
@@ -246,7 +222,8 @@ class Scheduler:
             task.slot = free[0]
             if task.answers:  # A conversation goes on where its cache is.
                 task.slot = max(free, key=lambda slot: slot.kept(task.prompt, task.answers))
-            self._start(task)
+            task.loop = greenlet(self._write)
+            self._go_on(task, task)
         return bool(self.active)
 
     def _prefill(self) -> None:
@@ -272,15 +249,16 @@ class Scheduler:
         """The cache of another slot that holds the prompt of a text, if there is one and nothing
         has been read yet.
         """
-        reads_all = task.call.cache is task.slot.cache and not task.call.start and not task.answers
-        if not reads_all or not self.model.shares_steps:
-            return None
-        count = task.call.tokens.shape[1]
-        for slot in self.slots:
-            # Read in one segment, as this prompt would be.
-            if slot.prompt == task.prompt and len(slot.segments) < 2 and slot.cache.length >= count:
-                return slot.cache
-        return None
+        call = task.call
+        reads_all = call.cache is task.slot.cache and not call.start and not task.answers
+        same = (
+            slot.cache
+            for slot in self.slots
+            if slot.prompt == task.prompt
+            and len(slot.segments) < 2  # read in one segment, as this prompt would be
+            and slot.cache.length >= call.tokens.shape[1]
+        )
+        return next(same, None) if reads_all and self.model.shares_steps else None
 
     def _verifies(self, task: Task) -> bool:
         """Whether a text has called the target to verify its draft: its last token and the
@@ -308,9 +286,8 @@ def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
     """The logits, or the error, of each call of one model and plan, in one step where that is
     possible.
     """
-    model = calls[0].model
     try:
         rows = [(call.tokens, call.cache, call.start) for call in calls]
-        return model.together(rows, calls[0].plan)
+        return calls[0].model.together(rows, calls[0].plan)
     except Exception as error:  # computed one by one, only the failing call has an error
         return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]

@@ -7,7 +7,6 @@ time the same.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -32,17 +31,16 @@ WARM_UP_TOKENS = 4  # least number of tokens written before anything is timed
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
 
 
+@dataclass
 class Preparation:
     """Work before a model can draft, in pieces: the making of low-bit copies that are not kept."""
 
-    def __init__(self, pieces: Iterator[None]) -> None:
-        self.pieces = pieces
-        self.is_done = False
+    pieces: Iterator[None]
+    is_done: bool = False
 
     def do_piece(self) -> None:
         """Do the next piece, if any is left."""
-        if not self.is_done and next(self.pieces, self) is self:
-            self.is_done = True
+        self.is_done = next(self.pieces, self) is self
 
     def finish(self) -> None:
         """Do all pieces that are left."""
@@ -94,7 +92,6 @@ class Sample:
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
-    interrupted: bool = False  # by Ctrl-C, possibly after its last token, or since its reader left
     trouble: str | None = None  # the reason why the model runs without CUDA graphs
 
     @property
@@ -116,13 +113,6 @@ class Sample:
     def speed(self) -> float:
         """Tokens per second of decoding."""
         return self.statistics.tokens / self.seconds if self.seconds else 0.0
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a text was written; ``sample`` is the text so far."""
-
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
 
 
 # Policy, randomness and rule of a text, which several processes make the same.
@@ -161,16 +151,16 @@ class Writer:
         self.plain = plain(model)
 
     @torch.inference_mode()
-    def begin(self, prompt: Sequence[int], answers: Spans = (), *, reuse: bool = False) -> float:
+    def begin(self, prompt: Sequence[int], answers: Spans = ()) -> float:
         """Read a prompt, all but its last token, into the cache; returns the seconds this took.
 
-        ``answers`` are the positions of earlier answers in it: see ``decoding.run.reading``. With
-        ``reuse`` the entries of the text before stay where they are those of this prompt. A draft
+        ``answers`` are the positions of earlier answers in it (``decoding.run.reading``): if there
+        are any, the entries of the text before stay where they are those of this prompt. A draft
         model reads the prompt into its cache when it first drafts.
         """
         began = self.clock()
         segments = segments_of(len(prompt), answers)
-        kept = self.kept(prompt, answers) if reuse else 0
+        kept = self.kept(prompt, answers) if answers else 0
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
@@ -179,29 +169,24 @@ class Writer:
         ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
         for segment in segments:
             first = max(segment.begin, kept)
-            tokens = ids[:, first : segment.end]
-            if segment.by_steps and first < segment.end:
-                self.target(tokens, self.cache, first)
-            elif first < segment.end:
-                self.target.prefill(tokens, self.cache, first)
+            read = self.target if segment.by_steps else self.target.prefill
+            if first < segment.end:
+                read(ids[:, first : segment.end], self.cache, first)
         self.prompt = list(prompt)
         self.segments = segments
         return self.clock() - began
 
     def kept(self, prompt: Sequence[int], answers: Spans) -> int:
         """Number of entries of the cache that this prompt can use: see ``begin``."""
-        return reusable(*self._held(), prompt, segments_of(len(prompt), answers))
-
-    def _held(self) -> tuple[list[int], list[Segment]]:
-        """Tokens whose entries the cache holds, and how they were read: the prompt's, and behind
-        them those of its last text, which were written in steps.
-        """
-        if self.text is None or not self.prompt:
-            return self.prompt, self.segments
-        # An interrupted round may have left entries of its draft behind those of the text.
-        end = min(self.cache.length, len(self.text) - 1)
-        written = Segment(self.text.prompt_length - 1, end, True)
-        return self.text.tokens[:end], [*self.segments, written]
+        tokens = self.prompt
+        segments = self.segments
+        if self.text is not None and self.prompt:
+            # Behind the prompt is its last text, written in steps. An interrupted round may have
+            # left entries of its draft behind those.
+            end = min(self.cache.length, len(self.text) - 1)
+            tokens = self.text.tokens[:end]
+            segments = [*segments, Segment(self.text.prompt_length - 1, end, True)]
+        return reusable(tokens, segments, prompt, segments_of(len(prompt), answers))
 
     def new_text(self, rules: Rules) -> Text:
         """A text that holds only the prompt."""
@@ -224,26 +209,19 @@ class Writer:
         params: SamplingParams,
         coupling: Coupling,
         *,
-        policy: Policy | None = None,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
         sample: Sample | None = None,
     ) -> Sample:
-        """Write a text, which holds the prompt, to its end. Raises Interrupted on Ctrl-C.
+        """Write a text, which holds the prompt, to its end.
 
-        The time of the ``readers`` is not counted; for the other arguments see ``rounds``. A
-        ``sample`` that is given holds the text so far also after an error.
+        The time of the ``readers`` is not counted. A ``sample`` that is given holds the text so far
+        also after an error and after Ctrl-C.
         """
         sample = sample or Sample(text)
-        rounds = self.rounds(sample, drafting, params, coupling, policy=policy, observer=observer)
-        try:
-            with closing(rounds):
-                for round in rounds:
-                    for read in readers:
-                        read(round, sample.seconds)
-        except KeyboardInterrupt:
-            sample.interrupted = True
-            raise Interrupted(sample) from None
+        for round in self.rounds(sample, drafting, params, coupling, observer):
+            for read in readers:
+                read(round, sample.seconds)
         return sample
 
     def rounds(
@@ -252,23 +230,22 @@ class Writer:
         drafting: Drafting,
         params: SamplingParams,
         coupling: Coupling,
-        *,
-        policy: Policy | None = None,
         observer: Observer | None = None,
     ) -> Iterator[Round]:
         """The rounds of a sample that holds only its prompt, each added to it.
 
-        ``policy`` is a new one of the drafting by default. A sample whose rounds are not read to
-        the end is interrupted.
+        The policy has a clock where no text can change by a draft's length. Under the ratio rule a
+        length decides which random numbers a token is drawn with, and where rows depend on each
+        other it decides how logits are rounded.
         """
         self.text = sample.source
-        policy = policy or drafting.new_policy()
-        drafter = self.drafter(drafting)
-        has_clock = observer is None and self.lengths_are_free(params, coupling)
-        if not has_clock:
-            drafting.preparation.finish()
-        else:
+        policy = drafting.new_policy()
+        draws_alike = params.temperature == 0 or coupling.name == "race"
+        has_clock = observer is None and draws_alike and self.model.why_rows_vary is None
+        if has_clock:
             policy.grant_clock(self.pasts[drafting.new_drafter], self.shares_steps)
+        else:
+            drafting.preparation.finish()
         policy, randomness, verify = self.decide(
             (policy, coupling.randomness(self.model.device), coupling.verify)
         )
@@ -276,48 +253,33 @@ class Writer:
             self.target,
             self.cache,
             self.text,
-            drafter,
+            self.drafter(drafting),
             policy,
             params,
             randomness,
             verify,
             observer=observer,
         )
-        try:
-            with closing(rounds):
-                began = self.clock()
-                for round in rounds:
-                    seconds = self.clock() - began
-                    sample.seconds += seconds
-                    # Asked again, since a step may have fallen back to the readable blocks.
-                    if has_clock and not self.model.trouble and self.was_alone():
-                        policy.observe_time(seconds)
-                    sample.rounds.append(round)
-                    sample.statistics.add(round)
-                    yield round
-                    # No text changes where its drafts begin later, so none waits for the copies.
-                    drafting.preparation.do_piece()
-                    began = self.clock()
-        finally:
-            sample.interrupted = sample.source.finish is None
-            sample.trouble = self.model.trouble
-
-    def lengths_are_free(self, params: SamplingParams, coupling: Coupling) -> bool:
-        """Whether no text can change by a draft's length, so that a policy may use a clock.
-
-        Under the ratio rule a length decides which random numbers a token is drawn with, and where
-        rows depend on each other it decides how logits are rounded.
-        """
-        draws_alike = params.temperature == 0 or coupling.name == "race"
-        return draws_alike and self.model.why_rows_vary is None
+        began = self.clock()
+        shared = self.shares_steps()
+        for round in rounds:
+            seconds = self.clock() - began
+            sample.seconds += seconds
+            sample.trouble = self.model.trouble  # a step may have fallen back
+            shared = shared or self.shares_steps()
+            if has_clock and not (shared or sample.trouble):
+                policy.observe_time(seconds)
+            sample.rounds.append(round)
+            sample.statistics.add(round)
+            yield round
+            # No text changes where its drafts begin later, so none waits for the copies.
+            drafting.preparation.do_piece()
+            began = self.clock()
+            shared = self.shares_steps()
 
     def shares_steps(self) -> bool:
         """Whether other texts share the model's steps now."""
         return False
-
-    def was_alone(self) -> bool:
-        """Whether no other text took part in the steps since the last call."""
-        return True
 
     def warm_up(self, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> None:
         """Write a few tokens, with the draft and without, before anything is timed.

@@ -3,16 +3,13 @@
 ``requests`` reads JSON, ``worker`` writes texts, several at once, and sends them to clients.
 """
 
+from cli.files import explaining
 from decoding.run.options import Request
-from model import InputError
 
 
-def serve(command_line: Request) -> int:
+def serve(command_line: Request) -> None:
     """Serve the model until Ctrl-C or SIGTERM. Raises InputError where that is not possible."""
-    try:
+    install = "--serve needs more: run make serve, or pip install -r requirements-serve.txt"
+    with explaining(install, (ModuleNotFoundError,)):
         from decoding.serve.app import Server
-    except ModuleNotFoundError as error:
-        install = "run make serve, or pip install -r requirements-serve.txt"
-        raise InputError(f"--serve needs {error.name}: {install}") from None
     Server(command_line).serve_until_stopped()
-    return 0

@@ -21,8 +21,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cli.command_line import say
-from decoding.run.chooser import Setting
+from cli.files import explaining
 from decoding.run.options import Request
+from decoding.run.session import Session
 from decoding.serve.requests import (
     MAX_GAMMA,
     Chat,
@@ -34,10 +35,8 @@ from decoding.serve.requests import (
 )
 from decoding.serve.worker import Job, Worker, live_page, write_completion, write_live
 from model import InputError, LayerPlan
-from model.fast import accelerate
 from model.plan import LOW_BITS
-from weights.load import load_model
-from weights.memory import Memory, check_fits, estimate, free_bytes
+from weights.memory import Memory, check_fits, free_bytes
 
 MAX_BODY = 1 << 20  # bytes
 BODY_SECONDS = 30  # in which a body must arrive
@@ -69,16 +68,15 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not (names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}")):
-            foreign = HTTPException(
+            refused = HTTPException(
                 403, "pages of other sites may not use this server: use its address"
             )
-            await error_response(None, foreign)(scope, receive, send)
         elif open_requests.locked():
-            full = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
-            await error_response(None, full)(scope, receive, send)
+            refused = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
         else:
             async with open_requests:
-                await app(scope, receive, send)
+                return await app(scope, receive, send)
+        return await error_response(None, refused)(scope, receive, send)
 
     return respond
 
@@ -89,30 +87,29 @@ def error_response(request: HTTPRequest | None, error: Exception) -> JSONRespons
     return JSONResponse(error_json(refused), refused.status_code)
 
 
-class BodyReader:
-    """Reader of requests' bodies, within limits on their bytes, time, and number per client."""
+async def read_body(
+    request: HTTPRequest, arriving: defaultdict[str, list[asyncio.Task[bytes]]]
+) -> bytes:
+    """The body of a request; empty where the client disconnects.
 
-    def __init__(self) -> None:
-        self.arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)  # by client's address
-
-    async def read(self, request: HTTPRequest) -> bytes:
-        """The body; empty where the client disconnects. Raises HTTPException for one that is too
-        long or too slow, and for two statements of its length, by which proxies are deceived.
-        """
-        if {"content-length", "transfer-encoding"}.issubset(request.headers):
-            raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
-        if int(request.headers.get("content-length", 0)) > MAX_BODY:
-            raise HTTPException(413, TOO_LONG)
-        bodies = self.arriving[request.client.host]
-        if len(bodies) == MAX_ARRIVING:
-            bodies.pop(0).cancel()
-        bodies.append(body := asyncio.create_task(collect(request)))
-        await asyncio.wait([body], timeout=BODY_SECONDS)
-        if body in bodies:
-            bodies.remove(body)
-        if body.cancel() or body.cancelled():  # too late, or given up
-            raise HTTPException(408, "the body did not arrive in time: send it again")
-        return body.result()
+    ``arriving`` are the bodies that arrive now, by the client's address. Raises HTTPException for
+    one that is too long or too slow, and for two statements of its length, by which proxies are
+    deceived.
+    """
+    if {"content-length", "transfer-encoding"}.issubset(request.headers):
+        raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY:
+        raise HTTPException(413, TOO_LONG)
+    bodies = arriving[request.client.host]
+    if len(bodies) == MAX_ARRIVING:
+        bodies.pop(0).cancel()
+    bodies.append(body := asyncio.create_task(collect(request)))
+    await asyncio.wait([body], timeout=BODY_SECONDS)
+    if body in bodies:
+        bodies.remove(body)
+    if body.cancel() or body.cancelled():  # too late, or given up
+        raise HTTPException(408, "the body did not arrive in time: send it again")
+    return body.result()
 
 
 async def collect(request: HTTPRequest) -> bytes:
@@ -128,15 +125,15 @@ async def collect(request: HTTPRequest) -> bytes:
 
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
-    bodies = BodyReader()
+    arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)
     page = live_page(reader)
-    model = {"id": reader.name, "object": "model", "created": 0, "owned_by": "local"}
+    model = {"id": reader.request.name, "object": "model", "created": 0, "owned_by": "local"}
 
     def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
         """The route of one kind of request for texts."""
 
         async def respond(request: HTTPRequest) -> Response:
-            body = await bodies.read(request)
+            body = await read_body(request, arriving)
             # In another thread, since a grammar may take long to read.
             job = Job(*await asyncio.to_thread(reader.read, kind, body), begin)
             worker.enqueue(job)
@@ -174,11 +171,13 @@ def context_length(command_line: Request, slots: int) -> int:
     config = command_line.config
     device = command_line.device
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
-    needs = command_line.needs() | {"longest_draft": MAX_GAMMA, "plan": low_bits, "fast_on": device}
-    positions = min(command_line.context, (needs["draft"] or config).max_positions)
+    draft = command_line.needs()["draft"] or config
+    positions = min(command_line.context, draft.max_positions)
 
     def memory_for(positions: int) -> Memory:
-        one = estimate(config, **needs | {"positions": positions, "prompt": positions // 2})
+        one = command_line.memory(
+            positions=positions, prompt=positions // 2, longest_draft=MAX_GAMMA, plan=low_bits
+        )
         return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
 
     while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(device):
@@ -202,24 +201,17 @@ class Server(uvicorn.Server):
         does not fit.
         """
         asked = command_line.options
-        folder = command_line.folder
         host, _, port = asked.serve.rpartition(":")
-        try:
+        with explaining(
+            f"--serve {asked.serve:.80}: give [HOST:]PORT, such as 127.0.0.1:8000",
+            (OSError, ValueError, OverflowError, TypeError),
+        ):
             self.listener = socket.create_server((host or "127.0.0.1", int(port)))
-        except (OSError, ValueError, OverflowError, TypeError) as error:
-            raise InputError(
-                f"--serve {asked.serve:.80}: {error}: give [HOST:]PORT, such as 127.0.0.1:8000"
-            ) from None
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         slots = asked.together if command_line.device.type == "cpu" else 1
-        capacity = context_length(command_line, slots)
-        tokenizer = command_line.tokenizer
-        model = load_model(folder, command_line.dtype, command_line.device)
-        model = accelerate(model, not asked.no_compile)
-        coupling = command_line.coupling.name
-        setting = Setting(folder, model, tokenizer, command_line.params, capacity, coupling)
-        self.worker = Worker(setting, command_line.draft, slots)
-        reader = RequestReader(command_line, capacity, self.worker.bits)
+        asked.context = context_length(command_line, slots)
+        self.worker = Worker(Session(command_line), slots)
+        reader = RequestReader(command_line, self.worker.bits)
         config = uvicorn.Config(
             guarded(make_app(self.worker, reader), host),
             log_level="critical",

@@ -3,8 +3,6 @@
 Fields have OpenAI's names, others those of the command line.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace
@@ -12,18 +10,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.arguments import checked
 from decoding.run.chooser import DRAFTERS, DraftOptions
 from decoding.run.options import (
     GRAMMARS,
     Request,
     TextOptions,
-    read_grammar,
+    checked,
     read_grammar_files,
     told_schema,
 )
@@ -98,7 +102,10 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        AfterValidator(lambda role: "system" if role == "developer" else role),
+    ]
     content: Annotated[
         list[TextPart],
         BeforeValidator(
@@ -108,17 +115,11 @@ class Message(BaseModel):
     ]
 
 
-class NamedSchema(BaseModel):
-    """OpenAI's JSON schema, of which only the schema has an effect."""
-
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
 class ResponseFormat(BaseModel):
     """OpenAI's ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
+    json_schema: dict[str, Any] | None = None
 
     def grammar(self) -> dict[str, str]:
         """The command line's option for it; none for text. Raises HTTPException without a
@@ -126,11 +127,12 @@ class ResponseFormat(BaseModel):
         """
         if self.type == "text":
             return {}
+        schema = (self.json_schema or {}).get("schema")
         if self.type == "json_object":
-            return {"json_schema": '{"type": "object"}'}
-        if self.json_schema is None:
+            schema = {"type": "object"}
+        if not isinstance(schema, dict):
             raise HTTPException(400, "response_format.json_schema: give a schema")
-        return {"json_schema": json.dumps(self.json_schema.schema_)}
+        return {"json_schema": json.dumps(schema)}
 
 
 class StructuredOutputs(BaseModel):
@@ -189,9 +191,12 @@ class LiveText(Completion):
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        schema = told_schema(options)
         ids = encode_prompt(
-            tokenizer, self.prompt, chat=options.chat, system=options.system, schema=schema
+            tokenizer,
+            self.prompt,
+            chat=options.chat,
+            system=options.system,
+            schema=told_schema(options),
         )
         return ids, ()
 
@@ -213,39 +218,34 @@ class Chat(Asked):
         """
         if tokenizer.chat_template is None:
             raise HTTPException(400, "this model has no chat template: use /v1/completions")
-        roles = [
-            "system" if message.role == "developer" else message.role for message in self.messages
-        ]
         messages = [
-            {"role": role, "content": text} for role, text in zip(roles, self.texts, strict=True)
+            {"role": message.role, "content": text}
+            for message, text in zip(self.messages, self.texts, strict=True)
         ]
-        if options.system is not None and roles[0] != "system":
+        if options.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": options.system})
         return conversation(tokenizer, tell_schema(tokenizer, messages, told_schema(options)))
 
 
 class RequestReader:
-    """Reader of requests for texts of up to ``capacity`` positions, prompt included.
+    """Reader of requests for texts that fit the command line's context.
 
     Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
     """
 
-    def __init__(self, command_line: Request, capacity: int, bits: int) -> None:
-        self.config = command_line.config
+    def __init__(self, command_line: Request, bits: int) -> None:
+        self.request = command_line
         self.options = read_grammar_files(command_line.options)
-        self.tokenizer = command_line.tokenizer
-        self.capacity = capacity
         self.bits = bits
         # Of prompts that could fit, since no token has more than the longest: to split more into
         # tokens would take seconds, in which nobody is answered.
-        self.most_bytes = capacity * max(map(len, self.tokenizer.pieces))
+        self.most_bytes = command_line.context * max(map(len, command_line.tokenizer.pieces))
         # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
         # copies would be made while all texts wait.
         absent = {"auto", "model"} - {self.options.draft}
         if self.options.draft != "skip" and not (command_line.folder / "plan.json").exists():
             absent.add("skip")
         self.drafts = [kind for kind in DRAFTERS if kind not in absent]
-        self.name = command_line.folder.resolve().name  # of the model, in requests
 
     def read(
         self, kind: type[Completion | Chat], body: bytes
@@ -253,21 +253,17 @@ class RequestReader:
         """The JSON of a body, the prompt's token ids with the positions of earlier answers in them,
         and the options. Raises the errors that ``refusal`` takes.
         """
+        request = self.request
         asked = kind.model_validate_json(body)
-        self.check_model(asked.model or self.name)
+        self.check_model(asked.model or request.name)
         options = self.options_of(asked)
         if (size := len("".join(asked.texts).encode())) > self.most_bytes:
-            raise too_long(f"{size} bytes", self.config, self.capacity)
-        for name, most in MAX_SOURCE.items():
-            if len(getattr(options, name) or "") > most:
-                raise HTTPException(400, f"{name} must have at most {most} characters")
-        vocab_size = self.config.vocab_size
-        grammar = read_grammar(options, self.tokenizer, vocab_size, MASK_SECONDS)
-        ids, answers = asked.encode(self.tokenizer, options)
-        check_prompt(ids, self.config, Path(self.name), self.capacity)
+            raise too_long(f"{size} bytes", request.config, request.context)
+        ids, answers = asked.encode(request.tokenizer, options)
+        check_prompt(ids, request.config, Path(request.name), request.context)
         wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, self.capacity - len(ids))
-        return asked, ids, answers, TextOptions.of(options, self.tokenizer.eos_ids, grammar)
+        options.max_new_tokens = min(wanted, request.context - len(ids))
+        return asked, ids, answers, request.text_options(options, MASK_SECONDS)
 
     def options_of(self, asked: Asked) -> Namespace:
         """The command line's options, with those of a request in their place; those of drafting
@@ -279,19 +275,26 @@ class RequestReader:
         given: dict[str, Any] = {}
         for name, value in asked.model_extra.items():
             if name in SHARED and value is not None:
-                one = name in ("stop", "ban") and isinstance(value, str)
-                given[name] = [value] if one else value
+                is_one = name in ("stop", "ban") and isinstance(value, str)
+                given[name] = [value] if is_one else value
             elif value and NEUTRAL.get(name) != value and name not in UNUSED:
                 raise HTTPException(400, f"{name} is not served here: leave it out")
         kind = given.get("draft", known["draft"])
         if kind != known["draft"]:
             if kind not in self.drafts:
-                drafts = ", ".join(self.drafts)
-                raise HTTPException(400, f"draft must be one of {drafts}, found {kind!r:.80}")
+                raise HTTPException(
+                    400, f"draft must be one of {', '.join(self.drafts)}, found {kind!r:.80}"
+                )
             known |= dict.fromkeys(field.name for field in fields(DraftOptions))
             known["bits"] = self.bits if kind == "lowbit" else None
         for structure in filter(None, (asked.response_format, asked.structured_outputs)):
-            if grammar := structure.grammar():
+            grammar = structure.grammar()
+            for name, source in grammar.items():
+                if len(source) > MAX_SOURCE[name]:
+                    raise HTTPException(
+                        400, f"{name} must have at most {MAX_SOURCE[name]} characters"
+                    )
+            if grammar:
                 known |= dict.fromkeys(GRAMMARS) | grammar
         options = checked(given, Namespace(**known))
         if given.get("gamma", 0) > MAX_GAMMA:
@@ -300,7 +303,7 @@ class RequestReader:
 
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""
-        if name != self.name:
+        if name != self.request.name:
             raise HTTPException(
-                404, f"model {name!r:.80} does not exist here: there is {self.name}"
+                404, f"model {name!r:.80} does not exist here: there is {self.request.name}"
             )

@@ -2,8 +2,6 @@
 to clients.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -12,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,16 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from decoding.rounds import Round
-from decoding.run.chooser import Draftings, DraftOptions, Setting
 from decoding.run.options import TextOptions
 from decoding.run.reading import Spans
-from decoding.run.streaming import Labels, TextStream
+from decoding.run.session import Session
+from decoding.run.streaming import TextStream
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, plain
 from decoding.serve.requests import Asked, Chat, RequestReader, error_json, refusal
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page
-from decoding.text import Rules, Text
-from decoding.verify import Coupling
+from decoding.text import Rules
 from model.plan import LOW_BITS
 
 # the elements that the live page has besides those of --html
@@ -118,28 +114,28 @@ class Job:
 class Worker(Scheduler):
     """Scheduler of the texts of all jobs, up to ``slots`` at a time, in order of arrival."""
 
-    def __init__(self, setting: Setting, draft: DraftOptions, slots: int) -> None:
-        """``draft`` is the command line's. Raises InputError where it is not possible."""
-        super().__init__(setting.model, setting.positions, slots)
-        self.setting = setting
-        self.plain = plain(setting.model)
-        self.labels = Labels(setting.tokenizer.token_bytes, setting.tokenizer.special)
-        self.name = setting.folder.resolve().name  # of the model, to clients
-        self.draftings = Draftings(setting)
+    def __init__(self, session: Session, slots: int) -> None:
+        """Raises InputError where the command line's draft is not possible."""
+        super().__init__(session.model, session.request.capacity, slots)
+        self.session = session
+        self.plain = plain(session.model)
         self.jobs: list[Job] = []  # in order of arrival; those with tasks have begun
         self.arrived = threading.Event()
         self.stopped = lambda: False
-        drafting = self.draftings.of(draft, setting.params)
+        request = session.request
+        drafting = session.setting.drafting(request.draft, request.params)
         drafting.preparation.finish()  # no client waits for it
         plan = drafting.plan
         widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
         # of the low-bit copies that requests may ask for
         self.bits = max(widths, default=LOW_BITS[0])
         # A few tokens, so that no client waits for a compiler.
-        few = partial(Text, [0], Rules(16), self.model)
-        seeded = Coupling.of(None, 0)
-        ways = (drafting, self.plain)
-        self.write_all([Task(few(), way, setting.params, seeded) for way in ways])
+        self.write_all(
+            [
+                Task(session.new_text([0], Rules(16)), way, request.params, request.coupling)
+                for way in (drafting, self.plain)
+            ]
+        )
 
     def enqueue(self, job: Job) -> None:
         """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is
@@ -161,7 +157,7 @@ class Worker(Scheduler):
     def write(self, job: Job, drafting: Drafting, **more: Any) -> Task:
         """Submit a text of a job; ``more`` are further fields of its task."""
         _, params, rules, coupling = job.options
-        text = Text(job.ids, rules, self.model, self.setting.tokenizer.token_bytes)
+        text = self.session.new_text(job.ids, rules)
         task = Task(text, drafting, params, coupling, answers=job.answers, **more)
         job.tasks.append(task)
         self.submit(task)
@@ -172,30 +168,20 @@ class Worker(Scheduler):
         ``Scheduler``.
         """
         for job in [*self.jobs]:
+            has_room = len(self.active) + len(self.waiting) < len(self.slots)
             if self.stopped():
                 job.error = HTTPException(503, "the server is stopping")
-            elif not job.tasks and not job.gone and self.has_room():
-                self.begin(job)
+            elif has_room and not job.tasks and not job.gone:
+                try:
+                    drafting = self.session.setting.drafting(job.options.draft, job.options.params)
+                    job.begin(job, self, drafting)
+                except Exception as error:
+                    job.error = error
             if job.ended:
                 self.jobs.remove(job)
                 job.end()
         self.waiting = [task for task in self.waiting if not task.cancelled]
         return super().admit()
-
-    def has_room(self) -> bool:
-        """Whether a text could be written at once."""
-        return len(self.active) + len(self.waiting) < len(self.slots)
-
-    def begin(self, job: Job) -> None:
-        """Let a job submit its texts. An error is the job's."""
-        try:
-            job.begin(job, self, self.drafting(job.options))
-        except Exception as error:
-            job.error = error
-
-    def drafting(self, options: TextOptions) -> Drafting:
-        """The drafting of a request. Raises InputError where it is not possible."""
-        return self.draftings.of(options.draft, options.params)
 
 
 def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
@@ -207,12 +193,11 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
     streams = bool(job.asked.stream)
     is_chat = isinstance(job.asked, Chat)
     kind = "chat.completion" if is_chat else "text_completion"
-    kind += ".chunk" if is_chat and streams else ""
     head = {
         "id": secrets.token_hex(12),
-        "object": kind,
+        "object": f"{kind}.chunk" if is_chat and streams else kind,
         "created": int(time.time()),
-        "model": worker.name,
+        "model": worker.session.request.name,
     }
     task = worker.write(job, drafting)
     stream = TextStream(task.text)
@@ -258,74 +243,52 @@ def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:
 def live_page(reader: RequestReader) -> str:
     """The page before anything is written."""
     options = reader.options
-    form = {
-        "drafts": reader.drafts,
-        "draft": options.draft,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "max_tokens": options.max_new_tokens,
-    }
     facts = {
         "prompt": "",
-        "facts": [("Model", reader.name)],
+        "facts": [("Model", reader.request.name)],
         "plan": None,
         "greedy": True,
         "race": False,
-        "form": form,
+        "form": {
+            "drafts": reader.drafts,
+            "draft": options.draft,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "max_tokens": options.max_new_tokens,
+        },
     }
     empty = {"rounds": [], "finish": None, "seconds": 0}
     return render_page(facts, [empty], FORM.read_text(encoding="utf-8"))
 
 
-@dataclass
-class LiveColumn:
-    """Text of the live page: tells the page each draft before its verification, and each round
-    after it. When it has ended, the text of the column ``beside`` it begins, if any.
+def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
+    """Column of the live page: submits the text and, when it has ended, its plain text as a second
+    column if asked. Tells the page each draft before its verification, and each round after it.
     """
+    ways = [drafting, worker.plain] if job.asked.beside else [drafting]
 
-    job: Job
-    worker: Worker
-    drafting: Drafting
-    number: int = 0
-    beside: LiveColumn | None = None
+    def begin(column: int) -> None:
+        recording = Recording(job.options.params, worker.session.labels)
 
-    def __post_init__(self) -> None:
-        self.recording = Recording(self.job.options.params, self.worker.labels)
+        def send(kind: str, **more: Any) -> None:
+            job.send({"kind": kind, "column": column, **more})
 
-    def begin(self) -> None:
-        """Submit the text."""
-        self.worker.write(
-            self.job,
-            self.drafting,
-            readers=[self.read],
-            observer=self.recording.observe,
-            on_draft=self.draft,
+        def read(round: Round, seconds: float) -> None:
+            data = recording.add(round, seconds)
+            seconds = recording.sample["seconds"]  # without observing
+            send("round", round=data, finish=round.finish, seconds=seconds)
+            if round.finish and column + 1 < len(ways):
+                begin(column + 1)
+
+        worker.write(
+            job,
+            ways[column],
+            readers=[read],
+            observer=recording.observe,
+            on_draft=lambda tokens: send("draft", tokens=[*map(worker.session.labels, tokens)]),
         )
 
-    def draft(self, tokens: list[int]) -> None:
-        """Send a draft."""
-        self.send("draft", tokens=[self.worker.labels(token) for token in tokens])
-
-    def read(self, round: Round, seconds: float) -> None:
-        """Send a round."""
-        data = self.recording.add(round, seconds)
-        seconds = self.recording.sample["seconds"]  # without observing
-        self.send("round", round=data, finish=round.finish, seconds=seconds)
-        if round.finish and self.beside:
-            self.beside.begin()
-
-    def send(self, kind: str, **more: Any) -> None:
-        """Send an event of this column."""
-        self.job.send({"kind": kind, "column": self.number, **more})
-
-
-def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
-    """Submit the text of the live page and, when it has ended, its plain text if asked."""
-    first = LiveColumn(job, worker, drafting)
-    names = [drafting.name]
-    if job.asked.beside:
-        first.beside = LiveColumn(job, worker, worker.plain, number=1)
-        names.append(worker.plain.name)
-    facts = heading("", worker.name, drafting, job.options.params, job.options.coupling)
-    job.send({"kind": "begin", "columns": names, **facts})
-    first.begin()
+    request = worker.session.request
+    facts = heading("", request.name, drafting, job.options.params, job.options.coupling)
+    job.send({"kind": "begin", "columns": [way.name for way in ways], **facts})
+    begin(0)

@@ -10,9 +10,7 @@ from contextlib import suppress
 from rich.console import Console
 
 from cli.command_line import say
-from decoding.run.session import ContextFull, Conversation, Session
-from decoding.run.streaming import Labels
-from decoding.run.writer import Sample
+from decoding.run.session import Session
 from decoding.show.output import in_words
 from decoding.show.trace import LiveTrace
 from model import InputError
@@ -22,61 +20,49 @@ HELP = """/draft KIND: draft by auto, none, lookup, lowbit ...   /trace: show dr
 
 
 class Terminal:
-    """A conversation with its settings: ``draft`` None is the command line's."""
+    """A conversation at a terminal, whose options its commands change."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.labels = Labels(session.tokenizer.token_bytes, session.tokenizer.special)
         self.shows_trace = session.request.options.trace
-        self.draft: str | None = None
-        self.last: Sample | None = None
-        self.chat = self.new_chat()
+        self.chat = session.chat()
 
-    def new_chat(self) -> Conversation:
-        """A conversation without turns."""
-        return self.session.chat(self.session.request.options.system)
-
-    def obey(self, line: str) -> bool:
-        """Do what a line beginning with "/" says; returns False for /quit."""
+    def obey(self, line: str) -> None:
+        """Do what a line beginning with "/" says."""
         command, _, argument = line.partition(" ")
+        options = self.chat.options
         if command == "/reset":
-            self.chat = self.new_chat()
+            self.chat = self.session.chat(**options)
         elif command == "/forget":
             self.chat.forget()
         elif command == "/trace":
             self.shows_trace = not self.shows_trace
         elif command == "/stats":
-            say(in_words(self.last, self.last_draft()) if self.last else "nothing is written yet")
+            draft = options.get("draft", self.session.request.options.draft)
+            sample = self.chat.sample
+            say(in_words(sample, draft) if sample else "nothing is written yet")
         elif command == "/draft":
-            self.session.text_options(
-                self.session.options({"draft": argument.strip()})
-            )  # checks it
-            self.draft = argument.strip()
-        elif command != "/quit":
+            chosen = options | {"draft": argument.strip()}
+            self.session.request.text_options(self.session.options(chosen))  # checks it
+            self.chat.options = chosen
+        else:
             print(HELP, file=sys.stderr)
-        return command != "/quit"
-
-    def last_draft(self) -> str:
-        """The kind of draft of the next answer."""
-        return self.draft or self.session.request.options.draft
 
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written."""
-        options = {"draft": self.draft} if self.draft else {}
         if self.shows_trace:
-            with LiveTrace(Console(), self.labels) as live:
-                self.last = self.chat.say(line, readers=[live.add], **options)
+            with LiveTrace(Console(), self.session.labels) as live:
+                self.chat.say(line, readers=[live.add])
             return
         try:
-            for piece in self.chat.stream(line, **options):
+            for piece in self.chat.stream(line):
                 print(piece, end="", flush=True)
         finally:
             print()
-            self.last = self.chat.sample
 
 
-def converse(session: Session) -> int:
-    """A conversation until /quit, the end of input, or Ctrl-C at the prompt; returns 0."""
+def converse(session: Session) -> None:
+    """A conversation until /quit, the end of input, or Ctrl-C at the prompt."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives ``input`` its history and editing
     if session.tokenizer.chat_template is None:
@@ -88,17 +74,14 @@ def converse(session: Session) -> int:
         try:
             line = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
-            return 0
+            return
         try:
+            if line == "/quit":
+                return
             if line.startswith("/"):
-                if not terminal.obey(line):
-                    return 0
+                terminal.obey(line)
             elif line:
                 terminal.answer(line)
-        except ContextFull as full:
-            say(f"{full}")
-            if prompt and input("forget the oldest turn, then say it again? [y/n] ") == "y":
-                terminal.chat.forget()
         except InputError as error:
             say(f"{error}")
         except KeyboardInterrupt:

@@ -78,41 +78,43 @@ class Piece:
 
 
 class Lane:
-    """Layout of a text in time and place.
+    """Layout of the beginning of a text in time and place.
 
     Drafted tokens appear where they would stand in the text. When some are rejected, the target's
     token takes their place, and they are shown below it, until others are rejected.
     """
 
-    def __init__(self, labels: Labels) -> None:
+    def __init__(self, timeline: Timeline, verifying: float, labels: Labels) -> None:
+        """``verifying``: seconds of a round that its draft does not take."""
         self.labels = labels
         self.pieces: list[Piece] = []
         self.kept: list[Piece] = []  # of each token of the text
         self.struck: list[Piece] = []  # the latest rejected ones
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        began = 0.0
+        for round, ended in timeline:
+            self._add(round, began, ended, verifying)
+            began = ended
+            if len(self.kept) >= MOST_TOKENS:
+                break
 
-    def add(self, round: Round, began: float, ended: float, verifying: float) -> None:
-        """Place the tokens of a round. The draft takes its time but for ``verifying`` seconds, each
-        token as long as the others.
-        """
+    def _add(self, round: Round, began: float, ended: float, verifying: float) -> None:
+        """Place the tokens of a round; each drafted one takes as long as the others."""
         drafting = max(ended - began - verifying, LEAST_DRAFTING * (ended - began))
         rejected: list[Piece] = []
         for number, (token, verdict) in enumerate(round.verdicts(), 1):
-            data = self.labels.token_bytes(token) or self.labels(token).encode()
+            data = self.labels.spelled([token])
             drawn = began + drafting * number / max(1, len(round.drafted))
-            if verdict == "own":
-                self.kept.append(self._place(self.decoder.decode(data), "own", self.kept, ended))
-            elif verdict == "accepted":
+            if verdict in ("accepted", "own"):
                 text = self.decoder.decode(data)
-                draft = self._place(text, "drafted", self.kept, drawn, ended)
-                self.kept.append(self._judge(draft, "accepted"))
+                self.kept.append(self._place(text, verdict, self.kept, drawn, ended))
             else:
-                before = rejected or self.kept
-                draft = self._place(data.decode(errors="replace"), "drafted", before, drawn, ended)
-                rejected.append(self._judge(draft, "rejected"))
+                text = data.decode(errors="replace")
+                rejected.append(self._place(text, "rejected", rejected or self.kept, drawn, ended))
         for piece in self.kept[len(self.kept) - len(round.retracted) :]:
             piece.end = ended
-            rejected.append(self._judge(piece, "rejected"))
+            rejected.append(replace(piece, kind="rejected", begin=ended, end=None))
+            self.pieces.append(rejected[-1])
             self.kept.pop()
             self.decoder.reset()
         if rejected:
@@ -121,48 +123,45 @@ class Lane:
             self.struck = rejected
 
     def _place(
-        self, text: str, kind: str, before: list[Piece], begin: float, end: float | None = None
+        self, text: str, kind: str, before: list[Piece], drawn: float, ended: float
     ) -> Piece:
         """A piece behind the last of those ``before`` it, on a new line where it does not fit, and
         after a line break of the text, which is shown as a sign.
+
+        It appears when the round has ended; from the moment when it was ``drawn`` a drafted one
+        stands there, if the target did not write it itself.
         """
         text = visible(text)
-        last = before[-1] if before else Piece("", kind, 0, 0, begin)
+        last = before[-1] if before else Piece("", kind, 0, 0, ended)
         column = last.column + cell_len(last.text)
         most = COLUMNS if text.startswith(" ") else COLUMNS + OVERHANG
         breaks = column + cell_len(text) > most or ("↵" in last.text and last.kind != "rejected")
-        if breaks:
+        if breaks or column == 0:
             column = 0
-        if column == 0:
             text = text.lstrip()
-        piece = Piece(text, kind, last.line + breaks, column, begin, end)
+        piece = Piece(text, kind, last.line + breaks, column, ended)
+        if kind != "own":
+            self.pieces.append(replace(piece, kind="drafted", begin=drawn, end=ended))
         self.pieces.append(piece)
         return piece
-
-    def _judge(self, piece: Piece, kind: str) -> Piece:
-        """The piece that takes the place of a drafted or retracted one when that disappears."""
-        judged = replace(piece, kind=kind, begin=piece.end, end=None)
-        self.pieces.append(judged)
-        return judged
 
 
 class Canvas:
     """An SVG that repeats after ``period`` seconds, and is ``slower`` than the run."""
 
-    def __init__(self, slower: int, period: float) -> None:
+    def __init__(self, title: str, slower: int, period: float) -> None:
         self.slower = slower
         self.period = period
         self.svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
+        SubElement(self.svg, "title").text = title
         self.style = SubElement(self.svg, "style")
         self.card = SubElement(self.svg, "rect", x=".5", y=".5", rx="8", fill="#fff")
         self.moments: dict[str, str] = {}  # keyframes: their name
 
-    def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> Element:
+    def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> None:
         """Write text that does not move."""
         place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
-        element = SubElement(self.svg, "text", place | {"class": kind})
-        element.text = text
-        return element
+        SubElement(self.svg, "text", place | {"class": kind}).text = text
 
     def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> float:
         """Draw the pieces of a lane from ``top`` on; returns the place below them."""
@@ -172,10 +171,9 @@ class Canvas:
             if not text:
                 continue
             indented = len(piece.text) - len(piece.text.lstrip())
-            x = MARGIN + CELL * (piece.column + indented)
             y = top + pitch * piece.line + DROP * (piece.kind == "rejected")
             attributes = {
-                "x": f"{x:.0f}",
+                "x": f"{MARGIN + CELL * (piece.column + indented):.0f}",
                 "y": f"{y:g}",
                 # so wide in any font
                 "textLength": f"{CELL * min(cell_len(text), COLUMNS):.0f}",
@@ -184,27 +182,27 @@ class Canvas:
                 "style": f"animation-name:{self.moment(piece)}",
             }
             if piece.end is not None:
-                attributes["opacity"] = "0"
+                attributes["opacity"] = "0"  # where nothing can move
             SubElement(group, "text", attributes).text = text
         return top + pitch * (1 + max(piece.line for piece in lane.pieces))
 
     def moment(self, piece: Piece) -> str:
         """Name of the keyframes by which a piece appears and disappears."""
-        shown = f"{self.percent(piece.begin)}{{opacity:1}}"
+        share = 100 * self.slower / self.period  # of the period in percent, per second of the run
+        frames = f"{share * piece.begin:.2f}%{{opacity:1}}"
         if piece.end is None:
-            frames = f"0%{{opacity:0}}{shown}"
+            frames = f"0%{{opacity:0}}{frames}"
         else:
-            frames = f"{shown}{self.percent(piece.end)}{{opacity:0}}"
+            frames += f"{share * piece.end:.2f}%{{opacity:0}}"
         return self.moments.setdefault(frames, f"m{len(self.moments)}")
-
-    def percent(self, seconds: float) -> str:
-        """A moment of the run as a share of the period."""
-        return f"{100 * self.slower * seconds / self.period:.2f}%"
 
     def finish(self, height: float) -> str:
         """The whole file."""
-        size = {"width": f"{WIDTH}", "height": f"{height:g}"}
-        self.svg.attrib |= size | {"viewBox": f"0 0 {WIDTH} {height:g}"}
+        self.svg.attrib |= {
+            "width": f"{WIDTH}",
+            "height": f"{height:g}",
+            "viewBox": f"0 0 {WIDTH} {height:g}",
+        }
         self.card.attrib |= {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
         moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
         frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
@@ -219,20 +217,21 @@ def render_picture(
     """The picture of a text that was written plainly, and ``drafted`` by a draft of this name."""
     # To verify a draft is counted as a plain step, the rest of its round as drafting.
     step = plain[-1][1] / len(plain)
-    lanes = [lane_of(timeline, step, labels) for timeline in (plain, drafted)]
-    last = max(piece.begin for lane in lanes for piece in lane.pieces)
+    above = Lane(plain, step, labels)
+    below = Lane(drafted, step, labels)
+    last = max(piece.begin for piece in above.pieces + below.pieces)
     slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
-    canvas = Canvas(slower, round(slower * last + PAUSE, 3))
-    SubElement(canvas.svg, "title").text = f"{title}: plain decoding beside drafting by {draft}"
+    words = f"{title}: plain decoding beside drafting by {draft}"
+    canvas = Canvas(words, slower, round(slower * last + PAUSE, 3))
     right = WIDTH - MARGIN
     canvas.write(title, "muted", MARGIN, 30)
     canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
     canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")
-    bottom = canvas.draw(lanes[0], "plain", 84, PLAIN_LINE)
+    bottom = canvas.draw(above, "plain", 84, PLAIN_LINE)
     gain = f"{speed(drafted):.1f} tokens/s: {speed(drafted) / speed(plain):.2f} times plain"
     canvas.write(f"draft: {draft}", "title", MARGIN, bottom + 14)
     canvas.write(gain, "title", right, bottom + 14, "end")
-    bottom = canvas.draw(lanes[1], "draft", bottom + 38, DRAFT_LINE)
+    bottom = canvas.draw(below, "draft", bottom + 38, DRAFT_LINE)
     x = float(MARGIN)
     for kind, words in LEGEND.items():
         canvas.write(words, kind, x, bottom + 12)
@@ -242,18 +241,6 @@ def render_picture(
     part = f"; the first {MOST_TOKENS} of {most} tokens" if most > MOST_TOKENS else ""
     canvas.write(f"{rhythm}{part}", "muted", right, bottom + 12, "end")
     return canvas.finish(bottom + 28)
-
-
-def lane_of(timeline: Timeline, verifying: float, labels: Labels) -> Lane:
-    """Layout of the beginning of a text."""
-    lane = Lane(labels)
-    began = 0.0
-    for round, ended in timeline:
-        lane.add(round, began, ended, verifying)
-        began = ended
-        if len(lane.kept) >= MOST_TOKENS:
-            break
-    return lane
 
 
 def tokens_of(timeline: Timeline) -> int:

@@ -5,7 +5,7 @@ JSON.
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -15,10 +15,10 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import atomic_path, explaining
-from decoding.run.options import Request
-from decoding.run.streaming import Labels, TextStream, visible
+from decoding.run.session import Session
+from decoding.run.streaming import TextStream, visible
 from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Drafting, Reader, Sample, Writer
+from decoding.run.writer import Reader, Sample, Writer
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
@@ -32,11 +32,11 @@ class Output:
     alone.
     """
 
-    def __init__(self, request: Request, drafting: Drafting) -> None:
-        self.request = request
-        self.drafting = drafting
-        self.file = sys.stderr if request.options.json else sys.stdout
-        self.labels = Labels(request.tokenizer.token_bytes, request.tokenizer.special)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.request = session.request
+        self.drafting = session.setting.drafting(self.request.draft, self.request.params)
+        self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []
 
@@ -49,52 +49,51 @@ class Output:
             with self.shown(sample.source) as read:
                 recorded["readers"].append(read)
                 writer.write(sample.source, *asked, sample=sample, **recorded)
-        except KeyboardInterrupt:
-            sample.interrupted = True
-        except Exception:  # after the text so far
-            if sample.rounds:
+        except BaseException as error:  # after the text so far
+            if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)
             raise
         self.end(sample)
         return sample
 
-    def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> bool:
-        """Write a sample of each coupling at once; returns whether Ctrl-C ended them.
+    def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
+        """Write a sample of each coupling at once.
 
         The first is shown while it is written, the others after it. Raises the first error, when
         all have ended.
         """
         request = self.request
-        began = now(request.device)
-        text = partial(
-            Text, request.ids, request.rules, scheduler.model, request.tokenizer.token_bytes
-        )
         tasks = [
-            Task(text(), self.drafting, request.params, each, **self.record()) for each in couplings
+            Task(
+                self.session.new_text(request.ids, request.rules),
+                self.drafting,
+                request.params,
+                coupling,
+                **self.record(),
+            )
+            for coupling in couplings
         ]
-        with self.shown(tasks[0].text) as read, suppress(KeyboardInterrupt):
-            tasks[0].readers.append(read)
-            for task in tasks:
-                scheduler.submit(task)
-            scheduler.run()
-        seconds = now(request.device) - began - scheduler.reading
-        for task in [
-            task for task in tasks if task.sample and (task.sample.rounds or not task.error)
-        ]:
-            if task is not tasks[0]:
-                with self.shown(task.text, pause=0) as read:
-                    for round in task.sample.rounds:
-                        read(round, task.sample.seconds)
-            self.end(task.sample)
-        for error in [task.error for task in tasks if task.error]:
-            raise error
+        began = now(request.device)
+        try:
+            with self.shown(tasks[0].text) as read:
+                tasks[0].readers.append(read)
+                scheduler.write_all(tasks)
+            seconds = now(request.device) - began - scheduler.reading
+        finally:
+            for task in [each for each in tasks if each.loop is not None]:  # that had begun
+                if task.error and not task.sample.rounds:
+                    continue
+                if task is not tasks[0]:
+                    with self.shown(task.text, pause=0) as read:
+                        for round in task.sample.rounds:
+                            read(round, task.sample.seconds)
+                self.end(task.sample)
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
-        return any(not task.sample or task.sample.interrupted for task in tasks)
 
     def record(self) -> dict[str, Any]:
         """The recording of a text for the page: arguments of ``Writer.write``."""
-        self.recordings.append(recording := Recording(self.request.params, self.labels))
+        self.recordings.append(recording := Recording(self.request.params, self.session.labels))
         return {
             "readers": [recording.add],
             "observer": recording.observe if self.request.options.html else None,
@@ -109,8 +108,9 @@ class Output:
             print("-" * 20, file=self.file)
         if self.request.options.trace:
             console = Console(file=self.file)
-            has_grammar = text.grammar is not None
-            with LiveTrace(console, self.labels, pause=pause, grammar=has_grammar) as live:
+            with LiveTrace(
+                console, self.session.labels, pause=pause, grammar=bool(text.grammar)
+            ) as live:
                 yield live.add
             return
         stream = TextStream(text)
@@ -126,8 +126,10 @@ class Output:
         say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
         wanted = self.request.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
-            context = f"the context of {self.request.context} tokens is full"
-            say(f"{context}, so the text has {len(sample.tokens)} of the {wanted} asked for")
+            say(
+                f"the context of {self.request.context} tokens is full, so the text has"
+                f" {len(sample.tokens)} of the {wanted} asked for"
+            )
         self.samples.append(sample)
 
     def close(self) -> None:
@@ -135,31 +137,35 @@ class Output:
         be written.
         """
         request = self.request
-        page = request.options.html
         if request.options.json:
             for sample in self.samples:
                 written = {"text": sample.text, "tokens": sample.tokens}
-                print(
-                    json.dumps(written | as_json(sample, request.repeat_with), ensure_ascii=False)
-                )
-        if page and (samples := [each.sample for each in self.recordings if each.sample["rounds"]]):
+                written |= as_json(sample, request.repeat_with)
+                print(json.dumps(written, ensure_ascii=False))
+        samples = [each.sample for each in self.recordings if each.sample["rounds"]]
+        if request.options.html and samples:
             facts = heading(
-                request.prompt, request.folder.name, self.drafting, request.params, request.coupling
+                request.prompt, request.name, self.drafting, request.params, request.coupling
             )
-            save(page, render_page(facts, samples))
-            say(f"the run round by round: {page}")
+            save(request.options.html, render_page(facts, samples))
+            say(f"the run round by round: {request.options.html}")
 
-    def write_picture(self, writer: Writer, coupling: Coupling) -> None:
+    def write_picture(self, writer: Writer) -> None:
         """Write the first sample's text plainly too, and the moving picture of both. Raises
         InputError when it cannot be written.
         """
         request = self.request
-        plain = Recording(request.params, self.labels)
+        plain = Recording(request.params, self.session.labels)
         text = writer.new_text(request.rules)
-        writer.write(text, writer.plain, request.params, coupling, readers=[plain.add])
-        title = f"{request.folder.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
-        drafted = self.recordings[0].timeline
-        picture = render_picture(title, plain.timeline, drafted, self.drafting.name, self.labels)
+        writer.write(text, writer.plain, request.params, request.coupling, readers=[plain.add])
+        title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
+        picture = render_picture(
+            title,
+            plain.timeline,
+            self.recordings[0].timeline,
+            self.drafting.name,
+            self.session.labels,
+        )
         save(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
 
@@ -172,28 +178,29 @@ def save(path: Path, text: str) -> None:
 
 def in_words(sample: Sample, draft: str) -> str:
     """The statistics of a sample in one line; ``draft`` names its draft."""
-    statistics = sample.statistics
-    line = f"{sample.speed:.1f} tokens/s; {draft}"
-    if statistics.acceptance_rate is not None:
-        rate = f"{statistics.acceptance_rate:.0%} of {statistics.drafted}"
-        line += f": {rate} drafted tokens accepted"
+    told = sample.statistics
+    line = f"{told.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s; {draft}"
+    if told.drafted:
+        line += f": {told.acceptance_rate:.0%} of {told.drafted} drafted tokens accepted"
     if sample.trouble:
         line += f"; without CUDA graphs ({sample.trouble})"
-    count = f"{statistics.tokens} tokens in {sample.seconds:.2f} s"
-    return f"{count}: {line}, {statistics.tokens_per_round:.2f} tokens a round"
+    return f"{line}, {told.tokens_per_round:.2f} tokens a round"
 
 
 def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
     """Statistics for --json and for clients; ``repeat_with`` has the options that repeat a sampled
     text.
     """
-    names = ("rounds", "drafted", "accepted", "acceptance_rate", "tokens_per_round")
     return {
         "prompt_tokens": sample.source.prompt_length,
         "finish_reason": sample.finish,
         "seconds": sample.seconds,
         "tokens_per_second": sample.speed,
-        **{name: getattr(sample.statistics, name) for name in names},
+        "rounds": sample.statistics.rounds,
+        "drafted": sample.statistics.drafted,
+        "accepted": sample.statistics.accepted,
+        "acceptance_rate": sample.statistics.acceptance_rate,
+        "tokens_per_round": sample.statistics.tokens_per_round,
         "accepted_histogram": sample.statistics.histogram,
         "repeat_with": repeat_with,
     }

@@ -65,27 +65,21 @@ class Recording:
         drafted = draft.probs
         shown = target_probs
         if self.params.temperature == 0:
-            drafted = (
-                torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
-                if draft.logits
-                else drafted
-            )
             shown = torch.softmax(logits.float(), dim=-1)
-        self.details = []
-        for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]:
-            detail = {
+            if draft.logits:
+                drafted = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
+        count = len(draft.tokens)
+        self.details = [
+            {
                 "id": each,
                 "text": self.label(each),
                 "p": probability(target_probs[row], each),
-                "q": None,
+                "q": probability(draft.probs[row], each) if row < count else None,
+                "target_top": self._top(shown[row], each),
+                "draft_top": self._top(drafted[row], each) if row < count else [],
             }
-            detail |= {"target_top": self._top(shown[row], each), "draft_top": []}
-            if row < len(draft.tokens):
-                detail |= {
-                    "q": probability(draft.probs[row], each),
-                    "draft_top": self._top(drafted[row], each),
-                }
-            self.details.append(detail)
+            for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]
+        ]
         self.examining += now(logits.device) - began
 
     def add(self, round: Round, seconds: float) -> dict[str, Any]:
@@ -127,19 +121,17 @@ def heading(
     """JSON of the facts about a whole run, with the plan under which the target drafts for itself,
     if any.
     """
-    values = {
-        field.name.replace("_", "-"): (getattr(params, field.name), field.default)
+    given = [
+        f"{field.name.replace('_', '-')} {getattr(params, field.name)}"
         for field in fields(params)
-    }
-    given = [f"{name} {value}" for name, (value, default) in values.items() if value != default]
+        if getattr(params, field.name) != field.default
+    ]
     greedy = params.temperature == 0
     sampling = ", ".join(["greedy", *given] if greedy else [*given, str(coupling)])
-    facts = [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)]
-    plan = drafting.plan and asdict(drafting.plan)
     return {
         "prompt": prompt,
-        "facts": facts,
-        "plan": plan,
+        "facts": [("Model", model), ("Draft", drafting.name), ("Sampling", sampling)],
+        "plan": drafting.plan and asdict(drafting.plan),
         "greedy": greedy,
         "race": coupling.name == "race",
     }

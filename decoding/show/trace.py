@@ -95,7 +95,7 @@ class LiveTrace:
         for verdict, run in groupby(verdicts, key=itemgetter(1)):
             tokens = [token for token, _ in run]
             if verdict in ("accepted", "own", "forced"):
-                lines = self.decoder.decode(self._bytes(tokens)).expandtabs(4).split("\n")
+                lines = self.decoder.decode(self.labels.spelled(tokens)).expandtabs(4).split("\n")
                 shown = "\n".join(map(visible, lines))
             else:
                 shown = self._aside(tokens)
@@ -110,13 +110,7 @@ class LiveTrace:
 
     def _aside(self, tokens: list[int]) -> str:
         """Text of tokens that are not kept, in one line."""
-        return visible(self._bytes(tokens).decode("utf-8", errors="replace"))
-
-    def _bytes(self, tokens: list[int]) -> bytes:
-        """Bytes of tokens, with the names of those that have none."""
-        return b"".join(
-            self.labels.token_bytes(token) or self.labels(token).encode() for token in tokens
-        )
+        return visible(self.labels.spelled(tokens).decode("utf-8", errors="replace"))
 
     def _styled(self, text: str, verdict: str) -> Text:
         _, style, before, after = VERDICTS[verdict]

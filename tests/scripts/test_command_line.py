@@ -105,7 +105,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         ([], "give one prompt"),
         (["a", "--prompt-file", "b"], "give one prompt"),
         (["--prompt-file", "/no/such/file"], "/no/such/file cannot be read"),
-        ([""], "the prompt is empty"),
+        ([""], "the prompt must be a string that is not empty"),
         (["\udcff"], "the prompt cannot be read as UTF-8"),
         (["a", "--stop", "\udcff"], "not UTF-8"),
         (["a", "--temperature", "-1"], "temperature must be at least 0"),
@@ -137,6 +137,9 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a " * 300], "shorten the prompt"),
         (["a " * 30, "--context", "20"], "of which 20 are used: shorten the prompt or raise --co"),
         (["a", "--context", "-1"], "--context must be at least 1"),
+        (["--serve", "0", "--html", "a.html"], "--serve and --interactive take no prompt"),
+        (["--interactive", "--json"], "--serve and --interactive take no prompt"),
+        (["a", "--serve", "0"], "--serve and --interactive take no prompt"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
@@ -370,7 +373,7 @@ def test_ctrl_c_prints_what_was_written_and_exits_130(
     assert len(outcome.objects[0]["tokens"]) == 4, (
         "those of the round whose text was not shown yet included"
     )
-    assert outcome.err.count("tokens/s") == 3 and outcome.err.count("-" * 20) == 1
+    assert outcome.err.count("tokens/s") == 2 and outcome.err.count("-" * 20) == 1
 
 
 def test_what_is_complete_is_printed_when_the_rest_is_broken_off(

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from decoding.run.calibration import (
 )
 from decoding.run.chooser import (
     VERIFY_SLOPE,
-    Draftings,
     DraftOptions,
     Setting,
     choose,
@@ -174,7 +174,7 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel_in_the_memory_estimate_too
     model.fast_bits = kernels
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
     for kind in ("lowbit", "auto") if kernels else ("lowbit",):
-        assert Draftings(setting).of(DraftOptions(kind), GREEDY).plan.head == head
+        assert setting.drafting(DraftOptions(kind), GREEDY).plan.head == head
     assert DraftOptions("lowbit").needs(FOLDER, model.config, kernels)["plan"].head == head
 
 
@@ -208,7 +208,7 @@ def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder)
 def drafting_and_writer(model: Decoder, tokenizer: Tokenizer) -> tuple[Drafting, Writer]:
     """Of ``auto`` without a shipped plan, on a folder whose copies are not kept yet."""
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 200)
-    drafting = Draftings(setting).of(DraftOptions("auto"), GREEDY)
+    drafting = setting.drafting(DraftOptions("auto"), GREEDY)
     writer = Writer(model, 200, tokenizer.token_bytes)
     writer.begin(tokenizer.encode("Once upon a time"))
     return drafting, writer
@@ -232,8 +232,9 @@ def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
     rules = Rules(150)
 
     def write(way: Drafting) -> list[int]:
+        watched_way = replace(way, new_policy=lambda: policy)
         text = writer.new_text(rules)
-        return writer.write(text, way, GREEDY, Coupling("race", 0), policy=policy).tokens
+        return writer.write(text, watched_way, GREEDY, Coupling("race", 0)).tokens
 
     first = write(drafting)
     assert "low bits" not in offers[0]
@@ -266,7 +267,8 @@ def test_the_clock_is_granted_where_no_draft_length_can_change_a_text(
         policy = Watched(4)
         params = SamplingParams(temperature)
         coupling = Coupling(rule, 0)
-        writer.write(writer.new_text(Rules(4)), writer.plain, params, coupling, policy=policy)
+        way = replace(writer.plain, new_policy=lambda policy=policy: policy)
+        writer.write(writer.new_text(Rules(4)), way, params, coupling)
         assert bool(policy.times) == policy.granted == (granted and not rows_vary)
 
 

@@ -23,7 +23,7 @@ from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.run.chooser import Drafting, plain
 from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Interrupted, Writer
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Coupling, verify_by_ratio
@@ -108,7 +108,7 @@ def alone(model: Decoder, wish: Wish) -> Outcome:
 
     try:
         writer.write(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
-    except Interrupted:
+    except KeyboardInterrupt:
         pass
     except InputError as error:
         return outcome(text, error)
@@ -417,11 +417,8 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
         monkeypatch.setattr(model, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scheduler.run()
-    assert [task.sample and task.sample.finish for task in tasks] == [
-        "interrupted",
-        "interrupted",
-        None,
-    ]
+    assert [task.sample.finish for task in tasks] == ["interrupted"] * 3
+    assert [bool(task.sample.rounds) for task in tasks] == [True, True, False]
     for seed, task in enumerate(tasks[:2]):
         whole = alone(model, Wish([1, 2, 3], Rules(20), seed=seed))[0]
         assert (

@@ -166,7 +166,7 @@ def test_what_is_wrong_is_said_on_the_page(
     wait(opened, finished)
     assert "requests wait already" in find(opened, "#notice").text
     monkeypatch.undo()
-    monkeypatch.setattr(served.worker, "drafting", lambda *_: 1 / 0)
+    monkeypatch.setattr(served.worker.session.setting, "drafting", lambda *_: 1 / 0)
     ask(opened)
     wait(opened, finished)
     assert find(opened, "#notice").text == "the request could not be answered"
@@ -182,7 +182,7 @@ def test_tokens_like_markup_are_text(
     hostile = (
         "<img src=x onerror=\"window.ran='token'\"></script><script>window.ran='script'</script>"
     )
-    monkeypatch.setattr(served.worker, "labels", lambda token: hostile)
+    monkeypatch.setattr(served.worker.session, "labels", lambda token: hostile)
     ask(opened, budget="4", beside=True)
     wait(opened, finished)
     assert {chip.text for chip in opened.find_elements("css selector", "#text .own")} == {hostile}

@@ -60,10 +60,8 @@ MESSAGE = {"role": "user", "content": "the hen"}
 
 
 def reader_of(folder: Path, *arguments: str, bits: int = 4) -> RequestReader:
-    line = generate.Request(
-        make_parser().parse_args(["--serve", "0", "--model", str(folder), *arguments])
-    )
-    return RequestReader(line, 64, bits)
+    given = ["--serve", "0", "--model", str(folder), "--context", "64", *arguments]
+    return RequestReader(generate.Request(make_parser().parse_args(given)), bits)
 
 
 @pytest.fixture(scope="module")

@@ -343,8 +343,8 @@ def test_a_prompt_of_too_many_bytes_is_refused_unread(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Splitting it into tokens would take seconds, in which nobody is answered."""
-    monkeypatch.delattr(type(served.worker.setting.tokenizer), "encode_parts")
-    monkeypatch.delattr(type(served.worker.setting.tokenizer), "encode")
+    monkeypatch.delattr(type(served.worker.session.tokenizer), "encode_parts")
+    monkeypatch.delattr(type(served.worker.session.tokenizer), "encode")
     for path, body in (texts(prompt=" " * 500_000), chats(said(" " * 500_000))):
         status, answer = served.ask(f"/v1/{path}", body)
         assert status == 400 and b"the prompt has 500000 bytes" in answer
@@ -356,13 +356,14 @@ def test_a_prompt_of_too_many_bytes_is_refused_unread(
 @pytest.fixture
 def gate(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set, no text begins."""
-    opened, drafting = threading.Event(), served.worker.drafting
+    setting = served.worker.session.setting
+    opened, drafting = threading.Event(), setting.drafting
 
     def wait(*options: Any) -> Drafting:
         opened.wait(60)
         return drafting(*options)
 
-    monkeypatch.setattr(served.worker, "drafting", wait)
+    monkeypatch.setattr(setting, "drafting", wait)
     yield opened
     opened.set()
     until(lambda: served.idle)
@@ -457,7 +458,7 @@ def test_what_fails_in_writing_is_told_and_the_next_text_is_written(
     def fail(*_: object) -> None:
         raise RuntimeError("a /secret/path\nand more")
 
-    monkeypatch.setattr(served.worker, "drafting", fail)
+    monkeypatch.setattr(served.worker.session.setting, "drafting", fail)
     status, answer = served.ask("/v1/completions", {"prompt": PROMPT, "stream": True})
     monkeypatch.undo()
     assert status == 500 and b"secret" not in answer
@@ -648,7 +649,7 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
     assert finished[0] == finished[1] and finished[0] in ("length", "eos")
     assert texts[0] == texts[1] and len(texts[0]) >= 10
     answer = json.loads(served.ask("/v1/chat/completions", {**chats(said(PROMPT))[1], **SEEDED})[1])
-    written = b"".join(map(served.worker.setting.tokenizer.token_bytes, texts[0])).decode(
+    written = b"".join(map(served.worker.session.tokenizer.token_bytes, texts[0])).decode(
         errors="replace"
     )
     assert written == answer["choices"][0]["message"]["content"]
@@ -704,7 +705,7 @@ def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
         made = [
             running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)
         ]
-        assert made == [plain] * 3 and len(running.worker.draftings.made) == 1, (
+        assert made == [plain] * 3 and len(running.worker.session.setting.made) == 1, (
             "the draft model was loaded once"
         )
 

@@ -155,12 +155,19 @@ def test_the_command_line_writes_it_after_the_text(
         assert kept == visible(said.out.removesuffix("\n")).replace(" ", "")
 
 
-@pytest.mark.parametrize("more", [["--num-samples", "2"], ["--serve", "0"], ["--interactive"]])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--num-samples", "2"], "--svg shows one text"),
+        (["--serve", "0"], "take no prompt, --compare, --html, --svg"),
+        (["--interactive"], "take no prompt, --compare, --html, --svg"),
+    ],
+)
 def test_it_shows_one_text_of_the_command_line(
-    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert generate.main([*more, "--svg", str(tmp_path / "a.svg")]) == 2
-    assert "--svg shows one text" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(
