@@ -51,6 +51,8 @@ class FastDecoder(PreparedDecoder):
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
+        # The first step loads the compiled code: a fifth of a second that belongs to no text.
+        self(torch.zeros(1, 1, dtype=torch.int64), model.new_cache(1))
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now."""
