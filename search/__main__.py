@@ -209,7 +209,7 @@ def write_result(
     result = (
         f"drafting up to {chosen.gamma} tokens"
         if chosen.gamma
-        else "no plan beats plain decoding: none drafts"
+        else "no plan beats plain decoding, so --draft skip decodes plainly"
     )
     return f"{out}: {measured['speed-up']:.2f}x plain decoding, {result}"
 
