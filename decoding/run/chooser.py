@@ -299,15 +299,11 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
-    ways: dict[str, Drafting] = {}
-    slopes = {KNOWN: VERIFY_SLOPE}
-    priors = dict(KNOWN_PRIORS)
-    for name, chosen in plans_for_auto(options, setting).items():
-        ways[name] = planned(setting, chosen)
-        slopes[name] = first_slope(model, chosen.plan)
-        if chosen.kept_share:
-            priors[name] = chosen.kept_share
+    plans = plans_for_auto(options, setting)
+    ways = {name: planned(setting, chosen) for name, chosen in plans.items()}
     ways["lookup"] = lookup(options, setting)
+    slopes = {name: first_slope(model, chosen.plan) for name, chosen in plans.items()}
+    priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
     forced = ForcedTokens(model.vocab_size, model.device)  # has no offer without a grammar
     preparation = Preparation(chain.from_iterable(way.preparation.pieces for way in ways.values()))
     return Drafting(
@@ -316,7 +312,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             {name: way.new_drafter(cache) for name, way in ways.items()} | {"forced": forced},
             lambda: preparation.is_done,
         ),
-        lambda: BreakEven(slopes, priors=priors),
+        lambda: BreakEven({KNOWN: VERIFY_SLOPE, **slopes}, priors=KNOWN_PRIORS | priors),
         model if len(ways) > 1 else None,
         next((way.chosen for way in ways.values()), None),
         preparation,

@@ -95,8 +95,8 @@ class LiveTrace:
         for verdict, run in groupby(verdicts, key=itemgetter(1)):
             tokens = [token for token, _ in run]
             if verdict in ("accepted", "own", "forced"):
-                lines = self.decoder.decode(self.labels.spelled(tokens)).expandtabs(4).split("\n")
-                shown = "\n".join(map(visible, lines))
+                kept = self.decoder.decode(self.labels.spelled(tokens)).expandtabs(4)
+                shown = "\n".join(map(visible, kept.split("\n")))
             else:
                 shown = self._aside(tokens)
             text.append_text(self._styled(shown, verdict))
