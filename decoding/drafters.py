@@ -189,9 +189,8 @@ class ModelDrafter:
                 confidence.append(raw_probability(logits[0], token))
                 if not policy.keep_drafting(confidence[-1]):
                     break
-            # On a GPU reading the token synchronises, as constraints do in any case.
-            is_read = text.constraints or token.device.type == "cpu"
-            if is_read and int(token) in text.rules.eos_ids:
+            # Constraints read the token in any case. Without them a GPU would have to synchronise.
+            if text.constraints and int(token) in text.rules.eos_ids:
                 break
         probs = (
             joined(rows)

@@ -20,7 +20,7 @@ import optuna
 import torch
 from optuna.trial import FrozenTrial, Trial, TrialState
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
 
 from cli.command_line import say
 from cli.files import explaining
@@ -334,10 +334,23 @@ def optimise(
         trial.set_user_attr("prediction", asdict(known[plan]))
         return known[plan].speedup
 
+    columns = (
+        "trying plans",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        "best predicted speed-up {task.fields[best]:.2f}",
+    )
     if (missing := trials - len(finished(study))) > 0:
-        say(f"trying {missing} plans; the value of a trial is its predicted speed-up")
-        enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
-        study.optimize(run, missing, callbacks=[enough], show_progress_bar=True)
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            best = max((prediction.speedup for prediction in known.values()), default=0.0)
+            task = progress.add_task("", total=trials, completed=trials - missing, best=best)
+
+            def show(study: optuna.Study, trial: FrozenTrial) -> None:
+                progress.update(task, completed=len(finished(study)), best=study.best_value)
+
+            enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+            study.optimize(run, missing, callbacks=[show, enough])
 
 
 def tried(study: optuna.Study) -> dict[LayerPlan, Prediction]:

@@ -354,7 +354,7 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert read_plan(out, 2, folder).gamma == written["gamma"]
     assert sorted(path.name for path in plots.iterdir()) == ["front.svg"]
     said = " ".join(capfd.readouterr().err.split())
-    assert "trying 10 plans" in said
+    assert "trying plans" in said and "best predicted speed-up" in said
     assert f'python generate.py "Your prompt" --model {folder} --draft skip --plan {out}' in said
     assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
     assert "give --resume" in capfd.readouterr().err
