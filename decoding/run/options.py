@@ -57,13 +57,16 @@ TYPES = {
     float: (int | float, "a number"),
     None: (str | Path, "a string"),
 }
+GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
+DRAFTING = [field.name for field in fields(DraftOptions)[1:]]  # options of a draft
 
 
 def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
     """The options ``known``, with those ``given`` to a call or in a request in their place.
 
-    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Raises
-    InputError for a name that is no option of a call, and for a value of another type.
+    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Another kind
+    of draft comes without the known options of drafting, and a grammar without the known one.
+    Raises InputError for a name that is no option of a call, and for a value of another type.
     """
     actions = {action.dest: action for action in make_parser()._actions}
     for name, value in given.items():
@@ -73,7 +76,12 @@ def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
         fits, wanted = has_type_of(action, value)
         if not fits and (value is not None or action.default is not None):
             raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
-    return Namespace(**vars(known) | given)
+    kept = dict(vars(known))
+    if given.get("draft", kept["draft"]) != kept["draft"]:
+        kept |= dict.fromkeys(DRAFTING)
+    if GRAMMARS.keys() & given.keys():
+        kept |= dict.fromkeys(GRAMMARS)
+    return Namespace(**kept | given)
 
 
 def has_type_of(action: Action, value: Any) -> tuple[bool, str]:
@@ -110,7 +118,7 @@ class TextOptions(NamedTuple):
         """Those of options under the command line's names. Raises InputError for a value out of
         range.
         """
-        draft = {field.name: getattr(options, field.name) for field in fields(DraftOptions)[1:]}
+        draft = {name: getattr(options, name) for name in DRAFTING}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
         return TextOptions(
             DraftOptions(options.draft, **draft),
@@ -118,9 +126,6 @@ class TextOptions(NamedTuple):
             Rules(options.max_new_tokens, eos_ids, options.stop, options.ban, grammar=grammar),
             Coupling.of(options.coupling, options.seed),
         )
-
-
-GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
 
 
 def read_grammar_files(options: Namespace) -> Namespace:

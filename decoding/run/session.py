@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from decoding.run.chooser import Setting
 from decoding.run.options import (
-    GRAMMARS,
     Request,
     TextOptions,
     checked,
@@ -113,18 +112,15 @@ class Session:
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
 
-    def chat(self, **options: object) -> Conversation:
+    def chat(self, system: str | None = None, **options: object) -> Conversation:
         """A new conversation, with a cache of its own."""
+        if system is not None:
+            options["system"] = system
         return Conversation(self, options)
 
     def options(self, given: dict[str, object]) -> Namespace:
-        """The options of a call, with those of the session where it gives none. One grammar stands
-        in place of another. Raises InputError.
-        """
-        known = self.request.options
-        if GRAMMARS.keys() & given.keys():
-            known = Namespace(**vars(known) | dict.fromkeys(GRAMMARS))
-        return read_grammar_files(checked(given, known))
+        """The options of a call, with the session's where it gives none. Raises InputError."""
+        return read_grammar_files(checked(given, self.request.options))
 
     def new_text(self, ids: Sequence[int], rules: Rules) -> Text:
         """A text that holds only its prompt."""

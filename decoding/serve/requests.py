@@ -22,9 +22,8 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.chooser import DRAFTERS, DraftOptions
+from decoding.run.chooser import DRAFTERS
 from decoding.run.options import (
-    GRAMMARS,
     Request,
     TextOptions,
     checked,
@@ -271,7 +270,7 @@ class RequestReader:
 
         Further fields are allowed where they have no effect: null, false, 0, empty or a default.
         """
-        known = dict(vars(self.options))
+        known = self.options
         given: dict[str, Any] = {}
         for name, value in asked.model_extra.items():
             if name in SHARED and value is not None:
@@ -279,14 +278,13 @@ class RequestReader:
                 given[name] = [value] if is_one else value
             elif value and NEUTRAL.get(name) != value and name not in UNUSED:
                 raise HTTPException(400, f"{name} is not served here: leave it out")
-        kind = given.get("draft", known["draft"])
-        if kind != known["draft"]:
+        kind = given.get("draft", known.draft)
+        if kind != known.draft:
             if kind not in self.drafts:
                 raise HTTPException(
                     400, f"draft must be one of {', '.join(self.drafts)}, found {kind!r:.80}"
                 )
-            known |= dict.fromkeys(field.name for field in fields(DraftOptions))
-            known["bits"] = self.bits if kind == "lowbit" else None
+            given["bits"] = self.bits if kind == "lowbit" else None
         for structure in filter(None, (asked.response_format, asked.structured_outputs)):
             grammar = structure.grammar()
             for name, source in grammar.items():
@@ -294,9 +292,8 @@ class RequestReader:
                     raise HTTPException(
                         400, f"{name} must have at most {MAX_SOURCE[name]} characters"
                     )
-            if grammar:
-                known |= dict.fromkeys(GRAMMARS) | grammar
-        options = checked(given, Namespace(**known))
+            given |= grammar
+        options = checked(given, known)
         if given.get("gamma", 0) > MAX_GAMMA:
             raise HTTPException(400, f"gamma must be at most {MAX_GAMMA}, found {options.gamma}")
         return options

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.run.options import checked
 from decoding.run.reading import Segment, reusable, segments_of
 from decoding.run.session import ContextFull, Session
 from generate import generate, load
@@ -51,6 +52,14 @@ def test_ctrl_c_in_a_stream_leaves_the_session_usable(session: Session) -> None:
     with pytest.raises(KeyboardInterrupt):
         stream.throw(KeyboardInterrupt())
     assert session.write("Tell me of a fox.").text == before
+
+
+def test_another_draft_comes_without_the_session_s_options_of_drafting(session: Session) -> None:
+    exits = session.options({"draft": "exit", "exit_layer": 3, "gamma": 2})
+    given = checked({"draft": "lookup"}, exits)
+    assert given.exit_layer is None and given.gamma is None
+    assert checked({"draft": "exit"}, exits).exit_layer == 3
+    assert checked({"regex": "a"}, checked({"grammar": "g"}, exits)).grammar is None
 
 
 @pytest.mark.parametrize(
