@@ -23,7 +23,7 @@ from decoding.text import Text
 from model.errors import InputError
 from model.plan import LayerPlan
 
-# tokens by which a draft model may lag behind the text and still catch up in its first draft step
+# most tokens that a draft step reads; of more, all but the last are prefilled
 CATCH_UP = 16
 
 

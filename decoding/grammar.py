@@ -179,9 +179,12 @@ class GrammarConstraint:
         """Tokens of the bytes that the grammar forces next, in the tokenizer's own way to write
         them.
         """
+        began = time.thread_time()
         self._move_to(list(tokens[self.prompt_length :]))
         forced = self.matcher.compute_ff_bytes()
-        return self.grammar.vocabulary.library.tokenize_bytes(forced) if forced else []
+        found = self.grammar.vocabulary.library.tokenize_bytes(forced) if forced else []
+        self.seconds += time.thread_time() - began
+        return found
 
     def _compute(self, written: list[int]) -> Tensor:
         """Mask after these tokens, by the matcher."""

@@ -22,7 +22,9 @@ from decoding.rounds import Round
 
 
 class Policy:
-    """Interface of a policy, as the loop and the drafters use it; ``gamma`` is the longest draft.
+    """Interface of a policy, as the loop and the drafters use it.
+
+    ``gamma`` is the most tokens that are guessed in a round; forced ones come on top.
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
     over the vocabulary.
@@ -205,13 +207,13 @@ class BreakEven(Policy):
     token, ``pause`` plain rounds after the last draft.
 
     With a clock (``grant_clock``) the slopes are measured while the text is written. T, the time of
-    a plain round, is the median of this text's last ones, and a round of k drafted tokens measures
-    s = (time / T - 1) / k. So a few rounds are plain only to measure T: the first two, and others
-    16, 32, 48 and then every 64 rounds after those before; the next ones where a draft was much
-    faster than T, which must have been disturbed. They come in twos, and the second is learned
-    from: behind a draft a plain round of a small model finds the draft's weights in the processor's
-    caches, and takes up to twice as long. Nor is the first round of each slope learned from.
-    Without a clock the slopes keep their first values.
+    a plain round, is the median of this text's last ones, but at most its fastest round with a
+    draft. A round of k drafted tokens measures s = (time / T - 1) / k. So a few rounds are plain
+    only to measure T: the first two, and others 16, 32, 48 and then every 64 rounds after those
+    before; the next ones where a draft was much faster than T, which must have been disturbed. They
+    come in twos, and the second is learned from: behind a draft a plain round of a small model
+    finds the draft's weights in the processor's caches, and takes up to twice as long. Nor is the
+    first round of each slope learned from. Without a clock the slopes keep their first values.
 
     The credit, in plain rounds, limits losses: no draft is made whose cost, were all of it
     rejected, exceeds that of a plain round by more than the credit. It begins at ``START_CREDIT``
@@ -300,11 +302,7 @@ class BreakEven(Policy):
 
     def draft_length(self) -> int:
         """0 while drafting rests: then no drafter is asked for an offer."""
-        if self.rounds >= self.rests_until:
-            return self.LONGEST_DRAFT
-        self.offers = ()
-        self.taken = None
-        return 0
+        return self.LONGEST_DRAFT if self.rounds >= self.rests_until else 0
 
     def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
         self.next_plain = 0
@@ -348,9 +346,9 @@ class BreakEven(Policy):
     def _best_draft(self, offer: Offer) -> PossibleDraft | None:
         """The draft of an offer, of one guess or more, with the largest speed-up.
 
-        None where the credit does not cover the loss of one guess. Another guess adds less than the
-        one before it. So the first length without a gain ends the search, and where no length gains
-        the draft has one guess.
+        None where the offer has no guess, or the credit does not cover the loss of one. Another
+        guess adds less than the one before it. So the first length without a gain ends the search,
+        and where no length gains the draft has one guess.
         """
         rate = self.acceptance(offer.kind)
         slope = self.slope(slope_of(offer)).value
@@ -377,6 +375,10 @@ class BreakEven(Policy):
         return (offer.forced + between) * self.slope(KNOWN).value
 
     def observe(self, round: Round) -> None:
+        offers = self.offers
+        self.offers = ()  # of the next round, unless its drafters are asked
+        if not offers:
+            self.taken = None
         self.rounds += 1
         self.guessed, accepted = round.guessed
         self.forced = len(round.drafted) - self.guessed
@@ -394,7 +396,7 @@ class BreakEven(Policy):
         elif self.guessed:
             self._rest_if_useless(len(round.emitted) - self.WORTHWHILE * cost)
         self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
-        for offer in self.offers:
+        for offer in offers:
             if offer.tokens:
                 judged = min(len(offer.tokens), len(round.emitted))
                 equal = next(

@@ -297,7 +297,7 @@ class Text:
             if token is None:
                 trouble = self.grammar and self.grammar.trouble
                 where = f"the constraints allow no token at position {len(self)} of the text"
-                raise DeadEnd(f"{where}: {trouble}" if trouble else where)
+                raise DeadEnd(f"{where}: {trouble or 'loosen the constraints or the banned words'}")
             self._append(token)
             emitted.append(token)
             retracted = self._retract()

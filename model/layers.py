@@ -55,8 +55,9 @@ def inverse_frequencies(
     """Radians per position of each rotated pair, ``[head_dim / 2]`` (RoPE, arXiv 2104.09864, eq.
     15).
 
-    ``llama3`` keeps short wavelengths, divides the frequencies of those longer than the trained
-    context by ``factor``, and interpolates linearly in between, as published with Llama 3.1.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` keeps short wavelengths, divides
+    the frequencies of those longer than the trained context by ``factor``, and interpolates
+    linearly in between, as published with Llama 3.1.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     frequencies = 1.0 / rope.theta ** (pairs / head_dim)

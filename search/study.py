@@ -98,7 +98,8 @@ def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
 
 
 def drafting_under(setting: Setting, plan: LayerPlan, policy: Policy) -> Drafting:
-    """Drafts of the target under a layer plan. All texts share ``policy``, which keeps no state."""
+    """Drafts of the target under a layer plan. All texts share ``policy``, whose state
+    changes nothing."""
     model = setting.model
     model.prepare(plan)
     return Drafting(

@@ -1,8 +1,9 @@
 """LayerSkip's recipe (arXiv 2404.16710, section 4.1): layer dropout, the early-exit loss and its
 curriculum, and the optimisers, learning rate and evaluation of an ordinary loop.
 
-Begin with ``dropout_rates`` and ``exit_weights``, which are the paper's equations. One option is
-not in the paper: the last layer can teach the exits (``recipe_loss``).
+Begin with ``dropout_rates`` and ``exit_weights``, which are the paper's equations. Two options
+are not in the paper: ``exit_power``, and the last layer as a teacher of the exits
+(``recipe_loss``).
 """
 
 import math
@@ -70,8 +71,8 @@ def exit_weights(recipe: Recipe, layers: int, step: int) -> list[float]:
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the
     last; ẽ are these divided by their sum. The last layer's loss is always on, an early exit's by
     the curriculum. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
-    too little for a short run: a ``power`` below the paper's 1 flattens the sums, s(l)^power ·
-    s(L-2)^(1-power).
+    too little for a short run: an ``exit_power`` below the paper's 1 flattens the sums, s(l)^power
+    · s(L-2)^(1-power).
     """
     last = layers - 1
     layer = np.arange(last)

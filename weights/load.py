@@ -148,7 +148,9 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """Dtype of a stored checkpoint, that of its embedding: the default of ``load_model``."""
     stored = stored_tensors(folder)
     if EMBEDDING not in stored:
-        raise InputError(f"{folder}: tensor {EMBEDDING} is missing")
+        raise InputError(
+            f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
+        )
     return stored[EMBEDDING].dtype
 
 

@@ -55,8 +55,13 @@ class Tokenizer:
             "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
         )
         if not path.exists():
-            raise InputError(f"{folder} holds no tokenizer.json and no tokenizer.model")
-        with explaining(f"{config} is damaged", (AttributeError, KeyError, TypeError, ValueError)):
+            raise InputError(
+                f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
+            )
+        with explaining(
+            f"{config} is damaged: fetch it again",
+            (AttributeError, KeyError, TypeError, ValueError),
+        ):
             self.names, control = named_tokens(settings)
             self.chat_template = plain_chat(settings.get("chat_template"))
         # raised by the libraries
@@ -275,7 +280,7 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
     ]
     ranks = {piece: -library.GetScore(n) for n, piece in enumerate(pieces) if not library.IsByte(n)}
     if any(rank % 1 for rank in ranks.values()):
-        raise InputError(f"{path} is no byte-pair encoding: no other kind is read")
+        raise InputError(f"{path} is no byte-pair encoding: give the model a tokenizer.json")
     whole = [
         each
         for each, rank in ranks.items()

@@ -93,10 +93,10 @@ class DraftOptions:
                     f" give --draft {kinds[0]}"
                 )
         if self.gamma is not None and self.gamma < 0:
-            raise InputError(f"gamma must be at least 0, found {self.gamma}")
+            raise InputError(f"--gamma must be at least 0, found {self.gamma}")
         gate = self.min_target_confidence
         if gate is not None and not 0 <= gate <= 1:
-            raise InputError(f"min-target-confidence must be from 0 to 1, found {gate}")
+            raise InputError(f"--min-target-confidence must be from 0 to 1, found {gate}")
         if self.bits not in (None, *LOW_BITS):
             raise InputError(f"--bits must be {' or '.join(map(str, LOW_BITS))}, found {self.bits}")
         if self.kind == "model" and self.draft_model is None:
@@ -314,7 +314,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
         ),
         lambda: BreakEven({KNOWN: VERIFY_SLOPE, **slopes}, priors=KNOWN_PRIORS | priors),
         model if len(ways) > 1 else None,
-        next((way.chosen for way in ways.values()), None),
+        next(iter(ways.values())).chosen,
         preparation,
     )
 

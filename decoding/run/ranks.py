@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Event
 from typing import Any, NoReturn
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from cli.command_line import run_command
 from cli.files import explaining
-from decoding.policies import Policy
-from decoding.randomness import Randomness
+from decoding.policies import Offer, PolicyAround
+from decoding.randomness import Place, Randomness
 from decoding.run.options import Request
 from decoding.run.prompt import read_prompt
 from decoding.run.session import Session
@@ -44,19 +44,33 @@ def from_rank_0(value: Any) -> Any:
     return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
-class OfRank0:
-    """Policy or randomness whose decisions are those of rank 0."""
+class PolicyOfRank0(PolicyAround):
+    """Policy whose decisions are those of rank 0."""
 
-    DECISIONS = ("draft_length", "keep_drafting", "choose", "draw", "draw_each", "accept")
+    def draft_length(self) -> int:
+        return from_rank_0(super().draft_length())
 
-    def __init__(self, inner: Policy | Randomness) -> None:
+    def keep_drafting(self, confidence: float) -> bool:
+        return from_rank_0(super().keep_drafting(confidence))
+
+    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
+        return from_rank_0(super().choose(offers))
+
+
+class RandomnessOfRank0(Randomness):
+    """Randomness whose draws are those of rank 0."""
+
+    def __init__(self, inner: Randomness) -> None:
         self.inner = inner
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        if name not in self.DECISIONS:
-            return found
-        return lambda *arguments: from_rank_0(found(*arguments))
+    def draw(self, probs: Tensor, place: Place) -> Tensor:
+        return from_rank_0(self.inner.draw(probs, place))
+
+    def draw_each(self, probs: Tensor, place: Place) -> Tensor:
+        return from_rank_0(self.inner.draw_each(probs, place))
+
+    def accept(self, probabilities: Tensor) -> Tensor:
+        return from_rank_0(self.inner.accept(probabilities))
 
 
 def decide_as_rank_0(decisions: Decisions) -> Decisions:
@@ -71,7 +85,7 @@ def decide_as_rank_0(decisions: Decisions) -> Decisions:
             raise KeyboardInterrupt
         return verify(from_rank_0(probs), *more)
 
-    return OfRank0(policy), OfRank0(randomness), verify_probs_of_rank_0
+    return PolicyOfRank0(policy), RandomnessOfRank0(randomness), verify_probs_of_rank_0
 
 
 def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Session], None]) -> NoReturn:

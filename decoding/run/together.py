@@ -11,7 +11,6 @@ follows from its own text.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
-from decoding.policies import Past
 from decoding.rounds import Round
 from decoding.run.reading import Spans
 from decoding.run.writer import Drafting, Reader, Sample, Writer
@@ -111,7 +109,6 @@ class Slot(Writer):
         super().__init__(scheduler.model, scheduler.capacity)
         self.target = ModelProxy(scheduler.model)
         self.scheduler = scheduler
-        self.pasts = scheduler.pasts
 
     def clock(self) -> float:
         """The clock of decoding in seconds, without the time of any text's readers."""
@@ -138,7 +135,6 @@ class Scheduler:
         self.capacity = capacity
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
-        self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.reading = 0.0  # seconds that readers took
         self.slots = [Slot(self) for _ in range(slots)]
 

@@ -5,7 +5,6 @@ it, by a ``Drafting``.
 time the same.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +54,7 @@ class Drafting:
     ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share;
     ``new_policy`` makes a fresh policy for a text. ``model`` drafts: the target, under the
     ``chosen`` plan, or a draft model, or None. Texts that no draft length can change may be written
-    before the ``preparation`` is done.
+    before the ``preparation`` is done. ``past`` is learned in all texts with a clock.
     """
 
     name: str
@@ -64,6 +63,7 @@ class Drafting:
     model: Decoder | None = None
     chosen: DraftPlan | None = None
     preparation: Preparation = field(default_factory=lambda: Preparation(iter(())))
+    past: Past = field(default_factory=Past)
 
     @property
     def plan(self) -> LayerPlan | None:
@@ -92,7 +92,7 @@ class Sample:
     rounds: list[Round] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
-    trouble: str | None = None  # the reason why the model runs without CUDA graphs
+    trouble: str | None = None  # the reason why steps fell back to the readable blocks
 
     @property
     def text(self) -> str:
@@ -144,7 +144,6 @@ class Writer:
         self.cache: KVCache = model.new_cache(capacity)
         model.step_of(self.cache)
         self.drafters: dict[Callable[[KVCache], Drafter], Drafter] = {}
-        self.pasts = defaultdict[Callable[[KVCache], Drafter], Past](Past)  # per drafting
         self.prompt: list[int] = []
         self.segments: list[Segment] = []
         self.text: Text | None = None  # the last one written after the prompt
@@ -243,7 +242,7 @@ class Writer:
         draws_alike = params.temperature == 0 or coupling.name == "race"
         has_clock = observer is None and draws_alike and self.model.why_rows_vary is None
         if has_clock:
-            policy.grant_clock(self.pasts[drafting.new_drafter], self.shares_steps)
+            policy.grant_clock(drafting.past, self.shares_steps)
         else:
             drafting.preparation.finish()
         policy, randomness, verify = self.decide(

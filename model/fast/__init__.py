@@ -5,11 +5,13 @@ Begin with ``accelerate``. The readable files of ``model`` do not depend on this
 """
 
 import sys
-from typing import Any
 
 import torch
+from torch import Tensor
 
+from model.cache import KVCache
 from model.decoder import Decoder, Steps
+from model.plan import LayerPlan
 
 
 class PreparedDecoder(Steps):
@@ -20,10 +22,31 @@ class PreparedDecoder(Steps):
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
-        self.device = model.device  # read several times per round
+        self.config = model.config
+        self.vocab_size = model.vocab_size
+        self.max_positions = model.max_positions
+        self.num_layers = model.num_layers
+        self.device = model.device
+        self.dtype = model.dtype
+        self.embed_tokens = model.embed_tokens
+        self.layers = model.layers
+        self.norm = model.norm
+        self.lm_head = model.lm_head
+        self.importance = model.importance
+        self.named_parameters = model.named_parameters
+        self.embed = model.embed
+        self.hidden = model.hidden
+        self.logits = model.logits
+        self.rounded = model.rounded
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        return self.model.new_cache(capacity, batch)
+
+    def prepare(self, plan: LayerPlan) -> None:
+        self.model.prepare(plan)
+
+    def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
+        self.model.prefill(tokens, cache, start)
 
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder:

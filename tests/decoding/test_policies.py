@@ -461,6 +461,17 @@ def asked(policy: BreakEven, slope: float, accepts: int, rounds: int) -> list[bo
     return found
 
 
+def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked() -> None:
+    """A closed gate asks no drafter: the round before must not be judged by the new tokens."""
+    policy = BreakEven({"known": 0.05})
+    copied = Offer("lookup", "lookup 2", [0, 0])
+    policy.choose([copied])
+    policy.observe(a_round(2, 2))
+    learned = dict(policy.past.seen)
+    policy.observe(a_round(0, 0))
+    assert learned and policy.past.seen == learned
+
+
 def test_drafting_rests_longer_and_longer_where_drafts_save_nothing() -> None:
     idle = asked(BreakEven({"model": 0.9}, priors={"model": 1.0}), 1.2, 1, 200)
     assert sum(idle[40:]) < 0.2 * len(idle[40:])

@@ -173,8 +173,8 @@ class FastDecoder(PreparedDecoder):
         return self.plans[plan]
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
-        """Row of a table for a weight in ``bits`` bits: kind, address, bytes per row, rows, address
-        of its bias. All are absent for 0 bits.
+        """Row of a table for a weight in ``bits`` bits: kind, tasks of its inputs and of the
+        product, address, bytes per block, rows, address of its bias. All are absent for 0 bits.
         """
         if not bits:
             return [ABSENT] * FIELDS

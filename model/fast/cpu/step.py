@@ -2,8 +2,9 @@
 keeps.
 
 It has the order and the names of the readable blocks (``model.llama``, ``model.gemma2``). Numbers
-are float32; inputs of products and cache entries are rounded to the model's dtype. Two functions
-run on all threads: ``multiply``, over neurons, and ``attend``, over rows and heads. One thread
+are float32; inputs of products and cache entries are rounded to the model's dtype. Three
+tasks run on all threads (``tasks``): the rounding of inputs, by row; products, by neuron;
+attention, by row and head. One thread
 computes a number from beginning to end, so its bits depend neither on the other rows nor on the
 number of threads.
 """
@@ -30,8 +31,10 @@ class Weights(NamedTuple):
     """Model under a layer plan.
 
     ``kind`` is that of the cache and of all weights not in low bits; the embedding and biases are
-    given by address. ``attention_cap``, ``final_cap`` and windows are 0 where there is none.
-    ``matrices`` ``[layers, 7, 5]`` and ``head`` ``[1, 5]`` are tables of matrices. ``norms`` is
+    given by address. ``attention_task`` is the address of that task, and
+    ``attention_settings`` holds scale and soft cap. Caps and windows are 0 where there is none.
+    ``matrices`` ``[layers, 7, FIELDS]`` and ``head`` ``[1, FIELDS]`` are tables of matrices, with
+    the columns of ``tasks``. ``norms`` is
     ``[layers, 2, norms, hidden]``: each sublayer has one norm in Llama and two in Gemma-2.
     ``head_norms`` ``[layers, 2, D]`` are those of q and k, with 0 layers where there are none.
     ``cos`` and ``sin`` are ``[ropes, positions, D / 2]``, and ``ropes`` ``[layers]`` holds each
