@@ -54,7 +54,7 @@ def comparison(
             " write more]"
         )
     ratios = [drafted.speed / plain.speed for drafted, plain in turns]
-    spread = f"median of {TURNS} turns, {min(ratios):.2f} to {max(ratios):.2f}"
+    spread = f"medians of {TURNS} turns, {min(ratios):.2f}-{max(ratios):.2f}"
     fast = median(drafted.speed for drafted, _ in turns)
     speed = median(plain.speed for _, plain in turns)
     return (

@@ -121,7 +121,7 @@ def test_speeds_are_compared_unless_the_text_is_too_short(
     said = comparison(texts, sample, way, greedy, coupling)
     speed = f"{tokens / seconds:.1f}"
     speeds = f"1.00 times plain decoding, {speed} against {speed} tokens/s"
-    speeds += f" (median of {TURNS} turns, 1.00 to 1.00)"
+    speeds += f" (medians of {TURNS} turns, 1.00-1.00)"
     assert said.startswith(
         "[same text; too short to compare speeds" if short else f"[{speeds}, same text]"
     )
