@@ -1,5 +1,7 @@
 """Compiled grids of weights in four bits: ``model.quantise.evaluate_grid``, many times as fast."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,13 +17,10 @@ def evaluate_grid(
     """Codes of a grid, and four means: see ``model.quantise.evaluate_grid``."""
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     means = torch.empty(*scale.shape, 4)
-
-    def evaluate_part(*part: Tensor) -> None:
-        evaluate_rows(importance.numpy(), np.float32(levels), *(each.numpy() for each in part))
-
-    threads = torch.get_num_threads()
-    parts = [each.chunk(threads) for each in (weight, scale, zero, codes, means)]
-    list(pool.map(evaluate_part, *parts))  # raises what a part raises
+    evaluate = partial(evaluate_rows, importance.numpy(), np.float32(levels))
+    arrays = [each.numpy() for each in (weight, scale, zero, codes, means)]
+    parts = [np.array_split(each, torch.get_num_threads()) for each in arrays]
+    list(pool.map(evaluate, *parts))  # raises what a part raises
     return codes, means.movedim(-1, 0)
 
 
