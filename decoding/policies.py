@@ -287,8 +287,8 @@ class BreakEven(Policy):
         self.waiting = 0
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
-        self.guessed = 0  # tokens of the last draft that have the slope of its offer
-        self.forced = 0  # and those that constraints forced in it
+        self.last_guessed = 0  # tokens of the last draft that have the slope of its offer
+        self.last_forced = 0  # and those that constraints forced in it
         self.text_forced = 0  # tokens of the text that constraints forced
         self.text_free = 0  # and the others
         self.past = Past()
@@ -325,20 +325,20 @@ class BreakEven(Policy):
         """The offer to take and the number of its tokens: 0 for a round without a draft."""
         self.offers = offers
         self.taken = None
-        forced = any(offer.forced for offer in offers)
+        any_forced = any(offer.forced for offer in offers)
         # A plain round would waste the tokens that are forced.
-        measures_plain = self.rounds >= self.next_plain and not forced
+        measures_plain = self.rounds >= self.next_plain and not any_forced
         if measures_plain or self.shares_steps():
             return offers[0], 0
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         candidates = [draft for draft in drafts if draft.speed > 1]
-        if not (candidates or self.waiting or forced):  # a probe, of one token
+        if not (candidates or self.waiting or any_forced):  # a probe, of one token
             candidates = [draft for draft in drafts if draft.offer.tokens is None]
         if candidates:
             best = max(candidates, key=lambda draft: draft.speed)
             self.taken = best.offer
             return best.offer, best.offer.forced + best.guesses
-        if forced:
+        if any_forced:
             self.taken = next((offer for offer in offers if offer.tokens), offers[0])
             return self.taken, self.taken.forced
         return offers[0], 0
@@ -368,10 +368,10 @@ class BreakEven(Policy):
 
     def _reading(self, offer: Offer, guesses: int) -> float:
         """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
-        forced = self.text_forced + offer.forced
-        if offer.tokens is not None or not forced:
+        forced_so_far = self.text_forced + offer.forced
+        if offer.tokens is not None or not forced_so_far:
             return 0.0
-        between = guesses * forced / (self.text_free + 1)
+        between = guesses * forced_so_far / (self.text_free + 1)
         return (offer.forced + between) * self.slope(KNOWN).value
 
     def observe(self, round: Round) -> None:
@@ -380,22 +380,22 @@ class BreakEven(Policy):
         if not offers:
             self.taken = None
         self.rounds += 1
-        self.guessed, accepted = round.guessed
-        self.forced = len(round.drafted) - self.guessed
+        self.last_guessed, accepted = round.guessed
+        self.last_forced = len(round.drafted) - self.last_guessed
         cost = 1.0
         if self.taken:
-            cost += self.guessed * self.slope(slope_of(self.taken)).value
+            cost += self.last_guessed * self.slope(slope_of(self.taken)).value
         cost += self._cost_of_forced()
-        forced = sum(round.forced[: len(round.emitted)])
-        self.text_forced += forced
-        self.text_free += len(round.emitted) - forced
+        newly_forced = sum(round.forced[: len(round.emitted)])
+        self.text_forced += newly_forced
+        self.text_free += len(round.emitted) - newly_forced
         earned = (1 + self.CREDIT_PER_TOKEN) * len(round.emitted)
         self.credit = min(self.LARGEST_CREDIT, self.credit + earned - cost)
         if self.text_forced:
             self.rests_until = 0  # a grammar's tokens need no luck
-        elif self.guessed:
+        elif self.last_guessed:
             self._rest_if_useless(len(round.emitted) - self.WORTHWHILE * cost)
-        self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
+        self.waiting = self.pause if self.last_guessed else max(0, self.waiting - 1)
         for offer in offers:
             if offer.tokens:
                 judged = min(len(offer.tokens), len(round.emitted))
@@ -403,8 +403,8 @@ class BreakEven(Policy):
                     (at for at in range(judged) if offer.tokens[at] != round.emitted[at]), judged
                 )
                 self._learn(offer.kind, equal - min(offer.forced, equal), equal < judged)
-            elif self.guessed and offer is self.taken:
-                self._learn(offer.kind, accepted, accepted < self.guessed)
+            elif self.last_guessed and offer is self.taken:
+                self._learn(offer.kind, accepted, accepted < self.last_guessed)
 
     def _rest_if_useless(self, saved: float) -> None:
         """Count what a draft saved, in plain rounds, and rest where the last ones saved nothing."""
@@ -419,10 +419,10 @@ class BreakEven(Policy):
         """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,
         and a model that drafted has too.
         """
-        if not self.forced:
+        if not self.last_forced:
             return 0.0
-        by_model = self.taken is not None and self.taken.tokens is None and self.guessed
-        return (2 if by_model else 1) * self.forced * self.slope(KNOWN).value
+        by_model = self.taken is not None and self.taken.tokens is None and self.last_guessed
+        return (2 if by_model else 1) * self.last_forced * self.slope(KNOWN).value
 
     def _learn(self, kind: str, accepted: int, rejected: bool) -> None:
         before = self.past.seen.get(kind, (0.0, 0.0))
@@ -445,7 +445,7 @@ class BreakEven(Policy):
             self.was_plain = True
             return
         self.was_plain = False
-        drafted = self.guessed + (self.forced if name == KNOWN else 0)
+        drafted = self.last_guessed + (self.last_forced if name == KNOWN else 0)
         is_first = name not in self.past.timed
         self.past.timed.add(name)
         if is_first or not drafted:  # a model that drafted nothing ran all the same
