@@ -123,15 +123,18 @@ class Grammar:
 
     def _compiled(self) -> str:
         """The source in the library's format."""
-        if self.kind == "json_schema":
-            try:
-                schema = json.loads(self.source)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{self.option} is no JSON: {error}") from None
-            if not isinstance(schema, dict):
-                raise InputError(f"{self.option}: a schema is an object, found {schema!r:.80}")
+        if self.kind != "json_schema":
+            return getattr(llguidance.LLMatcher, f"grammar_from_{self.kind}")(self.source)
+        try:
+            schema = json.loads(self.source)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{self.option} is no JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InputError(f"{self.option}: a schema is an object, found {schema!r:.80}")
+        try:
             return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
-        return getattr(llguidance.LLMatcher, f"grammar_from_{self.kind}")(self.source)
+        except ValueError as error:  # a lone surrogate
+            raise InputError(f"{self.option} is not UTF-8 text: {error}") from None
 
     def new_matcher(self) -> llguidance.LLMatcher:
         """A matcher at the beginning of the output."""

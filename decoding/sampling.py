@@ -36,7 +36,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Each condition is written so that NaN fails it.
         for name, is_valid, wanted in (
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
             ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),

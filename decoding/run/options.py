@@ -50,7 +50,10 @@ NOT_FROM_PYTHON = {
     "serve",
     "together",
     "interactive",
+    "help",
 }
+# Options that a model is loaded with.
+OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 # Types of an option's values, by its type on the command line, and their name in messages.
 TYPES = {
     int: (int, "a whole number"),
@@ -76,6 +79,8 @@ def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
         fits, wanted = has_type_of(action, value)
         if not fits and (value is not None or action.default is not None):
             raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
+        with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
+            "".join(value if isinstance(value, list) else str(value)).encode()
     kept = dict(vars(known))
     if given.get("draft", kept["draft"]) != kept["draft"]:
         kept |= dict.fromkeys(DRAFTING)
@@ -134,7 +139,8 @@ def read_grammar_files(options: Namespace) -> Namespace:
     """
     schema = options.json_schema
     if isinstance(schema, dict):
-        schema = json.dumps(schema)
+        with explaining("json_schema is no JSON", (TypeError, ValueError)):
+            schema = json.dumps(schema)
     elif schema is not None and not str(schema).lstrip().startswith("{"):
         schema = read_text(schema)
     grammar = options.grammar and read_text(options.grammar)
@@ -179,6 +185,8 @@ class Request:
             raise InputError(
                 "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
             )
+        if options.serve and options.interactive:
+            raise InputError("give --serve or --interactive: one process does one of them")
         if options.svg and options.num_samples > 1:
             raise InputError("--svg shows one text: leave out --num-samples")
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from decoding.run.chooser import Setting
 from decoding.run.options import (
+    OF_THE_MODEL,
     Request,
     TextOptions,
     checked,
@@ -94,6 +95,8 @@ class Session:
         that it would be alone. Equal prompts have different random numbers.
         """
         self.streaming.close()
+        if not isinstance(prompts, list | tuple):
+            raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
         given = self.options(options)
         asked = self.request.text_options(given)
         encoded = [self.request.encode(prompt, given) for prompt in prompts]
@@ -120,6 +123,8 @@ class Session:
 
     def options(self, given: dict[str, object]) -> Namespace:
         """The options of a call, with the session's where it gives none. Raises InputError."""
+        if fixed := [name for name in OF_THE_MODEL if name in given]:
+            raise InputError(f"{fixed[0]} is an option of load, not of a call")
         return read_grammar_files(checked(given, self.request.options))
 
     def new_text(self, ids: Sequence[int], rules: Rules) -> Text:
@@ -214,7 +219,9 @@ class Conversation:
         return session.streaming
 
     def forget(self, turns: int = 1) -> None:
-        """Forget the oldest turns of the user, with their answers."""
+        """Forget the oldest turns of the user, with their answers. Raises InputError."""
+        if turns < 1:
+            raise InputError(f"turns must be at least 1, found {turns}")
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         end = users[turns] if turns < len(users) else len(self.messages)
         del self.messages[users[0] if users else end : end]

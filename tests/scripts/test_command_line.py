@@ -139,6 +139,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a", "--context", "-1"], "--context must be at least 1"),
         (["--serve", "0", "--html", "a.html"], "--serve and --interactive take no prompt"),
         (["--interactive", "--json"], "--serve and --interactive take no prompt"),
+        (["--serve", "0", "--interactive"], "give --serve or --interactive"),
         (["a", "--serve", "0"], "--serve and --interactive take no prompt"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,

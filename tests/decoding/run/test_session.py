@@ -77,6 +77,13 @@ def test_another_draft_comes_without_the_session_s_options_of_drafting(session: 
         ({"trace": True}, "no option trace"),
         ({"colour": "red"}, "no option colour"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"temperature": float("inf")}, "temperature must be at least 0 and finite"),
+        ({"stop": ["\ud800"]}, "stop is not UTF-8 text"),
+        ({"regex": "\ud800"}, "regex is not UTF-8 text"),
+        ({"json_schema": {"enum": ["\ud800"]}}, "is not UTF-8 text"),
+        ({"json_schema": {"enum": {1}}}, "json_schema is no JSON"),
+        ({"model": "tiny-gemma2"}, "model is an option of load"),
+        ({"help": True}, "no option help"),
         ({"draft": "nonsense"}, "no draft is called"),
     ],
     ids=str,
@@ -89,6 +96,14 @@ def test_an_option_of_a_wrong_type_or_value_is_named(
             call("Hello", **wrong)
     with pytest.raises(InputError, match=said):
         session.write_all(["Hello"], **wrong)
+
+
+def test_prompts_and_turns_of_a_wrong_form_are_refused(session: Session) -> None:
+    for prompts in (None, 3, "abc"):
+        with pytest.raises(InputError, match="prompts must be a list of strings"):
+            session.write_all(prompts)
+    with pytest.raises(InputError, match="turns must be at least 1"):
+        session.chat().forget(-1)
 
 
 @pytest.mark.parametrize("prompt", ["", "  ", None, 3, ["Hello"], b"Hello"], ids=repr)
