@@ -83,6 +83,8 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
             raise ValueError("no bits, or a layer that is named twice")
         if not isinstance(bits, dict):
             bits = dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
+        if any(len(each) != num_layers for each in bits.values()):
+            raise ValueError("bits are one number, or one per layer")
         runs = LayerPlan.skipping(num_layers, *skipped)
         sublayers = [
             tuple(
