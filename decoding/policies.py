@@ -181,8 +181,8 @@ class Past:
 
     ``seen``: tokens accepted and tokens judged, per kind of draft; ``slopes``: per model, by the
     name of its offer, and that of ``KNOWN`` tokens; ``timed``: the names of slopes whose drafts
-    have run once; ``saved``: plain rounds that the last drafts saved; ``rest``: rounds of the next
-    rest.
+    have run once; ``saved``: plain rounds that the last drafts saved, above 0 at
+    first, so that one bad draft decides nothing; ``rest``: rounds of the next rest.
     """
 
     seen: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class BreakEven(Policy):
     LONGEST_PAUSE = 64  # rounds between measurements of T
     DISTURBED = 1.5  # T in times of a round with a draft, above which it is measured again
     WORTHWHILE = 1.05  # speed-up of drafts below which looking for them does not pay
-    SAVED_MEMORY = 0.95
+    SAVED_MEMORY = 0.95  # share of what was saved before that still counts, per draft
     SHORTEST_REST = 16  # rounds
     LONGEST_REST = 64
     LONGEST_DRAFT = 15  # tokens, forced ones included: a GPU verifies 16 rows in one step
