@@ -32,13 +32,11 @@ class Draft:
     """Drafted tokens ``[k]`` int64, with the distributions ``[k, vocab]`` that they were drawn
     from.
 
-    ``confidence``: the raw softmax probability of each token, if the policy reads it. ``logits``:
-    for records only, the logits of each token, ``[1, vocab]``, if a model drafted.
+    ``logits``: for records only, the logits of each token, ``[1, vocab]``, if a model drafted.
     """
 
     tokens: Tensor
     probs: Tensor
-    confidence: list[float] | None = None
     logits: Sequence[Tensor] = ()
 
 
@@ -148,7 +146,6 @@ class ModelDrafter:
         new = context[start:]  # not yet in the cache
         rows: list[Tensor] = []
         unprocessed: list[Tensor] = []
-        confidence: list[float] = []
         drawn = 0
         while len(rows) < limit:
             forced = text.forced(context[len(text) :])
@@ -160,8 +157,6 @@ class ModelDrafter:
                 tokens.append(token)
                 rows.append(one_hot(token, self.model.vocab_size))
                 unprocessed.append(certain(token, self.model.vocab_size))
-                if policy.reads_draft_confidence:
-                    confidence.append(1.0)
                 if forced in text.rules.eos_ids:
                     break
                 continue
@@ -185,10 +180,10 @@ class ModelDrafter:
             tokens.append(new)
             rows.append(probs)
             unprocessed.append(logits)
-            if policy.reads_draft_confidence:
-                confidence.append(raw_probability(logits[0], token))
-                if not policy.keep_drafting(confidence[-1]):
-                    break
+            if policy.reads_draft_confidence and not policy.keep_drafting(
+                raw_probability(logits[0], token)
+            ):
+                break
             # Constraints read the token in any case. Without them a GPU would have to synchronise.
             if text.constraints and int(token) in text.rules.eos_ids:
                 break
@@ -197,7 +192,7 @@ class ModelDrafter:
             if rows
             else torch.zeros(0, self.model.vocab_size, device=self.model.device)
         )
-        return Draft(torch.cat(tokens), probs, confidence or None, unprocessed)
+        return Draft(torch.cat(tokens), probs, unprocessed)
 
     def rollback(self, length: int) -> None:
         # All but the last token, which is the input of the next step, in draft and target alike.
@@ -220,9 +215,7 @@ class KnownTokens:
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
-        """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot and their
-        confidence is 1.
-        """
+        """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot."""
         drafted: list[int] = []
         for token in self.find(text, limit)[1]:
             allowed = text.allowed_after(drafted)
@@ -232,7 +225,7 @@ class KnownTokens:
             if token in text.rules.eos_ids:
                 break
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
-        return Draft(ids, one_hot(ids, self.vocab_size), [1.0] * len(drafted))
+        return Draft(ids, one_hot(ids, self.vocab_size))
 
     def rollback(self, length: int) -> None:
         """Does nothing: each search reads the text itself."""

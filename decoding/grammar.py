@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding.text import common_prefix
 from model.errors import InputError
 
 Kind = Literal["json_schema", "regex", "lark"]
@@ -219,16 +220,6 @@ class GrammarConstraint:
         self.matcher.rollback(len(self.consumed) - kept)
         self.matcher.consume_tokens(written[kept:])
         self.consumed = written
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """Number of tokens with which both begin. Texts differ in their last tokens, so it starts from
-    the end.
-    """
-    length = min(len(first), len(second))
-    while first[:length] != second[:length]:
-        length -= 1
-    return length
 
 
 def reason(matcher: llguidance.LLMatcher) -> str:

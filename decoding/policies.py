@@ -19,6 +19,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from decoding.rounds import Round
+from decoding.text import common_prefix
 
 
 class Policy:
@@ -264,7 +265,7 @@ class BreakEven(Policy):
     SAVED_MEMORY = 0.95  # share of what was saved before that still counts, per draft
     SHORTEST_REST = 16  # rounds
     LONGEST_REST = 64
-    LONGEST_DRAFT = 15  # tokens, forced ones included: a GPU verifies 16 rows in one step
+    LONGEST_WITH_FORCED = 15  # tokens, forced ones included: a GPU verifies 16 rows in one step
 
     def __init__(
         self,
@@ -302,7 +303,7 @@ class BreakEven(Policy):
 
     def draft_length(self) -> int:
         """0 while drafting rests: then no drafter is asked for an offer."""
-        return self.LONGEST_DRAFT if self.rounds >= self.rests_until else 0
+        return self.LONGEST_WITH_FORCED if self.rounds >= self.rests_until else 0
 
     def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
         self.next_plain = 0
@@ -352,7 +353,7 @@ class BreakEven(Policy):
         """
         rate = self.acceptance(offer.kind)
         slope = self.slope(slope_of(offer)).value
-        longest = self.LONGEST_DRAFT if offer.tokens is None else len(offer.tokens)
+        longest = self.LONGEST_WITH_FORCED if offer.tokens is None else len(offer.tokens)
         tokens = 1.0
         best = None
         for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
@@ -399,9 +400,7 @@ class BreakEven(Policy):
         for offer in offers:
             if offer.tokens:
                 judged = min(len(offer.tokens), len(round.emitted))
-                equal = next(
-                    (at for at in range(judged) if offer.tokens[at] != round.emitted[at]), judged
-                )
+                equal = common_prefix(offer.tokens, round.emitted)
                 self._learn(offer.kind, equal - min(offer.forced, equal), equal < judged)
             elif self.last_guessed and offer is self.taken:
                 self._learn(offer.kind, accepted, accepted < self.last_guessed)

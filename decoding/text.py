@@ -104,6 +104,15 @@ class Patterns:
         return end
 
 
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:  # mostly so, and fast
+        return shorter
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), shorter)
+
+
 def forced_places(allowed: Tensor | None) -> list[bool]:
     """Of each row of a mask ``[rows, vocab]``, whether it allows one token only; none without a
     mask.
@@ -327,15 +336,10 @@ class Text:
         self.retractions += 1
         self.forbidden = {at: tokens for at, tokens in self.forbidden.items() if at <= position}
         self.forbidden.setdefault(position, []).append(removed[0])
-        self.cut_at(position)
-        return removed
-
-    def cut_at(self, position: int) -> None:
-        """Remove the tokens from a position on."""
         self.copied = min(self.copied, position)
-        self.finish = None
         del self.tokens[position:], self.ends[position:]
         del self.data[self._begin(position) :]
+        return removed
 
     def _check_end(self) -> None:
         """Finish the text if the last token ends it: by end-of-text, a stop string or the budget,

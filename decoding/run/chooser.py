@@ -112,9 +112,10 @@ class DraftOptions:
         if their copies fit. Raises InputError for a draft model or a plan that cannot be read.
         """
         chosen = plan_for(self, folder, config.num_layers, kernels)
+        longest = BreakEven.LONGEST_WITH_FORCED if self.kind == "auto" else LONGEST_DRAFT
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
-            "longest_draft": LONGEST_DRAFT if self.gamma is None else self.gamma,
+            "longest_draft": longest if self.gamma is None else self.gamma,
             "plan": chosen and chosen.plan,
         }
 

@@ -5,9 +5,9 @@ texts.
 from collections.abc import Sequence
 from statistics import median
 
-from decoding.run.reading import equal_length
 from decoding.run.writer import Drafting, Sample, Writer
 from decoding.sampling import SamplingParams
+from decoding.text import common_prefix
 from decoding.verify import Coupling
 
 TURNS = 3  # a text is written both ways, one after the other, this often
@@ -68,4 +68,4 @@ def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str 
     if drafted == plain:
         return "same text"
     why = why_rows_vary or "which is a defect where steps do not depend on length"
-    return f"the texts differ from token {equal_length(drafted, plain)} on ({why})"
+    return f"the texts differ from token {common_prefix(drafted, plain)} on ({why})"

@@ -7,6 +7,7 @@ made. Other keys are ignored.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 from cli.files import explaining, read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
-from model.plan import FULL
+from model.plan import FULL, LOW_BITS
 from weights.load import model_fingerprint
+
+SUBLAYERS = ("attn", "mlp")
+WIDTHS = (*LOW_BITS, FULL)
 
 
 @dataclass(frozen=True)
@@ -72,38 +76,54 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     example = '{"attn": [3, 7], "mlp": [5]}'
     if not isinstance(raw, dict) or not {"attn", "mlp", "bits"} & raw.keys():
         raise InputError(f"{path}: a plan file holds one object like {example}")
+
+    def check(fits: bool, key: str, wanted: str) -> None:
+        if not fits:
+            raise InputError(f"{path}: {key} must be {wanted}, found {raw[key]!r:.80}")
+
     if folder is not None and raw.get("model") and raw["model"] != model_fingerprint(folder):
         raise InputError(
             f"{path} was made for another model than {folder}: run python -m search for this one"
         )
-    try:
-        skipped = [raw.get(name, []) for name in ("attn", "mlp")]
-        bits = raw.get("bits", FULL)
-        if not bits or any(len(set(layers)) < len(layers) for layers in skipped):
-            raise ValueError("no bits, or a layer that is named twice")
-        if not isinstance(bits, dict):
-            bits = dict.fromkeys(("attn", "mlp"), [bits] * num_layers)
-        if any(len(each) != num_layers for each in bits.values()):
-            raise ValueError("bits are one number, or one per layer")
-        runs = LayerPlan.skipping(num_layers, *skipped)
-        sublayers = [
-            tuple(
-                kept and wide for kept, wide in zip(all_kept, bits.get(name, all_kept), strict=True)
-            )
-            for name, all_kept in (("attn", runs.attention), ("mlp", runs.mlp))
-        ]
-        plan = LayerPlan(*sublayers, raw.get("head_bits", FULL))
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{path} holds no plan for {num_layers} layers, like {example}: {error}"
-        ) from None
+    skipped = {name: raw.get(name, []) for name in SUBLAYERS}
+    for name, layers in skipped.items():
+        is_list = whole_numbers(layers, range(num_layers)) and len(set(layers)) == len(layers)
+        check(is_list, name, f"a list of different layers from 0 to {num_layers - 1}")
+    bits = raw.get("bits", FULL)
+    if isinstance(bits, dict):
+        fits = all(
+            whole_numbers(each, (0, *WIDTHS)) and len(each) == num_layers for each in bits.values()
+        )
+        wanted = f"lists of {num_layers} numbers of bits for attn and mlp"
+        check(fits and bits.keys() <= {*SUBLAYERS}, "bits", wanted)
+    else:
+        check(whole_numbers([bits], WIDTHS), "bits", "4, 8 or 16")
+        bits = dict.fromkeys(SUBLAYERS, [bits] * num_layers)
+    head = raw.get("head_bits", FULL)
+    check(whole_numbers([head], WIDTHS), "head_bits", "4, 8 or 16")
     for key, kinds, most, wanted in (
         ("gamma", (int,), math.inf, "a whole number of at least 0"),
         ("threshold", (int, float), 1, "a number from 0 to 1"),
         ("kept_share", (int, float), 1, "a number from 0 to 1"),
     ):
-        if (value := raw.get(key)) is not None and not (
-            type(value) in kinds and 0 <= value <= most
-        ):
-            raise InputError(f"{path}: {key} must be {wanted}, found {value!r:.80}")
-    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))
+        value = raw.get(key)
+        check(value is None or (type(value) in kinds and 0 <= value <= most), key, wanted)
+    full = [FULL] * num_layers
+    attention, mlp = (
+        tuple(
+            0 if layer in skipped[name] else width
+            for layer, width in enumerate(bits.get(name, full))
+        )
+        for name in SUBLAYERS
+    )
+    return DraftPlan(
+        LayerPlan(attention, mlp, head),
+        raw.get("gamma"),
+        raw.get("threshold"),
+        raw.get("kept_share"),
+    )
+
+
+def whole_numbers(value: Any, allowed: Collection[int]) -> bool:
+    """Whether a value of JSON is a list of such whole numbers; true and 1.0 are none."""
+    return isinstance(value, list) and all(type(each) is int and each in allowed for each in value)

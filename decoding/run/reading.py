@@ -9,6 +9,7 @@ are kept from turn to turn have the same bits as those of a conversation that is
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from decoding.text import common_prefix
 from weights.tokenizer import Tokenizer
 
 
@@ -54,17 +55,10 @@ def conversation(
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             begin = len(tokenizer.encode_chat(messages[:number]))
-            end = equal_length(ids, tokenizer.encode_chat(messages[:number], message["content"]))
+            end = common_prefix(ids, tokenizer.encode_chat(messages[:number], message["content"]))
             if end > begin:
                 answers.append((begin, end))
     return ids, answers
-
-
-def equal_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of both."""
-    pairs = enumerate(zip(one, other, strict=False))
-    differing = (at for at, (a, b) in pairs if a != b)
-    return next(differing, min(len(one), len(other)))
 
 
 def reusable(
@@ -81,7 +75,7 @@ def reusable(
         if (old.begin, old.by_steps) != (new.begin, new.by_steps):
             break
         end = min(old.end, new.end)
-        equal = new.begin + equal_length(tokens[new.begin : end], ids[new.begin : end])
+        equal = new.begin + common_prefix(tokens[new.begin : end], ids[new.begin : end])
         if new.by_steps or equal == old.end == new.end:
             kept = equal
         if not equal == old.end == new.end:

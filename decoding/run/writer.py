@@ -7,6 +7,7 @@ time the same.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from model import Decoder, KVCache, LayerPlan
 from model.clock import now
 
 GAMMA = 4  # tokens drafted per round by default
-WARM_UP_TOKENS = 4  # least number of tokens written before anything is timed
+LEAST_WARM_UP = 4  # tokens written before anything is timed
 
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
 
@@ -214,8 +215,8 @@ class Writer:
     ) -> Sample:
         """Write a text, which holds the prompt, to its end.
 
-        The time of the ``readers`` is not counted. A ``sample`` that is given holds the text so far
-        also after an error and after Ctrl-C.
+        The time of the ``readers`` and the ``observer`` is not counted. A ``sample`` that is given
+        holds the text so far also after an error and after Ctrl-C.
         """
         sample = sample or Sample(text)
         for round in self.rounds(sample, drafting, params, coupling, observer):
@@ -248,6 +249,14 @@ class Writer:
         policy, randomness, verify = self.decide(
             (policy, coupling.randomness(self.model.device), coupling.verify)
         )
+        observing = 0.0  # seconds of the round
+
+        def observe(*record: Any) -> None:
+            nonlocal observing
+            began = self.clock()
+            observer(*record)
+            observing = self.clock() - began
+
         rounds = speculate(
             self.target,
             self.cache,
@@ -257,12 +266,12 @@ class Writer:
             params,
             randomness,
             verify,
-            observer=observer,
+            observer=observer and observe,
         )
         began = self.clock()
         shared = self.shares_steps()
         for round in rounds:
-            seconds = self.clock() - began
+            seconds = self.clock() - began - observing
             sample.seconds += seconds
             sample.trouble = self.model.trouble  # a step may have fallen back
             shared = shared or self.shares_steps()
@@ -287,7 +296,7 @@ class Writer:
         reaches. Low-bit copies are made first.
         """
         drafting.preparation.finish()
-        wanted = max(WARM_UP_TOKENS, drafting.new_policy().gamma + 2)
+        wanted = max(LEAST_WARM_UP, drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
         for way in (drafting, self.plain):
             self.write(self.new_text(rules), way, params, coupling)

@@ -275,7 +275,6 @@ def write_live(job: Job, worker: Worker, drafting: Drafting) -> None:
 
         def read(round: Round, seconds: float) -> None:
             data = recording.add(round, seconds)
-            seconds = recording.sample["seconds"]  # without observing
             send("round", round=data, finish=round.finish, seconds=seconds)
             if round.finish and column + 1 < len(ways):
                 begin(column + 1)

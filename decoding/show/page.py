@@ -21,7 +21,6 @@ from decoding.rounds import Round
 from decoding.run.writer import Drafting
 from decoding.sampling import SamplingParams
 from decoding.verify import Coupling
-from model.clock import now
 
 TEMPLATE = Path(__file__).with_name("page.html")
 TOP = 5  # likeliest tokens that are kept
@@ -32,7 +31,7 @@ class Recording:
     """Rounds of one text as the page shows them, with their probabilities.
 
     ``observe`` is the loop's observer (``decoding.speculate.Observer``); ``add`` takes each round
-    after it. ``seconds`` are those of decoding, without the time that ``observe`` took.
+    after it, with the seconds of decoding so far.
     """
 
     def __init__(self, params: SamplingParams, label: Callable[[int], str]) -> None:
@@ -41,7 +40,6 @@ class Recording:
         self.sample: dict[str, Any] = {"rounds": [], "finish": "interrupted", "seconds": 0.0}
         self.timeline: list[tuple[Round, float]] = []  # rounds, and the seconds until their end
         self.details: list[dict[str, Any]] = []  # of the round that ``add`` takes next
-        self.examining = 0.0  # seconds
 
     def observe(
         self, draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor
@@ -61,7 +59,6 @@ class Recording:
         ``accepted``; where a drafted token was rejected, the draft has probabilities of that row
         too. Reads the host.
         """
-        began = now(logits.device)
         drafted = draft.probs
         shown = target_probs
         if self.params.temperature == 0:
@@ -80,12 +77,9 @@ class Recording:
             }
             for row, each in [*enumerate(draft.tokens.tolist()), (accepted, token.item())]
         ]
-        self.examining += now(logits.device) - began
 
     def add(self, round: Round, seconds: float) -> dict[str, Any]:
-        """Add a round; ``seconds`` is the time of decoding so far, that of ``observe`` included.
-        Returns its JSON.
-        """
+        """Add a round; ``seconds`` is the time of decoding so far. Returns its JSON."""
         verdicts = zip(self.details, round.verdicts(), strict=False)
         data = {
             "position": round.position,
@@ -97,8 +91,8 @@ class Recording:
         }
         self.sample["rounds"].append(data)
         self.sample["finish"] = round.finish or "interrupted"
-        self.sample["seconds"] = seconds - self.examining
-        self.timeline.append((round, self.sample["seconds"]))
+        self.sample["seconds"] = seconds
+        self.timeline.append((round, seconds))
         return data
 
     def _top(self, probs: Tensor, token: int) -> list[tuple[str, float]]:

@@ -332,8 +332,7 @@ def test_a_model_reads_forced_tokens_in_its_next_step() -> None:
         draft = drafter.propose(text, 4, SamplingParams(1.0), policy, SeededRandomness(0))
     assert draft.tokens[0] == 3
     assert calls[0] == 2  # the last token of the text and the forced one
-    assert len(draft.logits) == len(draft.tokens) == len(draft.confidence)
-    assert draft.confidence[0] == 1.0
+    assert len(draft.logits) == len(draft.tokens)
     assert torch.softmax(draft.logits[0], -1).tolist() == [[0.0, 0.0, 0.0, 1.0, 0.0]]
 
 

@@ -394,7 +394,7 @@ def structured(policy: BreakEven | None, length: int, acceptance: float, random:
         if policy:
             known = Offer("forced", "forced 0", [0] * leading, leading)
             taken, chosen = policy.choose([Offer("model", "model", forced=leading), known])
-            length = BreakEven.LONGEST_DRAFT if taken is not known else chosen
+            length = BreakEven.LONGEST_WITH_FORCED if taken is not known else chosen
             steps = chosen - leading
         free = [place for place in range(length) if not cycle[place]]
         drafted = free[steps] if steps < len(free) else length
