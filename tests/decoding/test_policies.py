@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from itertools import count, pairwise
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,11 +31,7 @@ def a_round(drafted: int, accepted: int, target_confidence: float | None = None)
 
 def test_adaptive_exit_goes_on_exactly_while_confidence_reaches_the_threshold() -> None:
     policy = AdaptiveExit(0.6)
-    assert [policy.keep_drafting(confidence) for confidence in (0.59, 0.6, 0.61)] == [
-        False,
-        True,
-        True,
-    ]
+    assert [*map(policy.keep_drafting, (0.59, 0.6, 0.61))] == [False, True, True]
 
 
 def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
@@ -43,34 +40,27 @@ def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
     """
     policy = AdaptiveExit(0.8, 4)
     policy.ALPHA = 0.5
-    policy.observe(a_round(4, 2))  # m = .25 < α: t' = .81
-    assert policy.rate == pytest.approx(0.25)
-    assert policy.threshold == pytest.approx(0.9 * 0.8 + 0.1 * 0.81)
-    before = policy.threshold
-    policy.observe(a_round(4, 4))  # m = .625, full draft: t' = t
-    assert policy.rate == pytest.approx(0.625)
-    assert policy.threshold == pytest.approx(before)
-    policy.observe(a_round(2, 2))  # m = .8125, ended early: t' = t - ε
-    assert policy.threshold == pytest.approx(before - 0.1 * 0.01)
-    policy.observe(a_round(0, 0))  # a round without a draft changes nothing
-    assert policy.rate == pytest.approx(0.8125)
-    assert policy.threshold == pytest.approx(before - 0.1 * 0.01)
+    for drafted, accepted, rate, threshold in (
+        (4, 2, 0.25, 0.9 * 0.8 + 0.1 * 0.81),  # m < α: t' = .81
+        (4, 4, 0.625, 0.801),  # a full draft: t' = t
+        (2, 2, 0.8125, 0.801 - 0.1 * 0.01),  # ended early: t' = t - ε
+        (0, 0, 0.8125, 0.8),  # a round without a draft changes nothing
+    ):
+        policy.observe(a_round(drafted, accepted))
+        assert (policy.rate, policy.threshold) == pytest.approx((rate, threshold))
 
 
 def test_the_gate_closes_after_an_unsure_token_and_opens_after_a_sure_one() -> None:
     policy = ConfidenceGate(FixedLength(4), 0.5)
-    assert policy.draft_length() == 4
-    policy.observe(a_round(4, 1, target_confidence=0.49))
-    assert policy.draft_length() == 0
-    policy.observe(a_round(0, 0, target_confidence=0.5))
-    assert policy.draft_length() == 4
+    for confidence, length in ((None, 4), (0.49, 0), (0.5, 4)):
+        policy.observe(a_round(0, 0, target_confidence=confidence))
+        assert policy.draft_length() == length
 
 
 def test_the_gate_passes_confidences_and_rounds_to_its_inner_policy() -> None:
     inner = AdaptiveExit(0.7)
     policy = ConfidenceGate(inner, 0.2)
-    assert policy.reads_draft_confidence
-    assert policy.reads_target_confidence
+    assert policy.reads_draft_confidence and policy.reads_target_confidence
     assert not policy.keep_drafting(0.69)
     policy.observe(a_round(2, 1, target_confidence=0.9))
     assert inner.rate == 0.25
@@ -80,49 +70,34 @@ MODEL = Offer("model", "model")
 LOOKUP = Offer("lookup", "lookup 2", [0] * 4)
 
 
-def run(policy: BreakEven, slope: float, accepted: Iterable[int]) -> tuple[list[int], float]:
-    """Rounds with one offer, where the target accepts up to ``accepted`` tokens: drafted lengths,
-    and their cost.
-    """
-    drafted = []
-    spent = 0.0
+def drafted(policy: BreakEven, accepted: Iterable[int]) -> list[int]:
+    """Lengths of the drafts of a model, of which the target accepts up to ``accepted`` tokens."""
+    lengths = []
     for most in accepted:
-        _, length = policy.choose([MODEL])
-        spent += 1 + length * slope
-        drafted.append(length)
-        policy.observe(a_round(length, min(length, most)))
-    return drafted, spent
+        lengths.append(policy.choose([MODEL])[1])
+        policy.observe(a_round(lengths[-1], min(lengths[-1], most)))
+    return lengths
 
 
-@given(slope=st.floats(0.02, 2), accepted=st.lists(st.integers(0, 8), max_size=300))
-@settings(derandomize=True, deadline=None)
-def test_break_even_never_costs_noticeably_more_than_plain_decoding(
-    slope: float, accepted: list[int]
-) -> None:
-    """For any slope, and any change of acceptance along the text."""
-    drafted, spent = run(BreakEven({"model": slope}), slope, accepted)
-    tokens = sum(min(length, most) + 1 for length, most in zip(drafted, accepted, strict=True))
-    assert spent <= (1 + BreakEven.CREDIT_PER_TOKEN) * tokens + BreakEven.START_CREDIT + 1e-9
-
-
+@pytest.mark.parametrize("offers", [1, 2], ids=["one offer", "two offers"])
 @given(
     slopes=st.tuples(st.floats(0.02, 2), st.floats(0.02, 0.5)),
-    rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=200),
+    rounds=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=300),
 )
 @settings(derandomize=True, deadline=None)
-def test_break_even_among_several_offers_never_costs_noticeably_more_than_plain(
-    slopes: tuple[float, float], rounds: list[tuple[int, int]]
+def test_break_even_never_costs_noticeably_more_than_plain_decoding(
+    offers: int, slopes: tuple[float, float], rounds: list[tuple[int, int]]
 ) -> None:
+    """For any slopes, and any change of acceptance along the text."""
     by_name = dict(zip(("model", "known"), slopes, strict=True))
     policy = BreakEven(by_name)
-    spent = 0.0
-    tokens = 0
+    spent = tokens = 0.0
     for most, found in rounds:
-        taken, length = policy.choose([MODEL, Offer("lookup", "lookup 2", [7] * found)])
+        made = [MODEL, Offer("lookup", "lookup 2", [7] * found)]
+        taken, length = policy.choose(made[:offers])
         spent += 1 + length * by_name[slope_of(taken)]
-        round = a_round(length, min(length, most))
-        tokens += len(round.emitted)
-        policy.observe(round)
+        tokens += 1 + min(length, most)
+        policy.observe(a_round(length, min(length, most)))
     assert spent <= (1 + BreakEven.CREDIT_PER_TOKEN) * tokens + BreakEven.START_CREDIT + 1e-9
 
 
@@ -142,31 +117,35 @@ def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
 
 
 @pytest.mark.parametrize("slope", [0.05, 0.3, 0.9])
-def test_break_even_takes_the_length_with_the_largest_expected_speedup(slope: float) -> None:
-    for accepted in range(5):
-        policy = BreakEven({"model": slope}, 4)
-        run(policy, slope, [accepted] * 60)
-        policy.credit = math.inf
-        policy.waiting = 1
-        rate = policy.acceptance("model")
-        speedups = [
-            sum(rate**kept for kept in range(length + 1)) / (1 + length * slope)
-            for length in range(5)
-        ]
-        assert speedups[policy.choose([MODEL])[1]] == max(speedups)
+@pytest.mark.parametrize("accepted", range(5))
+def test_break_even_takes_the_length_with_the_largest_expected_speedup(
+    accepted: int, slope: float
+) -> None:
+    policy = BreakEven({"model": slope}, 4)
+    drafted(policy, [accepted] * 60)
+    policy.credit = math.inf
+    policy.waiting = 1
+    rate = policy.acceptance("model")
+    speedups = [speedup(rate, slope, length) for length in range(5)]
+    assert speedups[policy.choose([MODEL])[1]] == max(speedups)
+
+
+def speedup(rate: float, slope: float, length: int) -> float:
+    """Expected tokens of a round over its time, in plain rounds."""
+    return sum(rate**kept for kept in range(length + 1)) / (1 + length * slope)
 
 
 def test_break_even_switches_off_a_losing_draft_and_tries_again_one_token_long() -> None:
-    drafted, _ = run(BreakEven({"model": 1.2}), 1.2, [0] * 400)
-    tries = [at for at, length in enumerate(drafted) if length]
-    assert max(drafted[tries[1] :]) == 1
+    lengths = drafted(BreakEven({"model": 1.2}), [0] * 400)
+    tries = [at for at, length in enumerate(lengths) if length]
+    assert max(lengths[tries[1] :]) == 1
     assert min(later - earlier for earlier, later in pairwise(tries[1:])) > 16
 
 
 def test_break_even_comes_back_when_drafts_become_good() -> None:
-    drafted, _ = run(BreakEven({"model": 0.15}, 4), 0.15, [0] * 200 + [4] * 100)
-    assert max(drafted[150:200]) <= 1
-    assert drafted[-1] == 4
+    lengths = drafted(BreakEven({"model": 0.15}, 4), [0] * 200 + [4] * 100)
+    assert max(lengths[150:200]) <= 1
+    assert lengths[-1] == 4
 
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
@@ -194,98 +173,75 @@ def test_the_offer_of_the_largest_expected_speedup_is_taken() -> None:
     policy = BreakEven(
         {"plan": 0.1, "low bits": 0.1}, priors={"plan": 0.3, "low bits": 0.9}, memory=0.9
     )
-    offers = [Offer("plan", "plan"), Offer("low bits", "low bits")]
-    taken, length = policy.choose(offers)
-    assert taken is offers[1]
+    names = []
     for _ in range(40):
+        taken, length = policy.choose([Offer("plan", "plan"), Offer("low bits", "low bits")])
+        names.append(taken.name)
         policy.observe(a_round(length, 0))
         policy.credit = math.inf
-        taken, length = policy.choose(offers)
-        if taken is offers[0]:
-            return
-    pytest.fail("the past acceptance of the other speaks for this one")
+    assert names[0] == "low bits"
+    assert "plan" in names, "the past acceptance of the other speaks for this one"
 
 
 # Break-even with a clock
 
 
-class Machine:
-    """Fake clock of a machine: a plain round takes ``plain`` seconds, and each drafted token
-    ``draft`` seconds more, by the name of its offer.
+def with_clock(slope: float, past: Past | None = None, **more: Any) -> BreakEven:
+    """Break-even that begins at this slope of the model."""
+    policy = BreakEven({"model": slope, "known": 0.07}, **more)
+    policy.grant_clock(past or Past(), lambda: False)
+    return policy
+
+
+def write(
+    policy: BreakEven, rounds: int, draft: float = 0.2, *, plain: float = 1.0, accepts: int = 8
+) -> list[int]:
+    """Lengths of the drafts of timed rounds: a plain one takes ``plain`` seconds, and each drafted
+    token ``draft`` seconds more.
     """
-
-    def __init__(self, plain: float, draft: dict[str, float], accepts: int = 8) -> None:
-        self.plain = plain
-        self.draft = draft
-        self.accepts = accepts
-        self.shared = False
-
-    def write(self, policy: BreakEven, rounds: int, offers: list[Offer]) -> list[tuple[str, int]]:
-        """Rounds with their times: the name of the offer taken, and the number of its tokens."""
-        found = []
-        for _ in range(rounds):
-            taken, length = offers[0], 0
-            if policy.draft_length():
-                taken, length = policy.choose(offers)
-            policy.observe(a_round(length, min(length, self.accepts)))
-            policy.observe_time(self.plain + length * self.draft[taken.name])
-            found.append((taken.name, length))
-        return found
-
-    def grant(self, policy: BreakEven, past: Past | None = None) -> BreakEven:
-        policy.grant_clock(past or Past(), lambda: self.shared)
-        return policy
+    lengths = []
+    for _ in range(rounds):
+        lengths.append(policy.choose([MODEL])[1] if policy.draft_length() else 0)
+        policy.observe(a_round(lengths[-1], min(lengths[-1], accepts)))
+        policy.observe_time(plain + lengths[-1] * draft)
+    return lengths
 
 
-def test_slopes_become_those_of_the_machine() -> None:
+@pytest.mark.parametrize("plain", [1e-3, 1.0, 50.0])
+def test_slopes_become_those_of_the_machine(plain: float) -> None:
     """However far off the first values are, and in whatever unit the clock counts."""
-    for plain in (1e-3, 1.0, 50.0):
-        machine = Machine(plain, {"model": 0.4 * plain})
-        policy = machine.grant(BreakEven({"model": 0.1}))
-        machine.write(policy, 40, [MODEL])
-        assert policy.slope("model").value == pytest.approx(0.4)
+    policy = with_clock(0.1)
+    write(policy, 40, 0.4 * plain, plain=plain)
+    assert policy.slope("model").value == pytest.approx(0.4)
 
 
 def test_a_draft_that_becomes_slow_in_the_middle_of_a_text_is_given_up_and_tried_again() -> None:
-    machine = Machine(1.0, {"model": 0.2})
-    policy = machine.grant(BreakEven({"model": 0.2}))
-    before = [length for _, length in machine.write(policy, 80, [MODEL])]
-    assert before.count(0) <= 6, "plain rounds only to measure, in twos"
-    machine.draft["model"] = 3.0
-    slow = [length for _, length in machine.write(policy, 80, [MODEL])]
-    assert sum(slow[20:]) <= 8, "given up, but for probes"
-    assert any(slow[20:])
-    machine.draft["model"] = 0.2
-    fast = [length for _, length in machine.write(policy, 300, [MODEL])]
-    assert fast[-1] > 1
+    policy = with_clock(0.2)
+    assert write(policy, 80).count(0) <= 6, "plain rounds only to measure, in twos"
+    slow = write(policy, 80, 3.0)
+    assert 0 < sum(slow[20:]) <= 8, "given up, but for probes"
+    assert write(policy, 300)[-1] > 1
 
 
 def test_a_machine_that_becomes_slower_as_a_whole_changes_nothing_for_long() -> None:
-    machine = Machine(1.0, {"model": 0.2})
-    policy = machine.grant(BreakEven({"model": 0.2}))
-    machine.write(policy, 40, [MODEL])
-    machine.plain = 3.0
-    machine.draft["model"] = 0.6
-    machine.write(policy, 250, [MODEL])
+    policy = with_clock(0.2)
+    write(policy, 40)
+    write(policy, 250, 0.6, plain=3.0)
     assert policy.slope("model").value == pytest.approx(0.2, abs=0.05)
 
 
-def test_one_disturbed_round_decides_nothing() -> None:
+@pytest.mark.parametrize("disturbed", range(1, 12))
+def test_one_disturbed_round_decides_nothing(disturbed: int) -> None:
     """Not even the first measurement of a plain round."""
-    for disturbed in range(1, 12):
-        machine = Machine(1.0, {"model": 0.2})
-        policy = machine.grant(BreakEven({"model": 0.2}))
-        machine.write(policy, disturbed, [MODEL])
-        machine.plain = 30.0
-        machine.write(policy, 1, [MODEL])
-        machine.plain = 1.0
-        machine.write(policy, 30, [MODEL])
-        assert policy.slope("model").value == pytest.approx(0.2, abs=0.05)
+    policy = with_clock(0.2)
+    write(policy, disturbed)
+    write(policy, 1, plain=30.0)
+    write(policy, 30)
+    assert policy.slope("model").value == pytest.approx(0.2, abs=0.05)
 
 
 def test_a_round_whose_model_drafted_nothing_is_no_plain_round() -> None:
-    policy = BreakEven({"model": 0.2})
-    policy.grant_clock(Past(), lambda: False)
+    policy = with_clock(0.2)
     for _ in range(20):
         policy.choose([MODEL])
         policy.observe(a_round(0, 0))
@@ -308,32 +264,27 @@ def test_a_slope_that_is_not_measured_returns_to_its_first_value() -> None:
 
 def test_a_text_begins_with_the_past_of_the_text_before_where_it_has_a_clock() -> None:
     past = Past()
-    machine = Machine(1.0, {"model": 0.9}, accepts=0)
-    machine.write(machine.grant(BreakEven({"model": 0.2}), past), 60, [MODEL])
-    later = machine.grant(BreakEven({"model": 0.2}), past)
+    write(with_clock(0.2, past), 60, 0.9, accepts=0)
+    later = with_clock(0.2, past)
     assert later.acceptance("model") < 0.5 and later.slope("model").value > 0.5
     alone = BreakEven({"model": 0.2})
     assert alone.acceptance("model") == 0.7 and alone.slope("model").value == 0.2
 
 
 def test_break_even_drafts_nothing_where_texts_share_steps() -> None:
-    machine = Machine(1.0, {"model": 0.1, "lookup": 0.1})
-    policy = machine.grant(BreakEven({"model": 0.1, "known": 0.1}))
-    machine.write(policy, 4, [MODEL])
+    policy = with_clock(0.1)
+    write(policy, 4, 0.1)
     assert policy.choose([MODEL, LOOKUP])[1] > 0
-    machine.shared = True
+    policy.shares_steps = lambda: True
     assert policy.choose([MODEL, LOOKUP])[1] == 0
 
 
 def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
     """Times that are observed all the same would change them."""
-    machine = Machine(1.0, {"model": 0.1})
     timeless = BreakEven({"model": 0.3})
-    drafted, _ = run(timeless, 0.3, [2] * 60)
+    lengths = drafted(timeless, [2] * 60)
     assert timeless.slope("model").value == 0.3
-    timed = machine.grant(BreakEven({"model": 0.3}))
-    machine.accepts = 2
-    assert [length for _, length in machine.write(timed, 60, [MODEL])] != drafted
+    assert write(with_clock(0.3), 60, 0.1, accepts=2) != lengths
 
 
 # Whole texts under a fake clock
@@ -342,22 +293,15 @@ TOKENS = 96
 TEXTS = 40
 
 
-def written(
-    policy: BreakEven, acceptance: float, slope: float, random: Random
-) -> tuple[int, float]:
-    """Rounds and plain rounds' time of a text whose drafts are accepted at a rate."""
-    machine = Machine(1.0, {"model": slope})
-    machine.grant(policy)
-    rounds = 0
-    spent = 0.0
-    tokens = 0
+def seconds_of_text(policy: BreakEven, acceptance: float, slope: float, random: Random) -> float:
+    """Time of a text whose drafts are accepted at a rate."""
+    seconds = tokens = 0.0
     while tokens < TOKENS:
-        machine.accepts = next(n for n in count() if n == 8 or random.random() >= acceptance)
-        [(_, length)] = machine.write(policy, 1, [MODEL])
-        rounds += 1
-        spent += 1 + length * slope
-        tokens += 1 + min(length, machine.accepts)
-    return rounds, spent
+        accepts = next(n for n in count() if n == 8 or random.random() >= acceptance)
+        [length] = write(policy, 1, slope, accepts=accepts)
+        seconds += 1 + length * slope
+        tokens += 1 + min(length, accepts)
+    return seconds
 
 
 @pytest.mark.parametrize("slope", [0.3, 0.45, 0.6])
@@ -366,14 +310,9 @@ def test_a_text_takes_hardly_longer_than_at_the_best_fixed_length(
     acceptance: float, slope: float
 ) -> None:
     """That it first has to find, with a first slope of .45."""
-    best = max(
-        sum(acceptance**kept for kept in range(length + 1)) / (1 + length * slope)
-        for length in range(9)
-    )
+    best = max(speedup(acceptance, slope, length) for length in range(9))
     random = Random(1)
-    found = [
-        written(BreakEven({"model": 0.45}), acceptance, slope, random)[1] for _ in range(TEXTS)
-    ]
+    found = [seconds_of_text(with_clock(0.45), acceptance, slope, random) for _ in range(TEXTS)]
     assert sum(found) / TEXTS < 1.08 * TOKENS / best
 
 
@@ -385,8 +324,7 @@ def structured(policy: BreakEven | None, length: int, acceptance: float, random:
     """Rounds of a text in which FORCED forced tokens follow FREE free ones: by a policy, or by a
     model that drafts ``length`` tokens a round, forced ones included.
     """
-    rounds = 0
-    at = 0
+    rounds = at = 0
     while at < TOKENS:
         cycle = [place % (FREE + FORCED) >= FREE for place in range(at, at + 16)]
         leading = cycle.index(False)
@@ -403,8 +341,7 @@ def structured(policy: BreakEven | None, length: int, acceptance: float, random:
         round = Round(at, [0] * drafted, accepted, [0] * (accepted + 1), forced=cycle)
         if policy:
             policy.observe(round)
-            guessed = round.guessed[0]
-            policy.observe_time(1 + 0.42 * guessed + 0.03 * drafted)
+            policy.observe_time(1 + 0.42 * round.guessed[0] + 0.03 * drafted)
         rounds += 1
         at += accepted + 1
     return rounds
@@ -414,18 +351,14 @@ def test_structured_text_takes_fewer_rounds_than_the_model_or_the_forced_tokens_
     """A model drafts behind forced tokens, and those behind its own come on top."""
     random = Random(2)
 
-    def mean(length: int, by_policy: bool, acceptance: float) -> float:
-        total = 0
-        for _ in range(TEXTS):
-            policy = BreakEven({"model": 0.45, "known": 0.07}) if by_policy else None
-            if policy:
-                policy.grant_clock(Past(), lambda: False)
-            total += structured(policy, length, acceptance, random)
-        return total / TEXTS
+    def by_policy(acceptance: float) -> int:
+        """Rounds of all texts."""
+        texts = range(TEXTS)
+        return sum(structured(with_clock(0.45), 0, acceptance, random) for _ in texts)
 
-    alone = mean(5, False, 0.9)
-    assert mean(0, True, 0.9) < alone
-    assert mean(0, True, 0.0) < 1.2 * TOKENS * FREE / (FREE + FORCED), "hardly more than forced"
+    assert by_policy(0.9) < sum(structured(None, 5, 0.9, random) for _ in range(TEXTS))
+    forced_alone = TEXTS * TOKENS * FREE / (FREE + FORCED)
+    assert by_policy(0.0) < 1.2 * forced_alone, "hardly more than forced"
 
 
 @pytest.mark.parametrize(
@@ -450,17 +383,6 @@ def test_a_model_drafts_where_few_tokens_are_forced(
     assert (length > forced) is drafts
 
 
-def asked(policy: BreakEven, slope: float, accepts: int, rounds: int) -> list[bool]:
-    """Per round, whether the drafters are asked for offers."""
-    machine = Machine(1.0, {"model": slope}, accepts)
-    machine.grant(policy)
-    found = []
-    for _ in range(rounds):
-        found.append(policy.draft_length() > 0)
-        machine.write(policy, 1, [MODEL])
-    return found
-
-
 def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked() -> None:
     """A closed gate asks no drafter: the round before must not be judged by the new tokens."""
     policy = BreakEven({"known": 0.05})
@@ -472,11 +394,19 @@ def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked
     assert learned and policy.past.seen == learned
 
 
+def asked(policy: BreakEven, slope: float, accepts: int) -> list[bool]:
+    """Per round, whether the drafters are asked for offers."""
+    found = []
+    for _ in range(200):
+        found.append(policy.draft_length() > 0)
+        write(policy, 1, slope, accepts=accepts)
+    return found
+
+
 def test_drafting_rests_longer_and_longer_where_drafts_save_nothing() -> None:
-    idle = asked(BreakEven({"model": 0.9}, priors={"model": 1.0}), 1.2, 1, 200)
-    assert sum(idle[40:]) < 0.2 * len(idle[40:])
-    assert any(idle[40:]), "it looks again now and then"
-    assert all(asked(BreakEven({"model": 0.3}), 0.3, 8, 200)), "good drafts need no rest"
+    idle = asked(with_clock(0.9, priors={"model": 1.0}), 1.2, 1)[40:]
+    assert 0 < sum(idle) < 0.2 * len(idle), "it looks again now and then"
+    assert all(asked(with_clock(0.3), 0.3, 8)), "good drafts need no rest"
 
 
 def test_drafting_does_not_rest_in_a_text_with_forced_tokens() -> None:
@@ -492,14 +422,12 @@ def test_drafting_does_not_rest_in_a_text_with_forced_tokens() -> None:
 
 def test_t_is_not_that_of_a_plain_round_behind_a_draft() -> None:
     """Behind a draft a plain round takes twice as long; a draft that pays only then is given up."""
-    policy = BreakEven({"model": 0.4})
-    policy.grant_clock(Past(), lambda: False)
-    lengths = []
+    policy = with_clock(0.4)
+    lengths = [0]
     for _ in range(60):
         _, length = policy.choose([MODEL])
-        behind_a_draft = bool(lengths and lengths[-1])
-        lengths.append(length)
         policy.observe(a_round(length, length))
-        policy.observe_time(1 + 1.1 * length if length else 1 + behind_a_draft)
-    assert lengths[:2] == [0, 0]
-    assert sum(map(bool, lengths[10:])) <= 6
+        policy.observe_time(1 + 1.1 * length if length else 1 + (lengths[-1] > 0))
+        lengths.append(length)
+    assert lengths[1:3] == [0, 0]
+    assert sum(map(bool, lengths[11:])) <= 6
