@@ -11,8 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Offer, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer, Policy
 from decoding.proof.enumeration import output_law, total_variation
 from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome

@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cli.command_line import say
+from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, ForcedTokens, PromptLookup
-from decoding.policies import (
-    KNOWN,
-    AdaptiveExit,
-    BreakEven,
-    ConfidenceGate,
-    FixedLength,
-)
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.run.calibration import low_bit_steps
 from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from decoding.break_even import Past
 from decoding.drafters import Drafter, ModelDrafter, NoDraft
 from decoding.model_port import Model
-from decoding.policies import FixedLength, Past, Policy
+from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round, Statistics
 from decoding.run.plan_file import DraftPlan

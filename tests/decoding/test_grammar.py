@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, ModelDrafter, PromptLookup
 from decoding.grammar import KEPT_MASKS, Grammar, Vocabulary
-from decoding.policies import AdaptiveExit, BreakEven, FixedLength, Policy
+from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.judge import Setup, bias, run_loop, self_draft
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel

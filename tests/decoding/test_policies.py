@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.policies import (
-    AdaptiveExit,
-    BreakEven,
-    ConfidenceGate,
-    FixedLength,
-    Offer,
-    Past,
-    Slope,
-    slope_of,
-)
+from decoding.break_even import BreakEven, Credit, Past, Slope, slope_of
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Offer
 from decoding.rounds import Round
 
 
@@ -98,7 +90,7 @@ def test_break_even_never_costs_noticeably_more_than_plain_decoding(
         spent += 1 + length * by_name[slope_of(taken)]
         tokens += 1 + min(length, most)
         policy.observe(a_round(length, min(length, most)))
-    assert spent <= (1 + BreakEven.CREDIT_PER_TOKEN) * tokens + BreakEven.START_CREDIT + 1e-9
+    assert spent <= (1 + Credit.PER_TOKEN) * tokens + Credit.START + 1e-9
 
 
 def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
@@ -111,7 +103,7 @@ def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
         policy.observe(a_round(drafted, accepted))
         rows.append(
             f"| {number} | {rate:.2f} | {(1 + rate) / 1.6:.3f} | {waiting} | {drafted} "
-            f"| {accepted} | {1 + drafted * 0.6} | {policy.credit:.2f} |"
+            f"| {accepted} | {1 + drafted * 0.6} | {policy.credit.left:.2f} |"
         )
     assert "\n    ".join(rows) in BreakEven.__doc__
 
@@ -123,7 +115,7 @@ def test_break_even_takes_the_length_with_the_largest_expected_speedup(
 ) -> None:
     policy = BreakEven({"model": slope}, 4)
     drafted(policy, [accepted] * 60)
-    policy.credit = math.inf
+    policy.credit.left = math.inf
     policy.waiting = 1
     rate = policy.acceptance("model")
     speedups = [speedup(rate, slope, length) for length in range(5)]
@@ -170,15 +162,13 @@ def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
 
 
 def test_the_offer_of_the_largest_expected_speedup_is_taken() -> None:
-    policy = BreakEven(
-        {"plan": 0.1, "low bits": 0.1}, priors={"plan": 0.3, "low bits": 0.9}, memory=0.9
-    )
+    policy = BreakEven({"plan": 0.1, "low bits": 0.1}, priors={"plan": 0.3, "low bits": 0.9})
     names = []
     for _ in range(40):
         taken, length = policy.choose([Offer("plan", "plan"), Offer("low bits", "low bits")])
         names.append(taken.name)
         policy.observe(a_round(length, 0))
-        policy.credit = math.inf
+        policy.credit.left = math.inf
     assert names[0] == "low bits"
     assert "plan" in names, "the past acceptance of the other speaks for this one"
 
@@ -246,7 +236,7 @@ def test_a_round_whose_model_drafted_nothing_is_no_plain_round() -> None:
         policy.choose([MODEL])
         policy.observe(a_round(0, 0))
         policy.observe_time(5.0 if policy.taken else 1.0)
-    assert set(policy.plain_times) == {1.0}
+    assert set(policy.plain_time.times) == {1.0}
 
 
 def test_a_slope_that_is_not_measured_returns_to_its_first_value() -> None:
@@ -389,9 +379,9 @@ def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked
     copied = Offer("lookup", "lookup 2", [0, 0])
     policy.choose([copied])
     policy.observe(a_round(2, 2))
-    learned = dict(policy.past.seen)
+    learned = dict(policy.past.rates.seen)
     policy.observe(a_round(0, 0))
-    assert learned and policy.past.seen == learned
+    assert learned and policy.past.rates.seen == learned
 
 
 def asked(policy: BreakEven, slope: float, accepts: int) -> list[bool]:

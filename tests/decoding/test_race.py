@@ -14,7 +14,8 @@ from torch import Tensor
 
 import decoding.randomness
 from decoding import verify
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength, Policy
+from decoding.break_even import BreakEven
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.proof.enumeration import RaceEnumerator, output_law
 from decoding.proof.judge import Setup, bias, run_loop
 from decoding.proof.plain_law import Request

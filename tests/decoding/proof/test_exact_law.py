@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.policies import AdaptiveExit, BreakEven, ConfidenceGate, FixedLength
+from decoding.break_even import BreakEven
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
