@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -35,11 +36,10 @@ KNOWN = "known"  # the name of the slope of tokens that are drafted without runn
 class AcceptanceRates:
     """Acceptance rate α of each kind of draft: accepted over judged tokens of recent rounds.
 
-    The tokens behind a rejected one are not judged. Older rounds fade by ``MEMORY``. A rate begins
-    at its prior, which weighs as much as ``PRIOR_WEIGHT`` tokens.
+    The tokens behind a rejected one are not judged. A rate begins at its prior, which weighs as
+    much as ``PRIOR_WEIGHT`` tokens.
     """
 
-    MEMORY = 0.95
     PRIOR_WEIGHT = 2.0
 
     def __init__(self) -> None:
@@ -50,13 +50,13 @@ class AcceptanceRates:
         accepted, judged = self.seen.get(kind, (0.0, 0.0))
         return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
 
-    def learn(self, kind: str, accepted: int, rejected: bool) -> None:
-        """Add a round: the tokens accepted, and whether one was rejected behind them."""
+    def learn(self, kind: str, accepted: int, *, rejected: bool, memory: float) -> None:
+        """Add a round: the tokens accepted, and whether one was rejected behind them. The rounds
+        before it count ``memory`` times what they did.
+        """
         before = self.seen.get(kind, (0.0, 0.0))
-        self.seen[kind] = (
-            self.MEMORY * before[0] + accepted,
-            self.MEMORY * before[1] + accepted + rejected,
-        )
+        judged = accepted + rejected
+        self.seen[kind] = (memory * before[0] + accepted, memory * before[1] + judged)
 
 
 class Slope:
@@ -245,14 +245,17 @@ class BreakEven(Policy):
         slopes: Mapping[str, float],
         longest: int = 8,
         *,
+        memory: float = 0.95,
         pause: int = 16,
         priors: Mapping[str, float] | None = None,
     ) -> None:
         """``slopes``: the first slope per name of a model's offer, and of ``KNOWN`` tokens;
-        ``priors``: α of a kind before its first round.
+        ``priors``: α of a kind before its first round; ``memory``: the share of its past that
+        counts after another round.
         """
         super().__init__(longest)
         self.first_slopes = slopes
+        self.memory = memory
         self.pause = pause
         self.priors = priors or {}
         self.past = Past()
@@ -363,15 +366,14 @@ class BreakEven(Policy):
         elif self.guessed:
             self.rests_until = self.rounds + self.past.rest.after_draft(written, cost)
         self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
+        learn = partial(self.past.rates.learn, memory=self.memory)
         for offer in offers:
             if offer.tokens:
                 equal = common_prefix(offer.tokens, round.emitted)
                 judged = min(len(offer.tokens), written)
-                self.past.rates.learn(
-                    offer.kind, equal - min(offer.forced, equal), rejected=equal < judged
-                )
+                learn(offer.kind, max(0, equal - offer.forced), rejected=equal < judged)
             elif self.guessed and offer is self.taken:
-                self.past.rates.learn(offer.kind, accepted, rejected=accepted < self.guessed)
+                learn(offer.kind, accepted, rejected=accepted < self.guessed)
 
     def _cost_of_forced(self) -> float:
         """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,
