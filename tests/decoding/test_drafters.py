@@ -160,8 +160,7 @@ def test_under_constraints_a_draft_ends_with_an_end_of_text_token() -> None:
     text = text_of([1, 2], Rules(9, frozenset({4, 5}), constraints=(five,)), vocab=VOCAB)
     drafter = ModelDrafter(model, model.new_cache(20))
     draft = drafter.propose(text, 4, SamplingParams(1.0), AdaptiveExit(0.0, 4), SeededRandomness(0))
-    assert draft.tokens[0] in (4, 5)
-    assert draft.confidence is not None
+    assert draft.tokens[0] in (4, 5) and draft.confidence is not None
     assert len(draft.confidence) == len(draft.tokens) == 1
 
 
@@ -185,7 +184,6 @@ def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
     drafter = PromptLookup(65537, longest=longest)
     text = text_of(tokens, vocab=65537)
     draft = drafter.propose(text, limit, SamplingParams(), FixedLength(5), SeededRandomness(0))
-    assert draft.tokens.tolist() == expected
-    assert draft.probs.shape == (len(expected), 65537)
+    assert draft.tokens.tolist() == expected and draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)
     assert draft.confidence == [1.0] * len(expected)

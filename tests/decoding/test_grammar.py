@@ -263,8 +263,7 @@ class CountingModel(TableModel):
 
 def rounds_of(name: str, drafter: str, **more: Any) -> tuple[list[Round], CountingModel]:
     rounds: list[Round] = []
-    tables = table(name).tables
-    model = CountingModel(*(rows.exp() for rows in tables.values()))
+    model = CountingModel(*(rows.exp() for rows in table(name).tables.values()))
     asked = replace(request(name), **{"max_new_tokens": 8, **more})
     setup = Setup(DRAFTERS[drafter], lambda: FixedLength(6))
     run_loop(model, asked, setup, SeededRandomness(0), rounds)
@@ -278,15 +277,13 @@ def test_forced_tokens_are_drafted_without_a_model_and_accepted(drafter: str) ->
         ([3, 2, 2, 3, EOS], 5, "eos")
     ]
     assert model.drafted == 0
-    assert rounds[0].forced == [True] * 5 + [False]
-    assert rounds[0].guessed == (0, 0)
+    assert rounds[0].forced == [True] * 5 + [False] and rounds[0].guessed == (0, 0)
 
 
 def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -> None:
     """ "ca" is forced, and a alone may be written, or ab."""
     rounds, _ = rounds_of("a forced token before a guess", "forced")
-    assert rounds[0].drafted[:2] == [3, 0]
-    assert rounds[0].forced[:2] == [True, False]
+    assert rounds[0].drafted[:2] == [3, 0] and rounds[0].forced[:2] == [True, False]
     assert rounds[0].guessed == (1, rounds[0].accepted - 1)
 
 
@@ -362,8 +359,7 @@ BAD = [
 def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
     with pytest.raises(InputError) as error:
         Grammar(kind, source, VOCABULARY)
-    assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_a_grammar_needs_an_end_of_text_token() -> None:
@@ -426,8 +422,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
 
 def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> None:
     constraint, sound = failing(0), grammar("any of two letters")(0)
-    assert constraint([0]).tolist() == sound([0]).tolist()
-    assert not constraint([0, 0]).any()
+    assert constraint([0]).tolist() == sound([0]).tolist() and not constraint([0, 0]).any()
     assert constraint([0, 1]).tolist() == sound([0, 1]).tolist()
     assert constraint([1, 0]).tolist() == sound([1, 0]).tolist()
 

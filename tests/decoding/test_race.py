@@ -32,7 +32,7 @@ from decoding.randomness import (
 )
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
+
 from decoding.text import Rules, Text
 from model import Decoder
 from tests.configs import FAMILIES
@@ -42,6 +42,7 @@ from tests.laws import (
     TABLE_DRAFTERS,
     OneOffer,
     chi_square_p_value,
+    speculated,
     tiny_model,
 )
 
@@ -106,8 +107,7 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
     def tokens(randomness: Randomness) -> tuple[int, ...]:
         return run_loop(fair, request, Setup(), randomness, coupling="race")[0]
 
-    law = output_law(tokens, RaceEnumerator)
-    assert law == {
+    assert output_law(tokens, RaceEnumerator) == {
         (0, 0): pytest.approx(0.25),
         (1, 0): pytest.approx(0.375),
         (1, 1): pytest.approx(0.375),
@@ -117,12 +117,11 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
 def test_every_drafter_writes_the_same_text_of_a_table_model() -> None:
     model, request = two_token_model(7), Request(max_new_tokens=6)
     for seed in range(60):
-        setups = [Setup(drafter) for drafter in TABLE_DRAFTERS.values()]
         assert (
             len(
                 {
                     run_loop(model, request, each, KeyedRandomness(seed), coupling="race")
-                    for each in setups
+                    for each in [Setup(drafter) for drafter in TABLE_DRAFTERS.values()]
                 }
             )
             == 1
@@ -206,14 +205,12 @@ def test_the_hash_is_splitmix64() -> None:
 
 def test_the_hash_of_ids_is_the_same_in_numpy_and_in_torch() -> None:
     counters = torch.arange(-50, 50) * signed(GOLDEN)
-    in_numpy = hashed(counters.numpy().copy())
-    assert in_numpy.tolist() == hashed(counters).tolist()
+    assert hashed(counters.numpy().copy()).tolist() == hashed(counters).tolist()
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where u = 1 throughout, of which every E is 0."""
-    rare = torch.full((FEW + 9,), 1 / FEW / 2)
-    for possible in ([0.0, 0.5, 0.5], [0.0, *rare, 0.0, 0.5]):
+    for possible in ([0.0, 0.5, 0.5], [0.0, *torch.full((FEW + 9,), 1 / FEW / 2), 0.0, 0.5]):
         with monkeypatch.context() as patch:
             patch.setattr("decoding.randomness.hashed", lambda counters: counters * 0 - 1)
             assert KeyedRandomness(0).draw(torch.tensor(possible), Place(0)).item() == 1
@@ -261,8 +258,7 @@ def test_racing_all_ids_of_all_rows_at_once_draws_the_same(
     gaps = torch.stack(
         [complements_of(randomness, place.after(number), vocab) for number in range(rows)]
     )
-    at_once = race(probs, gaps)
-    assert torch.equal(found[probs.any(1)], at_once[probs.any(1)])
+    assert torch.equal(found[probs.any(1)], race(probs, gaps)[probs.any(1)])
 
 
 VOCAB = 7
@@ -278,13 +274,10 @@ def write(
     sample: int = 0,
 ) -> Text:
     """Text of this sample, written by the production loop under the race."""
-    cache, prompt = model.new_cache(model.max_positions), [1, 2, 3]
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]]), cache)
-    text = Text(prompt, rules, model, lambda token: b"abcdefg"[token : token + 1])
+    text = Text([1, 2, 3], rules, model, lambda token: b"abcdefg"[token : token + 1])
     race = verify.Coupling("race", seed, sample)
-    drafter = REAL_DRAFTERS[kind](model, cache)
-    list(speculate(model, cache, text, drafter, policy, params, race.randomness(), race.verify))
+    how = policy, params, race.randomness(), race.verify
+    list(speculated(model, text, REAL_DRAFTERS[kind], *how))
     return text
 
 
@@ -351,8 +344,7 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     model, request, runs, accepted = two_token_model(5), Request(max_new_tokens=2), 1500, 0
     p, q = (table[1].exp().tolist() for table in model.tables.values())
     shared = sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(2)) for x in range(2))
-    other = sum(a * b for a, b in zip(p, q, strict=True))
-    assert shared - other > 0.1
+    assert shared - sum(a * b for a, b in zip(p, q, strict=True)) > 0.1
     for seed in range(runs):
         rounds: list[Round] = []
         run_loop(

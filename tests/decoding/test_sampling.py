@@ -207,8 +207,7 @@ def test_each_row_is_constrained_by_its_own_prefix() -> None:
     ids=str,
 )
 def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float]) -> None:
-    name = next(iter(wrong)).replace("_", "[- ]")
-    with pytest.raises(InputError, match=name):
+    with pytest.raises(InputError, match=next(iter(wrong)).replace("_", "[- ]")):
         SamplingParams(**wrong)
 
 

@@ -196,8 +196,7 @@ def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> Non
     rounds = write(
         model, prefilled(model), NoDraft(VOCAB), ConfidenceGate(FixedLength(0), 0.5), params=params
     )
-    text = PROMPT + tokens_of(rounds)
-    raw = model(torch.tensor([text]))[0].softmax(-1)
+    raw = model(torch.tensor([PROMPT + tokens_of(rounds)]))[0].softmax(-1)
     for round in rounds:
         assert round.target_confidence == pytest.approx(
             raw[round.position - 1, round.emitted[-1]].item(), abs=1e-6

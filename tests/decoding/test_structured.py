@@ -95,16 +95,14 @@ def test_a_wrong_grammar_is_one_line(
 ) -> None:
     status, out, err = written(capsys, "--model", str(folder), *options)
     assert (status, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
 
 
 def test_the_trace_marks_forced_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = written(capsys, "--model", str(folder), "--regex", "abcabcabc", "--trace")
     legend, text = out.split("\n", 1)
     assert "<forced by the grammar>" in legend
-    assert re.sub("[<>]", "", text).startswith("abcabcabc")
-    assert text.startswith("<a")
+    assert re.sub("[<>]", "", text).startswith("abcabcabc") and text.startswith("<a")
     _, out, _ = written(capsys, "--model", str(folder), "--trace")
     assert "forced" not in out.split("\n")[0]
 
@@ -216,8 +214,7 @@ def test_a_wrong_grammar_is_refused_in_one_sentence(
         status, answer = served.ask("/v1/completions", body)
         message = json.loads(answer)["error"]["message"]
         assert status == 400
-        assert part.replace("json-schema", "json_schema") in message
-        assert "\n" not in message
+        assert part.replace("json-schema", "json_schema") in message and "\n" not in message
 
 
 def test_masks_that_take_too_long_end_the_text_as_an_error_and_no_other(

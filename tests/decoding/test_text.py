@@ -166,8 +166,7 @@ def test_an_interrupted_stream_shows_what_it_held_back() -> None:
 
 
 def test_a_stop_string_begun_in_the_prompt_is_not_a_stop() -> None:
-    text = text_after([0], Rules(9, stop_strings=["ab"]))
-    assert text.extend([1]).finish is None
+    assert text_after([0], Rules(9, stop_strings=["ab"])).extend([1]).finish is None
 
 
 def test_end_of_text_comes_before_stop_string_and_budget_at_the_same_token() -> None:
@@ -175,8 +174,7 @@ def test_end_of_text_comes_before_stop_string_and_budget_at_the_same_token() -> 
         return text_of([1], rules, piece, positions=positions).extend([0]).finish
 
     assert finish(Rules(1, frozenset({0}), ["a"])) == "eos"
-    assert finish(Rules(1, frozenset(), ["a"])) == "stop"
-    assert finish(Rules(1)) == "length"
+    assert finish(Rules(1, frozenset(), ["a"])) == "stop" and finish(Rules(1)) == "length"
     assert finish(Rules(2)) == "length", "the context is full"
     assert finish(Rules(2), positions=3) is None
 
@@ -187,8 +185,7 @@ def test_a_banned_word_retracts_the_token_in_which_it_began() -> None:
     assert (extension.emitted, extension.retracted, text.tokens) == ([2, 1], [2, 1], [0])
     assert text.forbidden == {1: [2]}
     allowed = text.allowed_after([])
-    assert allowed is not None
-    assert allowed.tolist() == [token != 2 for token in range(10)]
+    assert allowed is not None and allowed.tolist() == [token != 2 for token in range(10)]
     assert text.allowed_after([1]) is None
 
 
@@ -231,8 +228,7 @@ def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_bac
 
 def test_statistics_count_output_only() -> None:
     statistics = Statistics()
-    assert statistics.acceptance_rate is None
-    assert statistics.tokens_per_round == 0
+    assert statistics.acceptance_rate is None and statistics.tokens_per_round == 0
     for round in (
         Round(5, [1, 1, 1], 2, [1, 1, 4]),
         Round(8, [], 0, [3]),
@@ -243,6 +239,5 @@ def test_statistics_count_output_only() -> None:
         statistics.add(round)
     assert (statistics.rounds, statistics.tokens) == (4, 3 + 1 + 1 + 1)
     assert (statistics.drafted, statistics.accepted) == (8, 2 + 2 + 1)
-    assert statistics.acceptance_rate == 5 / 8
-    assert statistics.tokens_per_round == 6 / 4
+    assert statistics.acceptance_rate == 5 / 8 and statistics.tokens_per_round == 6 / 4
     assert statistics.histogram == [0, 1, 2]

@@ -56,13 +56,11 @@ def test_costs_are_in_units_of_a_plain_round(
     """3 per row of the target, 1 per draft step under a plan of one layer, however many drafts are
     accepted.
     """
-    model = counting(work)
-    setting = setting_of(model, temperature, coupling)
+    setting = setting_of(counting(work), temperature, coupling)
     exit_1 = LayerPlan.early_exit(3, 1)
-    lookup = Drafting("lookup", lambda cache: PromptLookup(VOCAB))
     drafts = [
         drafting_under(setting, exit_1, FixedLength(3)),
-        lookup,
+        Drafting("lookup", lambda cache: PromptLookup(VOCAB)),
         drafting_under(setting, exit_1, AdaptiveExit(1.0, 2, step=0.0)),  # would stop at once
     ]
     tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
@@ -140,8 +138,7 @@ def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
     setting = setting_of(model)
     draft = drafting_under(setting, LayerPlan.early_exit(model.num_layers, 1), FixedLength(2))
     measure_costs(setting, [(1, 2, 3)], [draft], longest=2)
-    cache = model.new_cache(8)
-    assert not cache.keys[0].is_inference() and len(model.caches) <= 2
+    assert not model.new_cache(8).keys[0].is_inference() and len(model.caches) <= 2
     writer = Writer(model, 12)
     writer.begin([1, 2, 3])
     text = writer.new_text(Rules(5))

@@ -103,8 +103,7 @@ def test_parameters_and_plan_are_inverse() -> None:
 
 def test_a_space_offers_every_sublayer_its_bits_and_the_head_those_that_are_not_0() -> None:
     assert set(SPACE["attn 0"]) == set(SPACE["mlp 3"]) == {0, *LOW_BITS, FULL}
-    assert set(SPACE["head"]) == {*LOW_BITS, FULL}
-    assert len(SPACE) == 9
+    assert set(SPACE["head"]) == {*LOW_BITS, FULL} and len(SPACE) == 9
     assert space_of(1, [8]) == {"attn 0": [FULL, 8], "mlp 0": [FULL, 8], "head": [FULL, 8]}
 
 
@@ -117,8 +116,7 @@ def test_the_costs_of_all_sublayers_follow_from_the_measured_plans() -> None:
 
 
 def test_sublayer_costs_add_up() -> None:
-    plan = LayerPlan((4, 8, 0), (0, FULL, 4), head=8)
-    table = COSTS.table(plan)
+    table = COSTS.table(LayerPlan((4, 8, 0), (0, FULL, 4), head=8))
     assert table.draft == pytest.approx(0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12)
     assert table.verify == COSTS.verify
 
@@ -176,8 +174,7 @@ def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
     study = in_memory("random")
     optimise(study, counting, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
     assert len(seen) == len(set(seen)) <= 18
-    assert len(finished(study)) == 40
-    assert len(tried(study)) == len(seen)
+    assert len(finished(study)) == 40 and len(tried(study)) == len(seen)
 
 
 def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first() -> None:
@@ -232,8 +229,7 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
     assert all(len(text.written) + text.unused == 20 for text in held_out)
     chosen = {LayerPlan.early_exit(4, 2): (3, 0.0), LayerPlan.skipping(4, [1], [2]): (5, 0.0)}
     plans = [DraftPlan(plan, *policy) for plan, policy in chosen.items()]
-    rules = Rules(20, setting.tokenizer.eos_ids)
-    results = confirm(setting, held_out, plans, rules, coupling)
+    results = confirm(setting, held_out, plans, Rules(20, setting.tokenizer.eos_ids), coupling)
     assert {found.plan: (found.gamma, found.threshold) for found, _ in results} == chosen
     speeds = [row["speed-up"] for _, row in results]
     assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
@@ -243,8 +239,7 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
 
 def test_the_best_plans_are_judged_on_other_texts_beside_the_best_early_exit() -> None:
     """Values of the search are not used again: they may be luck on its texts."""
-    model = tiny_model("llama", vocab=7, layers=4)
-    calibration = Calibration(model, texts_of(7), GREEDY)
+    calibration = Calibration(tiny_model("llama", vocab=7, layers=4), texts_of(7), GREEDY)
     plans = [*starts({name: 0.5 for name in SPACE if name != "head"}, SPACE)]
     lucky = {plan: Prediction(9.0 - at, 1, 0.0, 1.0, 1.0) for at, plan in enumerate(plans)}
     found = judge(calibration, COSTS, lucky)
@@ -278,8 +273,7 @@ def test_a_plan_file_comes_back_as_it_was_and_only_for_its_model(tmp_path: Path)
     path = tmp_path / "plan.json"
     chosen = DraftPlan(LayerPlan.skipping(4, [1], [0, 3]), 5, 0.6)
     write_plan(path, chosen, model_fingerprint(model), {"measured_speedup": 1.2})
-    assert read_plan(path, 4, model) == chosen
-    assert read_plan(path, 4) == chosen
+    assert read_plan(path, 4, model) == chosen and read_plan(path, 4) == chosen
     with pytest.raises(InputError, match="made for another model"):
         read_plan(path, 4, other)
     write_json(path, {"attn": [1]})
@@ -439,8 +433,7 @@ def test_bad_input_is_refused_in_one_line(
         status = end.code
     assert status == 2
     said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[")]
-    assert len(said) == 1
-    assert said[0].startswith("error: ") and complaint in said[0]
+    assert len(said) == 1 and said[0].startswith("error: ") and complaint in said[0]
 
 
 def test_a_journal_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -> None:

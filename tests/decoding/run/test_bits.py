@@ -149,8 +149,7 @@ def test_where_nothing_can_be_kept_every_start_makes_the_same_copies(
     assert steps == more > 0
     for key, copy in copies_of(first).items():
         assert torch.equal(copy, copies_of(again)[key])
-    said = capsys.readouterr().err
-    assert said.count("not kept") == 2, "one line per start"
+    assert capsys.readouterr().err.count("not kept") == 2, "one line per start"
 
 
 def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
@@ -200,8 +199,7 @@ def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
 
 def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder) -> None:
     full = LayerPlan.full(model.num_layers)
-    plans = [full.in_bits(4), full.in_bits(8), full]
-    slopes = [first_slope(model, plan) for plan in plans]
+    slopes = [first_slope(model, plan) for plan in [full.in_bits(4), full.in_bits(8), full]]
     assert slopes == sorted(slopes) and slopes[-1] == pytest.approx(1 + VERIFY_SLOPE)
 
 
@@ -249,8 +247,7 @@ def test_a_text_under_the_ratio_rule_waits_for_the_copies(
     model: Decoder, tokenizer: Tokenizer
 ) -> None:
     drafting, writer = drafting_and_writer(model, tokenizer)
-    params = SamplingParams(1.0)
-    writer.write(writer.new_text(Rules(2)), drafting, params, Coupling("ratio", 0))
+    writer.write(writer.new_text(Rules(2)), drafting, SamplingParams(1.0), Coupling("ratio", 0))
     assert drafting.preparation.is_done
 
 

@@ -151,8 +151,7 @@ def test_stop_ends_the_text_here_and_there(
     until(lambda: served.idle)
     told = find(opened, "#stats").text
     assert "Ended by\ninterrupted" in told
-    tokens = int(re.search(r"Tokens\n(\d+)", told)[1])
-    assert 0 < tokens < CONTEXT - 100
+    assert 0 < int(re.search(r"Tokens\n(\d+)", told)[1]) < CONTEXT - 100
     ask(opened, budget="4")
     wait(opened, finished)
     assert re.search(r"Tokens\n4\b", find(opened, "#stats").text), "another text begins afresh"
@@ -199,8 +198,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver) -> None:
     above, below = (box.rect for box in opened.find_elements("css selector", ".sides .text"))
     assert above["y"] + above["height"] <= below["y"], "one below the other"
     background = opened.execute_script("return getComputedStyle(at('wish')).backgroundColor")
-    brightness = [int(part) for part in re.findall(r"\d+", background)[:3]]
-    assert max(brightness) < 60
+    assert max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60
 
 
 def test_every_draft_on_offer_is_served(served: Served) -> None:

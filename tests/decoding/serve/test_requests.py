@@ -82,9 +82,8 @@ def read(
 
 def anything() -> st.SearchStrategy[Any]:
     """Any JSON value, often one that some field takes."""
-    simple = st.one_of(st.sampled_from(LIKELY), st.integers(), st.floats(), st.text(max_size=5))
     inner = st.recursive(
-        simple,
+        st.one_of(st.sampled_from(LIKELY), st.integers(), st.floats(), st.text(max_size=5)),
         lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3),
     )
     message = st.just(MESSAGE) | st.dictionaries(

@@ -222,14 +222,13 @@ def test_every_draft_can_be_watched_without_changing_the_text(
     """--trace writes to standard error beside --json, --html its file; the objects are as without
     them.
     """
-    options = [option.format(models) for option in DRAFTS[draft]]
     command = [
         "the hen and the",
         "--model",
         str(models / "model"),
         "--draft",
         draft,
-        *options,
+        *[option.format(models) for option in DRAFTS[draft]],
         "--json",
     ]
     command += ["--max-new-tokens", "12"]
