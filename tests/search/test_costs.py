@@ -21,6 +21,7 @@ from search.costs import CostTable, expected_tokens, measure_costs, predicted_sp
 from search.study import drafting_under
 from tests.folders import byte_tokenizer
 from tests.laws import tiny_model
+from tests.calls import recorded
 
 VOCAB = 7
 
@@ -72,14 +73,7 @@ def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
     work: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their reading is a part of the costs of a plan with a threshold."""
-    read = []
-    keep_drafting = AdaptiveExit.keep_drafting
-
-    def recording(policy: AdaptiveExit, confidence: float) -> bool:
-        read.append(confidence)
-        return keep_drafting(policy, confidence)
-
-    monkeypatch.setattr(AdaptiveExit, "keep_drafting", recording)
+    read = recorded(monkeypatch, AdaptiveExit, "keep_drafting", lambda _, confidence: confidence)
     setting = setting_of(counting(work))
     for policy in (FixedLength(2), AdaptiveExit(1.0, 2, step=0.0)):
         assert not read
@@ -105,14 +99,8 @@ def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch
 def test_prompts_take_turns_and_are_cut_to_the_context(
     work: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, seen = counting(work), []
-    begin = Writer.begin
-
-    def recording(writer: Writer, prompt: list[int]) -> float:
-        seen.append(len(prompt))
-        return begin(writer, prompt)
-
-    monkeypatch.setattr(Writer, "begin", recording)
+    model = counting(work)
+    seen = recorded(monkeypatch, Writer, "begin", lambda _, prompt: len(prompt))
     measure_costs(setting_of(model), [[1] * 3, [1] * model.max_positions], [], longest=1)
     cut = model.max_positions - 2 * costs_module.ROUNDS
     assert {*seen[:2]} == {3, cut} and seen[:2] == seen[2:4]
@@ -124,10 +112,9 @@ def test_measuring_ends_when_patience_does(
     counts = []
     for patience in (0.0, math.inf):
         monkeypatch.setattr(costs_module, "PATIENCE", patience)
-        model = counting(work)
-        before = len(work)
-        measure_costs(setting_of(model), [(1, 2)], [], longest=1)
-        counts.append(len(work) - before)
+        work.clear()
+        measure_costs(setting_of(counting(work)), [(1, 2)], [], longest=1)
+        counts.append(len(work))
     least, most = costs_module.LEAST_TURNS, costs_module.MOST_TURNS
     assert counts[0] * most == counts[1] * least
 

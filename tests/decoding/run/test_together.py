@@ -33,7 +33,7 @@ from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
 from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
-from tests.recording import recorded
+from tests.calls import recorded
 
 VOCAB, CAPACITY, CHUNK = 11, 48, 4
 LETTERS = [b"abcdefghijk"[token : token + 1] for token in range(VOCAB)]

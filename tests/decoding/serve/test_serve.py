@@ -26,7 +26,7 @@ from decoding.serve import app, worker
 from decoding.serve.app import MAX_BODY, MAX_REQUESTS
 from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
-from tests.recording import recorded
+from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
 
 PROMPT = "the hen and the"

@@ -1,4 +1,4 @@
-"""What a test notes of the calls of a function while the function does its work."""
+"""Calls as tests see them: what is noted of those of a function, and the status of a command."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,3 +19,11 @@ def recorded(
 
     patch.setattr(owner, name, recording)
     return notes
+
+
+def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """The status of a command, also where argparse ends it."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code
