@@ -11,7 +11,6 @@ from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.show.page import TOP, Recording
-
 from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
 from tests.laws import speculated, tiny_model

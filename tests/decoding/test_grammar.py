@@ -26,8 +26,8 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
 from model import Decoder, InputError, KVCache
-from tests.laws import TABLE_DRAFTERS, deviation, prefilled, text_of, tiny_model
 from tests.calls import recorded
+from tests.laws import TABLE_DRAFTERS, deviation, prefilled, text_of, tiny_model
 
 EXACT = 1e-9
 EOS = 4  # of the tokens a, b, ab, c and the empty one

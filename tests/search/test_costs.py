@@ -19,9 +19,9 @@ from model.fast.gpu import StaticDecoder
 from search import costs as costs_module
 from search.costs import CostTable, expected_tokens, measure_costs, predicted_speedup
 from search.study import drafting_under
+from tests.calls import recorded
 from tests.folders import byte_tokenizer
 from tests.laws import tiny_model
-from tests.calls import recorded
 
 VOCAB = 7
 

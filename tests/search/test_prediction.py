@@ -17,7 +17,6 @@ from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.run.calibration import Continuation
 from decoding.sampling import SamplingParams
-
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio
 from model import Decoder, LayerPlan

@@ -31,9 +31,9 @@ from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Coupling, verify_by_ratio
 from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
+from tests.calls import recorded
 from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
-from tests.calls import recorded
 
 VOCAB, CAPACITY, CHUNK = 11, 48, 4
 LETTERS = [b"abcdefghijk"[token : token + 1] for token in range(VOCAB)]

@@ -81,13 +81,8 @@ def kept(browser: WebDriver, selector: str) -> str:
 
 
 def test_the_form_begins_as_the_command_line_says(opened: WebDriver) -> None:
-    for field, value in (
-        ("draft", "exit"),
-        ("temperature", "0.9"),
-        ("seed", "7"),
-        ("budget", "256"),
-    ):
-        assert find(opened, f"#{field}").get_property("value") == value
+    wanted = {"draft": "exit", "temperature": "0.9", "seed": "7", "budget": "256"}
+    assert {name: find(opened, f"#{name}").get_property("value") for name in wanted} == wanted
     drafts = [option.text for option in found(opened, "#draft option")]
     assert drafts == ["none", "lookup", "exit", "lowbit"], "those that this server can make"
     opened.execute_script("document.getElementById('temperature').value = '.33'")
