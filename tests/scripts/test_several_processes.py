@@ -206,7 +206,7 @@ def test_the_options_and_the_prompt_are_those_of_the_first(folder: Path, tmp_pat
 
 def test_different_and_missing_and_damaged_folders_are_refused_once(tmp_path: Path) -> None:
     for name in ("whole", "different", "missing", "damaged"):
-        write_folder(tmp_path / name / "model", seed=name == "different")
+        write_folder(tmp_path / name / "model", seed=int(name == "different"))
     (tmp_path / "missing/model/config.json").unlink()
     os.truncate(tmp_path / "damaged/model/model.safetensors", 1000)
     for name, said in (

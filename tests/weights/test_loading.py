@@ -65,7 +65,6 @@ def assert_holds(model: torch.nn.Module, state: dict[str, Tensor], dtype: torch.
         assert torch.equal(parameter, tensor.to(dtype)), name
 
 
-
 # Layouts and dtypes
 
 
@@ -355,7 +354,6 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
     return value
 
 
-
 @pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
 @settings(max_examples=80)
 @given(data=st.data())
@@ -386,7 +384,6 @@ def test_any_plan_file_is_read_or_refused_in_one_line(
         line_of(error)
     else:
         assert read.plan.num_layers == 4 and (read.gamma is None or read.gamma >= 0)
-
 
 
 def test_a_model_that_is_fetched_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
