@@ -9,16 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from decoding.policies import FixedLength
-from decoding.randomness import SeededRandomness
-from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
-from decoding.text import Rules, Text
 from model import LayerPlan
 from model.fast import gpu, static_capacity
 from model.fast.gpu import ROWS, StaticDecoder
 from tests.configs import FAMILIES
-from tests.laws import begun, plans, tiny_model
+from tests.laws import plans, tiny_model
 
 VOCAB = 19
 FULL = LayerPlan.full(3)
@@ -86,17 +81,6 @@ def test_one_compiled_block_serves_all_layers(family: str) -> None:
         torch.testing.assert_close(model(tokens, cache, start), expected, rtol=0, atol=1e-8)
     assert model.trouble is None and backend.call_count == 1
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
-    texts, prompt = [], [1, 2, 3, 4]
-    for model in (tiny_model(family, vocab=VOCAB), static(family)):
-        cache, drafter = begun(model, "exit", prompt)
-        texts.append(Text(prompt, Rules(40), model))
-        how = FixedLength(3), SamplingParams(0.9), SeededRandomness(5)
-        assert list(speculate(model, cache, texts[-1], drafter, *how))
-    assert texts[0].generated == texts[1].generated
 
 
 def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -> None:
