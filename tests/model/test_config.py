@@ -89,8 +89,11 @@ assert CONTEXTS.keys() == FAMILIES.keys()
             {"attention_soft_cap": None, "final_soft_cap": None},
         ),
         *(
-            (LLAMA | {"model_type": family, "max_position_embeddings": None}, {"max_positions": n})
-            for family, n in CONTEXTS.items()
+            (
+                LLAMA | {"model_type": family, "max_position_embeddings": None},
+                {"max_positions": size},
+            )
+            for family, size in CONTEXTS.items()
         ),
     ],
     ids=["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "null caps"]

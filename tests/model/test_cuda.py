@@ -262,7 +262,8 @@ def test_greedy_texts_in_other_dtypes_are_plain_decodings(family: str, dtype: to
 def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
     probs = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
     probs[probs < 1e-3] = 0
-    there, here = (KeyedRandomness(3).draw_each(p, Place(40, 1)) for p in (probs.cuda(), probs))
+    both = probs.cuda(), probs
+    there, here = (KeyedRandomness(3).draw_each(each, Place(40, 1)) for each in both)
     assert there.tolist() == here.tolist()
 
 

@@ -26,7 +26,6 @@ from weights.fetch import convert, fetch, uninterleave
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
 
-
 # Rows of q and k
 
 
