@@ -29,13 +29,14 @@ from search import __main__ as command
 from search.acceptance import Calibration
 from search.confirm import confirm, is_exit, judge
 from search.costs import CostTable
-from search.plots import front
+from search.plots import plot_plans
 from search.prediction import Prediction
 from search.study import (
     NAME,
     SAMPLERS,
     SublayerCosts,
     finished,
+    first_plans,
     importances,
     measure_sublayers,
     measured_plans,
@@ -45,11 +46,10 @@ from search.study import (
     parts_of,
     plain_texts,
     plan_of,
-    predicted,
+    predict_plan,
+    predictions_of,
     space_of,
     split,
-    starts,
-    tried,
 )
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
 from tests.laws import tiny_model
@@ -147,12 +147,12 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     the search.
     """
     calibration = Calibration(tiny_model("llama", vocab=7, layers=3), texts_of(7), GREEDY)
-    predict_once = functools.cache(functools.partial(predicted, calibration, COSTS))
+    predict_once = functools.cache(functools.partial(predict_plan, calibration, COSTS))
     space = {**space_of(3, [0]), "head": [FULL]}
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
-    study = in_memory(first=starts(importances(calibration), space))
+    study = in_memory(first=first_plans(importances(calibration), space))
     optimise(study, predict_once, space, 32)
-    assert next(iter(tried(study).values())).speedup == max(
+    assert next(iter(predictions_of(study).values())).speedup == max(
         predict_once(plan).speedup for plan in plans
     )
 
@@ -177,12 +177,12 @@ def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
     optimise(study, counting, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
     assert len(seen) == len(set(seen)) <= 18
     assert len(finished(study)) == 40
-    assert len(tried(study)) == len(seen)
+    assert len(predictions_of(study)) == len(seen)
 
 
 def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first() -> None:
     lost = {name: 0.5 for name in SPACE if name != "head"} | {"attn 2": 0.01, "mlp 1": 0.02}
-    plans, low = starts(lost, SPACE), sorted(LOW_BITS)
+    plans, low = first_plans(lost, SPACE), sorted(LOW_BITS)
     full, most = LayerPlan.full(4), low[-1]
     assert plans[: len(low)] == [full.in_bits(bits, head=most) for bits in low]
     thinned = [LayerPlan.skipping(4, [2], []), LayerPlan.skipping(4, [2], [1])]
@@ -193,9 +193,9 @@ def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first(
     assert {plan for plan in plans if is_exit(plan)} == exits
     assert len(set(plans)) == len(plans) and full not in plans
     # a model of one layer has some, too
-    assert starts({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
+    assert first_plans({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
     for bits in ([0], [8, 4]):  # none but those that may be tried
-        found = starts(lost, space_of(4, bits))
+        found = first_plans(lost, space_of(4, bits))
         assert found and all(
             {*plan.attention, *plan.mlp, plan.head} <= {*bits, FULL} for plan in found
         )
@@ -245,10 +245,10 @@ def test_the_best_plans_are_judged_on_other_texts_beside_the_best_early_exit() -
     """Values of the search are not used again: they may be luck on its texts."""
     model = tiny_model("llama", vocab=7, layers=4)
     calibration = Calibration(model, texts_of(7), GREEDY)
-    plans = [*starts({name: 0.5 for name in SPACE if name != "head"}, SPACE)]
+    plans = [*first_plans({name: 0.5 for name in SPACE if name != "head"}, SPACE)]
     lucky = {plan: Prediction(9.0 - at, 1, 0.0, 1.0, 1.0) for at, plan in enumerate(plans)}
     found = judge(calibration, COSTS, lucky)
-    again = {plan: predicted(calibration, COSTS, plan) for plan in plans}
+    again = {plan: predict_plan(calibration, COSTS, plan) for plan in plans}
     best = sorted(plans, key=lambda plan: -again[plan].speedup)
     assert [plan.plan for plan in found[:3]] == best[:3]
     exits = [plan for plan in best if is_exit(plan)]
@@ -268,8 +268,8 @@ def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -
     plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
     found = {plan: Prediction(1.3, 2, 0.0, 0.5, 0.9 - at / 5) for at, plan in enumerate(plans)}
     for some in (found, {plans[0]: found[plans[0]]}):
-        assert list(faults(lambda some=some: front(some, COSTS))) == []
-    (dots, _) = front(found, COSTS).axes[0].collections[-2:]
+        assert list(faults(lambda some=some: plot_plans(some, COSTS))) == []
+    (dots, _) = plot_plans(found, COSTS).axes[0].collections[-2:]
     assert dots.get_array().tolist() == [16, 4, 8, 6]
 
 
@@ -385,7 +385,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
     def half_as_fast(*given: object) -> object:
         return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
 
-    monkeypatch.setattr(command, "predicted", interrupted)
+    monkeypatch.setattr(command, "predict_plan", interrupted)
     monkeypatch.setattr(command, "confirm", half_as_fast)
     out = tmp_path / "plan.json"
     given = arguments(folder, "--out", out, "--trials", 100, "--seed", 16)
