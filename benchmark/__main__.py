@@ -68,7 +68,7 @@ OPTIONS: Groups = {
         "--only": {
             "choices": SECTIONS,
             "nargs": "+",
-            "default": tuple(SECTIONS)[:-2],
+            "default": ("costs", "speed", "first-token", "floor"),
             "help": "sections (default: all but structured and together)",
         },
         "--prompts": {
@@ -118,8 +118,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     # library -> its file, or ""
     options.against = dict(name.partition("=")[::2] for name in options.against)
-    # a prediction needs the costs
-    options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())
+    options.only = set(options.only)
+    if "speed" in options.only:
+        options.only.add("costs")  # from which it predicts
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
     if not options.against.keys() <= LIBRARIES.keys():
