@@ -19,9 +19,8 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
     except InputError:
         raise
     except errors as error:
-        raise InputError(
-            f"{trouble}: {one_line(getattr(error, 'strerror', None) or error)}"
-        ) from None
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{trouble}: {one_line(reason or error)}") from None
 
 
 def one_line(error: object) -> str:

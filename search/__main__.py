@@ -28,7 +28,7 @@ from rich.console import Console
 from cli.command_line import run_command, say
 from cli.device import machine, pick_device
 from cli.files import check_place, read_text
-from cli.options import FLAG, Groups, parser_of, within
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
 from decoding.run.calibration import Continuation, importance_steps, kept_of
@@ -63,10 +63,7 @@ DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
 
 OPTIONS: Groups = {
     "": {
-        "--model": {
-            "default": "smollm2-135m-instruct",
-            "help": "a folder, or a name under weights/",
-        },
+        "--model": MODEL,
         "--trials": {
             "type": within(int, 1),
             "default": 200,
@@ -103,12 +100,8 @@ OPTIONS: Groups = {
             "help": "bits that a sublayer may have besides the checkpoint's, 0: skipped"
             " (default: all)",
         },
-        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
-        "--dtype": {
-            "choices": [*DTYPES, "auto"],
-            "default": "auto",
-            "help": "default: the checkpoint's",
-        },
+        "--device": DEVICE,
+        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
     },
     "calibration text": {
         "--calibration": {
@@ -127,7 +120,7 @@ OPTIONS: Groups = {
             "help": "rule of verification of the sampled texts that the plan is for"
             " (default: race)",
         },
-        "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"},
+        "--temperature": TEMPERATURE,
     },
 }
 
