@@ -115,7 +115,7 @@ def speed_section(bench: Bench) -> list[Row]:
             "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
             "accepted": sums.acceptance_rate,
             "a round": sums.tokens_per_round or None,
-            "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
+            "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
             "seconds": [text.seconds for text in found],
         }
         rows.append(row | {kind: statistics.median(each) for kind, each in of_kind.items()})
@@ -155,7 +155,7 @@ def together_section(bench: Bench) -> list[Row]:
                 "texts": slots,
                 "decoder": name,
                 "tokens/s": speed,
-                "equal": equal(zip(written, texts, strict=True)),
+                "equal": count_equal(zip(written, texts, strict=True)),
             }
             rows.append(row)
             if name == "plain":
@@ -318,7 +318,7 @@ def structured_row(turns: list[dict[str, Sample]], way: str) -> Row:
         "tokens": last.tokens,
         "a round": last.tokens_per_round,
         "speed-up": spread(text.speed / plain.speed for text, plain in pairs[1:]),
-        "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
+        "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
     }
 
 
@@ -328,7 +328,7 @@ def spread(values: Iterable[float]) -> Row:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def equal(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
+def count_equal(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
     """Number of texts that equal those they are paired with, of all."""
     found = [text == other for text, other in pairs]
     return f"{sum(found)}/{len(found)}"

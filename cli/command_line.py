@@ -46,10 +46,11 @@ def say(line: str) -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that the memory of a GPU or of the host ran out."""
-    if isinstance(error, MemoryError):
-        return True
-    # torch's errors: by name for a GPU, since torch may not be loaded, and by text for the host
-    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's of a GPU; it may not be loaded
+        or "DefaultCPUAllocator" in str(error)  # torch's of the host
+    )
 
 
 def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:

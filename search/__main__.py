@@ -40,7 +40,7 @@ from decoding.verify import COUPLINGS, Coupling
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.acceptance import Calibration
-from search.confirm import confirm, judge
+from search.confirm import confirm, plans_to_confirm
 from search.plots import plot_plans
 from search.prompts import PROMPTS
 from search.study import (
@@ -52,13 +52,13 @@ from search.study import (
     predictions_of,
     prepare_study,
     space_of,
-    split,
+    split_texts,
 )
 from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
 VERSION = 6  # of the journal
-DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
+SEARCH_DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
 
 
 OPTIONS: Groups = {
@@ -139,9 +139,11 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     coupling = Coupling.of(options.coupling, options.seed)
     setting = load_setting(options, folder, params, coupling.name)
     study = study_of(options, out.with_suffix(".journal"), setting, prompts, coupling)
-    searched, judged, held_out = split([Continuation(**text) for text in study.user_attrs["texts"]])
+    searched, judged, held_out = split_texts(
+        [Continuation(**text) for text in study.user_attrs["texts"]]
+    )
     costs = SublayerCosts(**study.user_attrs["costs"])
-    calibration = Calibration(setting.model, searched, params, coupling.name, DEPTHS)
+    calibration = Calibration(setting.model, searched, params, coupling.name, SEARCH_DEPTHS)
     space = space_of(setting.model.num_layers, options.bits)
     status = 0
     try:
@@ -153,7 +155,9 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     if not predictions:
         say("no plan was tried: no plan written")
         return status
-    plans = judge(Calibration(setting.model, judged, params, coupling.name), costs, predictions)
+    plans = plans_to_confirm(
+        Calibration(setting.model, judged, params, coupling.name), costs, predictions
+    )
     best, measured = confirm_best(setting, held_out, plans, options.max_new_tokens, coupling)
     identity = study.user_attrs["identity"]
     say(write_result(out, identity, best, measured, machine(setting.model.device)))

@@ -28,7 +28,7 @@ JUDGED = 12  # best plans of the search that are predicted again
 CONFIRMED = 3  # of them, plans that decode; beside them the best early exit
 
 
-def judge(
+def plans_to_confirm(
     calibration: Calibration, costs: SublayerCosts, predictions: Mapping[LayerPlan, Prediction]
 ) -> list[DraftPlan]:
     """The plans to confirm, with draft length and threshold: the best of these plans by the

@@ -244,7 +244,7 @@ def open_study(
     return study
 
 
-def split(
+def split_texts(
     texts: Sequence[Continuation],
 ) -> tuple[list[Continuation], list[Continuation], list[Continuation]]:
     """Texts to search on, to judge the best plans on, and held out to decode: a quarter, a half, a
@@ -295,7 +295,7 @@ def prepare_study(
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]
     texts = plain_texts(setting, prompts, count, coupling)
-    searched = split(texts)[0]
+    searched = split_texts(texts)[0]
     importance = importances(
         Calibration(setting.model, searched, setting.params, coupling.name, depths=1)
     )

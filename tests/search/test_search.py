@@ -27,7 +27,7 @@ from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from search import __main__ as command
 from search.acceptance import Calibration
-from search.confirm import confirm, is_exit, judge
+from search.confirm import confirm, is_exit, plans_to_confirm
 from search.costs import CostTable
 from search.plots import plot_plans
 from search.prediction import Prediction
@@ -49,7 +49,7 @@ from search.study import (
     predict_plan,
     predictions_of,
     space_of,
-    split,
+    split_texts,
 )
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
 from tests.laws import tiny_model
@@ -247,7 +247,7 @@ def test_the_best_plans_are_judged_on_other_texts_beside_the_best_early_exit() -
     calibration = Calibration(model, texts_of(7), GREEDY)
     plans = [*first_plans({name: 0.5 for name in SPACE if name != "head"}, SPACE)]
     lucky = {plan: Prediction(9.0 - at, 1, 0.0, 1.0, 1.0) for at, plan in enumerate(plans)}
-    found = judge(calibration, COSTS, lucky)
+    found = plans_to_confirm(calibration, COSTS, lucky)
     again = {plan: predict_plan(calibration, COSTS, plan) for plan in plans}
     best = sorted(plans, key=lambda plan: -again[plan].speedup)
     assert [plan.plan for plan in found[:3]] == best[:3]
@@ -309,7 +309,7 @@ def test_the_plans_policy_is_the_one_it_was_chosen_with() -> None:
 def test_every_prompt_is_searched_on_or_judged_on_or_held_out() -> None:
     for count in range(4, 12):
         texts = [Continuation((number,), (1,) * 16) for number in range(count)]
-        parts = split(texts)
+        parts = split_texts(texts)
         assert all(parts)
         assert sorted(itertools.chain(*parts), key=lambda text: text.prompt) == texts
 
