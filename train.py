@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from cli.command_line import run_command
 from cli.device import keep_freed_memory, pick_device
-from cli.files import atomic_path, explaining, read_json
+from cli.files import atomic_path, explaining, read_json, write_text
 from model import Decoder, InputError, build, parse_config
 from training.evaluation import evaluate
 from training.optimisers import learning_rate, optimisers_of
@@ -187,8 +187,7 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
         " and run again"
     )
     with explaining(trouble, (OSError, RuntimeError)):
-        with atomic_path(options.out / LOG) as temporary:
-            temporary.write_text(records, encoding="utf-8")
+        write_text(options.out / LOG, records)
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
 

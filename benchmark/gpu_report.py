@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cli.command_line import OneLineParser, run_command, say
-from cli.files import atomic_path
+from cli.files import write_text
 from cli.options import MODEL
 
 
@@ -66,8 +66,7 @@ def report(model: str, out: Path) -> None:
     for title, command, seconds in parts(model):
         say(f"{title}: up to {seconds} seconds")
         sections.append(section(title, command, seconds))
-        with atomic_path(out) as temporary:  # also of a report that is cut off
-            temporary.write_text("\n".join(sections), encoding="utf-8")
+        write_text(out, "\n".join(sections))  # so that a report that is cut off is there too
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cli.command_line import run_command, say
 from cli.device import keep_freed_memory, pick_device
-from cli.files import atomic_path, explaining, read_json_lines
+from cli.files import explaining, read_json_lines, write_text
 from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, parser_of, within
 from decoding.run.calibration import sample_texts
 from decoding.run.prompt import encode_prompt
@@ -41,8 +41,8 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
     """
     for story in more:
         stories.setdefault(story["response"][:DISTINCT_CHARACTERS], story)
-    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
-        temporary.write_text("".join(json.dumps(story) + "\n" for story in stories.values()))
+    with explaining(f"{path} cannot be written"):
+        write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
 def write_stories(
