@@ -116,8 +116,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         check_place(path)
     if not options.against.keys() <= LIBRARIES.keys():
         raise InputError(f"--against takes {', '.join(LIBRARIES)}=FILE.gguf")
-    drawable = options.plot is None or options.plot.suffix in (".svg", ".png")
-    if not drawable or (options.plot and not PANELS.keys() & options.only):
+    if options.plot and (
+        options.plot.suffix not in (".svg", ".png") or not PANELS.keys() & options.only
+    ):
         raise InputError(
             f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"
         )

@@ -336,6 +336,9 @@ def optimise(
         trial.set_user_attr("prediction", asdict(known[plan]))
         return known[plan].speedup
 
+    done = len(finished(study))
+    if done >= trials:
+        return
     columns = (
         "trying plans",
         BarColumn(),
@@ -343,16 +346,15 @@ def optimise(
         TimeElapsedColumn(),
         "best predicted speed-up {task.fields[best]:.2f}",
     )
-    if (missing := trials - len(finished(study))) > 0:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            best = max((prediction.speedup for prediction in known.values()), default=0.0)
-            task = progress.add_task("", total=trials, completed=trials - missing, best=best)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        best = max((prediction.speedup for prediction in known.values()), default=0.0)
+        bar = progress.add_task("", total=trials, completed=done, best=best)
 
-            def show(study: optuna.Study, trial: FrozenTrial) -> None:
-                progress.update(task, completed=len(finished(study)), best=study.best_value)
+        def show(study: optuna.Study, trial: FrozenTrial) -> None:
+            progress.update(bar, completed=len(finished(study)), best=study.best_value)
 
-            enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
-            study.optimize(run, missing, callbacks=[show, enough])
+        enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+        study.optimize(run, trials - done, callbacks=[show, enough])
 
 
 def predictions_of(study: optuna.Study) -> dict[LayerPlan, Prediction]:
