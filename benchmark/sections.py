@@ -5,7 +5,6 @@ The first line of a section's docstring is the title of its table.
 
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain, cycle, islice
@@ -97,6 +96,7 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
     texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
+    kinds = [kind for kind, _ in bench.prompts]
     rows = []
     for name, found in texts.items():
         pairs = list(zip(found, texts["plain"], strict=True))
@@ -105,9 +105,10 @@ def speed_section(bench: Bench) -> list[Row]:
             sums.add(round)
         costs = bench.costs.get(name.removesuffix(ADAPTIVE))
         speedups = [plain.seconds / text.seconds for text, plain in pairs]
-        of_kind: dict[str, list[float]] = defaultdict(list)
-        for (kind, _), speedup in zip(bench.prompts, speedups, strict=True):
-            of_kind[kind].append(speedup)
+        of_kind = {
+            kind: [gain for other, gain in zip(kinds, speedups, strict=True) if other == kind]
+            for kind in kinds
+        }
         row = {
             "decoder": name,
             "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
@@ -194,12 +195,12 @@ def write_together(
     """
     setting = bench.setting
     scheduler = Scheduler(setting.model, setting.positions, slots)
-
-    def write(count: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the texts of ``count`` tokens."""
+    count = bench.options.max_new_tokens
+    seconds = []
+    for budget in (1, count):
         tasks = [
             Task(
-                Text(prompt, Rules(count), setting.model),
+                Text(prompt, Rules(budget), setting.model),
                 way,
                 setting.params,
                 Coupling(setting.coupling, sum(prompt)),
@@ -208,13 +209,10 @@ def write_together(
         ]
         began = now(setting.model.device)
         scheduler.write_all(tasks)
-        seconds = now(setting.model.device) - began
-        return seconds, [task.text.generated for task in tasks]
-
-    count = bench.options.max_new_tokens
-    reading, _ = write(1)
-    seconds, texts = write(count)
-    return len(prompts) * (count - 1) / (seconds - reading), texts
+        seconds.append(now(setting.model.device) - began)
+    reading, whole = seconds
+    speed = len(prompts) * (count - 1) / (whole - reading)
+    return speed, [task.text.generated for task in tasks]
 
 
 def first_token_section(bench: Bench) -> list[Row]:
@@ -266,8 +264,8 @@ def structured_section(bench: Bench) -> list[Row]:
     """
     setting = bench.setting
     tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
     drafts = structured_drafts(bench)
+    writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])

@@ -53,7 +53,7 @@ def write_stories(
     max_new_tokens: int,
     rng: random.Random,
 ) -> list[dict[str, str]]:
-    """ "prompt" and "response" of those of ``rows`` stories that are worth learning.
+    """Those of ``rows`` written stories that are worth learning, each a "prompt" and a "response".
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues its
     opening.
