@@ -39,12 +39,12 @@ def example(file: Path) -> dict[str, Any]:
 
 def test_the_documents_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
     assert isinstance(example["request"], Request)
-    assert bias(example["model"], example["request"], Setup(example["PopularTokens"])) < 1e-9
+    assert bias(example["model"], example["request"], Setup(example["Bigrams"])) < 1e-9
     assert example["distance"] < 1e-9
 
 
 def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, Any]) -> None:
-    class Flatterer(example["PopularTokens"]):  # type: ignore[misc]
+    class Flatterer(example["Bigrams"]):  # type: ignore[misc]
         """The same, but it claims to have been sure of what it drew: a lie that biases the
         output.
         """
@@ -68,7 +68,7 @@ def test_generate_drafts_with_the_readers_own_class(
         "--json",
     ]
     texts = []
-    for draft in (f"{file}:PopularTokens", "none"):
+    for draft in (f"{file}:Bigrams", "none"):
         assert generate.main([*command, "--draft", draft]) == 0
         captured = capsys.readouterr()
         texts.append(json.loads(captured.out))
