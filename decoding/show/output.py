@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import atomic_path, explaining
+from decoding.rounds import Round
 from decoding.run.session import Session
 from decoding.run.streaming import TextStream, visible
 from decoding.run.together import Scheduler, Task
@@ -38,7 +39,8 @@ class Output:
         self.drafting = session.setting.drafting(self.request.draft, self.request.params)
         self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
-        self.recordings: list[Recording] = []
+        self.recordings: list[Recording] = []  # for the page
+        self.timeline: list[tuple[Round, float]] = []  # for the moving picture
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written, and its line of statistics."""
@@ -92,12 +94,17 @@ class Output:
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
 
     def record(self) -> dict[str, Any]:
-        """The recording of a text for the page: arguments of ``Writer.write``."""
-        self.recordings.append(recording := Recording(self.request.params, self.session.labels))
-        return {
-            "readers": [recording.add],
-            "observer": recording.observe if self.request.options.html else None,
-        }
+        """Arguments of ``Writer.write`` that record a text for the page and the moving picture, as
+        far as they are asked for.
+        """
+        readers: list[Reader] = []
+        if self.request.options.svg:
+            readers.append(adding_to(self.timeline))
+        if not self.request.options.html:
+            return {"readers": readers}
+        recording = Recording(self.request.params, self.session.labels)
+        self.recordings.append(recording)
+        return {"readers": [*readers, recording.add], "observer": recording.observe}
 
     @contextmanager
     def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:
@@ -143,7 +150,7 @@ class Output:
                 written |= as_json(sample, request.repeat_with)
                 print(json.dumps(written, ensure_ascii=False))
         samples = [each.sample for each in self.recordings if each.sample["rounds"]]
-        if request.options.html and samples:
+        if samples:
             facts = heading(
                 request.prompt, request.name, self.drafting, request.params, request.coupling
             )
@@ -155,19 +162,21 @@ class Output:
         InputError when it cannot be written.
         """
         request = self.request
-        plain = Recording(request.params, self.session.labels)
+        plain: list[tuple[Round, float]] = []
+        readers = [adding_to(plain)]
         text = writer.new_text(request.rules)
-        writer.write(text, writer.plain, request.params, request.coupling, readers=[plain.add])
+        writer.write(text, writer.plain, request.params, request.coupling, readers=readers)
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         picture = render_picture(
-            title,
-            plain.timeline,
-            self.recordings[0].timeline,
-            self.drafting.name,
-            self.session.labels,
+            title, plain, self.timeline, self.drafting.name, self.session.labels
         )
         save(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
+
+
+def adding_to(timeline: list[tuple[Round, float]]) -> Reader:
+    """A reader that adds each round to a timeline, with the seconds until its end."""
+    return lambda round, seconds: timeline.append((round, seconds))
 
 
 def save(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.drafters import Draft, ModelDrafter
+from decoding.drafters import BestOf, Draft, ModelDrafter, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
@@ -130,3 +130,23 @@ def test_every_token_of_a_round_has_its_verdict(round: Round, fates: list[str]) 
     verdicts = round.verdicts()
     assert [fate for _, fate in verdicts] == fates
     assert [token for token, fate in verdicts if fate in ("accepted", "own")] == round.emitted
+
+
+def test_a_recording_names_the_drafter_of_each_round() -> None:
+    """Of several, and of one that draws nothing."""
+    model = tiny_model("llama", vocab=VOCAB)
+    lookup = PromptLookup(VOCAB)
+    for name, make in {
+        "model": lambda cache: BestOf({"model": ModelDrafter(model, cache, EXIT)}),
+        "lookup": lambda cache: BestOf({"lookup": lookup}),
+    }.items():
+        cache = model.new_cache(model.max_positions)
+        recording = Recording(SamplingParams(), str)
+        text = Text(PROMPT, Rules(8), model)
+        with torch.inference_mode():
+            model.prefill(torch.tensor([PROMPT[:-1]]), cache)
+        rest = (make(cache), FixedLength(GAMMA), SamplingParams(), SeededRandomness(1))
+        rounds = speculate(model, cache, text, *rest, observer=recording.observe)
+        told = [recording.add(round, 1.0) for round in rounds]
+        assert {each["drafter"] for each in told if each["drafted"]} == {name}
+        assert {each["drafter"] for each in told if not each["drafted"]} <= {"", name}

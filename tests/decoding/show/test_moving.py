@@ -5,6 +5,7 @@ runs.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -210,4 +211,4 @@ def test_no_two_texts_of_a_line_run_into_each_other() -> None:
             assert begin >= 0 and begin + width <= WIDTH
             lines.setdefault(text.get("y"), []).append((begin, begin + width))
         for line in map(sorted, lines.values()):
-            assert all(left[1] < right[0] for left, right in zip(line, line[1:], strict=False))
+            assert all(left[1] < right[0] for left, right in pairwise(line))
