@@ -45,7 +45,10 @@ class Terminal:
             chosen = options | {"draft": argument.strip()}
             self.session.request.text_options(self.session.options(chosen))  # checks it
             self.chat.options = chosen
+            say(f"draft: {chosen['draft']}")
         else:
+            if command != "/help":
+                say(f"unknown command {command}")
             print(HELP, file=sys.stderr)
 
     def answer(self, line: str) -> None:
