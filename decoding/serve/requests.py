@@ -277,7 +277,7 @@ class RequestReader:
                 is_one = name in ("stop", "ban") and isinstance(value, str)
                 given[name] = [value] if is_one else value
             elif value and NEUTRAL.get(name) != value and name not in UNUSED:
-                raise HTTPException(400, f"{name} is not served here: leave it out")
+                raise HTTPException(400, f"{name} is not supported: leave it out")
         kind = given.get("draft", known.draft)
         if kind != known.draft:
             if kind not in self.drafts:

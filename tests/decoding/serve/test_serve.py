@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "exit_layer",
         "exit_layer has no effect with draft lookup",
     ),
-    "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not served here"),
+    "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not supported"),
     "a number as a string": (
         texts(temperature="0.7"),
         400,
@@ -230,12 +230,12 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
     ),
     "no list of strings": (texts(stop=["a", 3]), 400, "stop", "stop must be a list of strings"),
     "too long a draft": (texts(gamma=33), 400, "gamma", "gamma must be at most 32, found 33"),
-    "no file of the server": (texts(plan="p.json"), 400, "plan", "plan is not served here"),
+    "no file of the server": (texts(plan="p.json"), 400, "plan", "plan is not supported"),
     "probabilities": (
         texts(logprobs=3),
         400,
         "logprobs",
-        "logprobs is not served here: leave it out",
+        "logprobs is not supported: leave it out",
     ),
     "no share": (texts(top_p=2.0), 400, "top_p", "top-p must be above 0"),
     "a list": (("completions", []), 400, None, "the body: Input should be an object"),
