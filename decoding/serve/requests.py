@@ -27,10 +27,11 @@ from decoding.run.options import (
     Request,
     TextOptions,
     checked,
+    prompt_ids,
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import check_prompt, encode_prompt, tell_schema, too_long
+from decoding.run.prompt import check_prompt, tell_schema, too_long
 from decoding.run.reading import Spans, conversation
 from decoding.sampling import SamplingParams
 from model import InputError
@@ -190,14 +191,7 @@ class LiveText(Completion):
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        ids = encode_prompt(
-            tokenizer,
-            self.prompt,
-            chat=options.chat,
-            system=options.system,
-            schema=told_schema(options),
-        )
-        return ids, ()
+        return prompt_ids(tokenizer, self.prompt, options), ()
 
 
 class Chat(Asked):
