@@ -443,10 +443,10 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
     other = served.begin("/v1/completions", {**ENDLESS, "stream": True})
     assert other.recv(10)
     connection = served.begin(path, asked)
-    until(lambda: len(served.worker.jobs) == 2 and len(served.worker.active) == 2)
+    until(lambda: len(served.worker.jobs) == 2 and len(served.worker.scheduler.active) == 2)
     _, job = served.worker.jobs
     connection.close()
-    until(lambda: len(served.worker.jobs) == len(served.worker.active) == 1)
+    until(lambda: len(served.worker.jobs) == len(served.worker.scheduler.active) == 1)
     assert job.gone and job.tasks[0].ended and other.recv(10)
     other.close()
     until(lambda: served.idle)
@@ -506,13 +506,13 @@ def test_no_seeded_text_depends_on_the_texts_beside_it(
     served: Served, folder: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four clients at once, and each alone at a server that writes one text after another."""
-    together, widths = served.worker.model.together, []
+    together, widths = served.worker.session.model.together, []
 
     def recording(calls: Any, plan: Any = None) -> Any:
         widths.append(len(calls))
         return together(calls, plan)
 
-    monkeypatch.setattr(served.worker.model, "together", recording)
+    monkeypatch.setattr(served.worker.session.model, "together", recording)
     with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
         alone = [lonely.text(**asked) for asked in COMPANY]
     with ThreadPoolExecutor(4) as pool:
