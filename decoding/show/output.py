@@ -99,7 +99,7 @@ class Output:
         """
         readers: list[Reader] = []
         if self.request.options.svg:
-            readers.append(adding_to(self.timeline))
+            readers.append(lambda *moment: self.timeline.append(moment))
         if not self.request.options.html:
             return {"readers": readers}
         recording = Recording(self.request.params, self.session.labels)
@@ -163,7 +163,7 @@ class Output:
         """
         request = self.request
         plain: list[tuple[Round, float]] = []
-        readers = [adding_to(plain)]
+        readers = [lambda *moment: plain.append(moment)]
         text = writer.new_text(request.rules)
         writer.write(text, writer.plain, request.params, request.coupling, readers=readers)
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
@@ -172,11 +172,6 @@ class Output:
         )
         save(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
-
-
-def adding_to(timeline: list[tuple[Round, float]]) -> Reader:
-    """A reader that adds each round to a timeline, with the seconds until its end."""
-    return lambda round, seconds: timeline.append((round, seconds))
 
 
 def save(path: Path, text: str) -> None:
