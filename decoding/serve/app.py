@@ -103,7 +103,8 @@ async def read_body(
     bodies = arriving[request.client.host]
     if len(bodies) == MAX_ARRIVING:
         bodies.pop(0).cancel()
-    bodies.append(body := asyncio.create_task(collect(request)))
+    body = asyncio.create_task(collect(request))
+    bodies.append(body)
     await asyncio.wait([body], timeout=BODY_SECONDS)
     if body in bodies:
         bodies.remove(body)

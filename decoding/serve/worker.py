@@ -60,22 +60,22 @@ class Job:
     messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
     @property
-    def errors(self) -> list[BaseException]:
-        """The errors of the job and of its texts."""
-        return [*filter(None, (self.error, *(task.error for task in self.tasks)))]
+    def failure(self) -> BaseException | None:
+        """The first error of the job or of its texts."""
+        return next(filter(None, (self.error, *(task.error for task in self.tasks))), None)
 
     @property
     def ended(self) -> bool:
         """Whether all texts are written, or nothing more will be."""
         written = self.tasks and all(task.ended for task in self.tasks)
-        return bool(self.gone or self.errors or written)
+        return bool(self.gone or self.failure or written)
 
     def end(self) -> None:
         """End the texts that are not written, and the messages, with the first error if any."""
         for task in self.tasks:
             task.cancelled = True
-        for error in self.errors[:1]:
-            self.send(refusal(error))
+        if self.failure:
+            self.send(refusal(self.failure))
         self.send(None)
 
     def send(self, message: Any) -> None:

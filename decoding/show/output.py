@@ -23,6 +23,7 @@ from decoding.run.writer import Reader, Sample, Writer
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
+from decoding.speculate import Observer
 from decoding.text import Text
 from decoding.verify import Coupling
 from model.clock import now
@@ -45,12 +46,18 @@ class Output:
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written, and its line of statistics."""
         sample = Sample(writer.new_text(self.request.rules))
-        recorded = self.record()
-        asked = self.drafting, self.request.params, coupling
+        readers, observer = self.recorders()
         try:
             with self.shown(sample.source) as read:
-                recorded["readers"].append(read)
-                writer.write(sample.source, *asked, sample=sample, **recorded)
+                writer.write(
+                    sample.source,
+                    self.drafting,
+                    self.request.params,
+                    coupling,
+                    readers=[*readers, read],
+                    observer=observer,
+                    sample=sample,
+                )
         except BaseException as error:  # after the text so far
             if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)
@@ -71,7 +78,7 @@ class Output:
                 self.drafting,
                 request.params,
                 coupling,
-                **self.record(),
+                *self.recorders(),
             )
             for coupling in couplings
         ]
@@ -93,18 +100,20 @@ class Output:
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
 
-    def record(self) -> dict[str, Any]:
-        """Arguments of ``Writer.write`` that record a text for the page and the moving picture, as
-        far as they are asked for.
+    def recorders(self) -> tuple[list[Reader], Observer | None]:
+        """The readers and the observer that record a text for the page and the moving picture, as
+        far as these are asked for.
         """
         readers: list[Reader] = []
+        observer = None
         if self.request.options.svg:
             readers.append(lambda *moment: self.timeline.append(moment))
-        if not self.request.options.html:
-            return {"readers": readers}
-        recording = Recording(self.request.params, self.session.labels)
-        self.recordings.append(recording)
-        return {"readers": [*readers, recording.add], "observer": recording.observe}
+        if self.request.options.html:
+            recording = Recording(self.request.params, self.session.labels)
+            self.recordings.append(recording)
+            readers.append(recording.add)
+            observer = recording.observe
+        return readers, observer
 
     @contextmanager
     def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:

@@ -113,9 +113,9 @@ class LiveTrace:
 
     def _styled(self, text: str, verdict: str) -> Text:
         _, style, before, after = VERDICTS[verdict]
-        return (
-            Text(before + text + after if text else "") if self.signs else Text(text, style=style)
-        )
+        if not self.signs:
+            return Text(text, style=style)
+        return Text(before + text + after if text else "")
 
     def _settle(self, text: Text) -> None:
         """Add text that is final, and print lines that are full."""
