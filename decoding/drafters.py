@@ -9,7 +9,7 @@ text begins). The next ``propose`` receives the text.
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,12 +32,14 @@ class Draft:
     """Drafted tokens ``[k]`` int64, with the distributions ``[k, vocab]`` that they were drawn
     from.
 
-    ``logits``: for records only, the logits of each token, ``[1, vocab]``, if a model drafted.
+    For records only: ``logits`` of each token, ``[1, vocab]``, if a model drafted; ``drafter``, the
+    name of the drafter, where there are several or the tokens were not drawn.
     """
 
     tokens: Tensor
     probs: Tensor
     logits: Sequence[Tensor] = ()
+    drafter: str = ""
 
 
 class Drafter(Protocol):
@@ -202,6 +204,8 @@ class ModelDrafter:
 class KnownTokens:
     """Draft of tokens that are known without running a model. ``find`` gives them."""
 
+    name = ""  # of the drafter, for records
+
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = device
@@ -225,7 +229,7 @@ class KnownTokens:
             if token in text.rules.eos_ids:
                 break
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
-        return Draft(ids, one_hot(ids, self.vocab_size))
+        return Draft(ids, one_hot(ids, self.vocab_size), drafter=self.name)
 
     def rollback(self, length: int) -> None:
         """Does nothing: each search reads the text itself."""
@@ -237,6 +241,8 @@ class ForcedTokens(KnownTokens):
     After them come the tokens that the tokenizer gives to the bytes that the grammar forces. Others
     are allowed there that begin with these bytes, so they are guesses.
     """
+
+    name = "forced"
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """0, and up to ``limit`` tokens; none for a text without a grammar."""
@@ -253,6 +259,8 @@ class PromptLookup(KnownTokens):
     The longest n-gram that occurred before is used, of ``longest`` tokens down to one, and its most
     recent occurrence. No model runs, so a draft costs nothing but its verification.
     """
+
+    name = "lookup"
 
     def __init__(
         self, vocab_size: int, device: torch.device | str = "cpu", longest: int = 3
@@ -309,7 +317,8 @@ class BestOf:
             return self.nothing
         if isinstance(drafter, ModelDrafter):
             steps = length - taken.forced
-            return drafter.propose(text, limit, params, policy, randomness, steps)
+            draft = drafter.propose(text, limit, params, policy, randomness, steps)
+            return replace(draft, drafter=taken.name)
         return drafter.propose(text, min(limit, length), params, policy, randomness)
 
     def _offers(self, text: Text, limit: int) -> list[Offer]:

@@ -18,7 +18,12 @@ DARK_GREEN = "#3f8f6b"
 BLUE = "#7fb0de"
 AMBER = "#f3bd4e"
 PALE_RED = "#eba49c"
-VERDICTS = {"accepted": GREEN, "rejected": PALE_RED, "discarded": RULE, "residual or bonus": BLUE}
+VERDICTS = {
+    "accepted": GREEN,
+    "rejected": PALE_RED,
+    "discarded": RULE,
+    "the target's own token": BLUE,
+}
 # The example of docs/how_it_works.md: distributions over three tokens, and two draws of the race.
 TOKENS = ("a", "b", "c")
 P = np.array([0.5, 0.3, 0.2])

@@ -3,7 +3,6 @@ checkpoint.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+
+from tests.browser import headless
 
 # Threads spin while they wait for each other. On a busy machine they so take the core from the one
 # they wait for, and a product takes fifty times as long. Read when torch is loaded, so nothing here
@@ -93,18 +94,8 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Headless Chromium, once for all tests."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
-    if not program or not driver:
+    chromium = headless()
+    if chromium is None:
         pytest.skip("no browser: install chromium and chromium-driver to run this test")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chromium = webdriver.Chrome(options=options, service=Service(driver))
     yield chromium
     chromium.quit()

@@ -8,6 +8,7 @@ import json
 import math
 from argparse import Action, Namespace
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -155,6 +156,17 @@ def told_schema(options: Namespace) -> str | None:
     return options.json_schema if options.schema_prompt else None
 
 
+def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Namespace) -> list[int]:
+    """Token ids of a prompt, under options whose files are read."""
+    return encode_prompt(
+        tokenizer,
+        prompt,
+        chat=options.chat,
+        system=options.system,
+        schema=told_schema(options),
+    )
+
+
 @lru_cache(maxsize=1)
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Tokens of a model of this vocabulary size, as grammars read them."""
@@ -233,13 +245,7 @@ class Request:
         """Token ids of a prompt, under options whose files are read. Raises InputError where it is
         no text, or too long for the context.
         """
-        ids = encode_prompt(
-            self.tokenizer,
-            checked_prompt(prompt),
-            chat=options.chat,
-            system=options.system,
-            schema=told_schema(options),
-        )
+        ids = prompt_ids(self.tokenizer, checked_prompt(prompt), options)
         check_prompt(ids, self.config, self.folder, self.most_positions)
         return ids
 
@@ -257,6 +263,12 @@ class Request:
         if self.prompt or self.options.context:
             return self.most_positions
         return min(CONTEXT, self.most_positions)
+
+    def in_context(self, positions: int) -> Request:
+        """The same request, for texts of at most this many positions."""
+        changed = copy(self)
+        changed.options = Namespace(**{**vars(self.options), "context": positions})
+        return changed
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -150,15 +150,18 @@ class Scheduler:
             raise error
 
     @torch.inference_mode()
-    def run(self) -> None:
+    def run(self, before_step: Callable[[], None] = lambda: None) -> None:
         """Write all submitted texts, until none is left. A text that fails ends alone.
 
-        Ctrl-C and errors of readers end all; samples hold the texts so far.
+        ``before_step`` is called before each step, and may submit and cancel texts. Ctrl-C and
+        errors of readers end all; samples hold the texts so far.
         """
         try:
-            while self.admit():
+            before_step()
+            while self._admit():
                 self._prefill()
                 self._take_step()
+                before_step()
         finally:
             self.waiting.clear()
             for task in [task for task in self.active if not task.ended]:
@@ -207,12 +210,14 @@ class Scheduler:
             task.on_draft(task.call.tokens[0, 1:].tolist())
         self.reading += now(self.model.device) - began
 
-    def admit(self) -> bool:
+    def _admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
         for task in [task for task in self.active if task.cancelled]:
             self._go_on(task, KeyboardInterrupt())
         while self.waiting and len(self.active) < len(self.slots):
             task = self.waiting.pop(0)
+            if task.cancelled:
+                continue
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
             task.slot = free[0]

@@ -27,10 +27,11 @@ from decoding.run.options import (
     Request,
     TextOptions,
     checked,
+    prompt_ids,
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import check_prompt, encode_prompt, tell_schema, too_long
+from decoding.run.prompt import check_prompt, tell_schema, too_long
 from decoding.run.reading import Spans, conversation
 from decoding.sampling import SamplingParams
 from model import InputError
@@ -194,14 +195,7 @@ class LiveText(Completion):
 
     def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        ids = encode_prompt(
-            tokenizer,
-            self.prompt,
-            chat=options.chat,
-            system=options.system,
-            schema=told_schema(options),
-        )
-        return ids, ()
+        return prompt_ids(tokenizer, self.prompt, options), ()
 
 
 class Chat(Asked):
@@ -282,7 +276,7 @@ class RequestReader:
                 is_one = name in ("stop", "ban") and isinstance(value, str)
                 given[name] = [value] if is_one else value
             elif not (value is False or value in NOTHING or name in UNUSED or is_neutral):
-                raise HTTPException(400, f"{name} is not served here: leave it out")
+                raise HTTPException(400, f"{name} is not supported: leave it out")
         kind = given.get("draft", known.draft)
         if kind != known.draft:
             if kind not in self.drafts:

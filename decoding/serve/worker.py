@@ -60,22 +60,22 @@ class Job:
     messages: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
     @property
-    def errors(self) -> list[BaseException]:
-        """The errors of the job and of its texts."""
-        return [*filter(None, (self.error, *(task.error for task in self.tasks)))]
+    def failure(self) -> BaseException | None:
+        """The first error of the job or of its texts."""
+        return next(filter(None, (self.error, *(task.error for task in self.tasks))), None)
 
     @property
     def ended(self) -> bool:
         """Whether all texts are written, or nothing more will be."""
         written = self.tasks and all(task.ended for task in self.tasks)
-        return bool(self.gone or self.errors or written)
+        return bool(self.gone or self.failure or written)
 
     def end(self) -> None:
         """End the texts that are not written, and the messages, with the first error if any."""
         for task in self.tasks:
             task.cancelled = True
-        for error in self.errors[:1]:
-            self.send(refusal(error))
+        if self.failure:
+            self.send(refusal(self.failure))
         self.send(None)
 
     def send(self, message: Any) -> None:
@@ -111,13 +111,13 @@ class Job:
             self.gone = True
 
 
-class Worker(Scheduler):
-    """Scheduler of the texts of all jobs, up to ``slots`` at a time, in order of arrival."""
+class Worker:
+    """Worker that writes the texts of all jobs, up to ``slots`` at a time, in order of arrival."""
 
     def __init__(self, session: Session, slots: int) -> None:
         """Raises InputError where the command line's draft is not possible."""
-        super().__init__(session.model, session.request.capacity, slots)
         self.session = session
+        self.scheduler = Scheduler(session.model, session.request.capacity, slots)
         self.plain = plain(session.model)
         self.jobs: list[Job] = []  # in order of arrival; those with tasks have begun
         self.arrived = threading.Event()
@@ -130,7 +130,7 @@ class Worker(Scheduler):
         # of the low-bit copies that requests may ask for
         self.bits = max(widths, default=LOW_BITS[0])
         # A few tokens, so that no client waits for a compiler.
-        self.write_all(
+        self.scheduler.write_all(
             [
                 Task(session.new_text([0], Rules(16)), way, request.params, request.coupling)
                 for way in (drafting, self.plain)
@@ -141,7 +141,7 @@ class Worker(Scheduler):
         """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is
         full.
         """
-        if sum(not other.gone for other in self.jobs) >= len(self.slots) + MAX_WAITING:
+        if sum(not other.gone for other in self.jobs) >= len(self.scheduler.slots) + MAX_WAITING:
             raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
         self.jobs.append(job)
         self.arrived.set()
@@ -152,7 +152,7 @@ class Worker(Scheduler):
         while self.jobs or not stopped():
             self.arrived.wait(LOOK)
             self.arrived.clear()
-            self.run()
+            self.scheduler.run(self.begin_and_end_jobs)
 
     def write(self, job: Job, drafting: Drafting, **more: Any) -> Task:
         """Submit a text of a job; ``more`` are further fields of its task."""
@@ -160,15 +160,16 @@ class Worker(Scheduler):
         text = self.session.new_text(job.ids, rules)
         task = Task(text, drafting, params, coupling, answers=job.answers, **more)
         job.tasks.append(task)
-        self.submit(task)
+        self.scheduler.submit(task)
         return task
 
-    def admit(self) -> bool:
-        """Begin waiting jobs, and end those that are written, have failed or lost their client; see
-        ``Scheduler``.
+    def begin_and_end_jobs(self) -> None:
+        """Begin waiting jobs where there is room for their texts, and end those that are written,
+        have failed or lost their client.
         """
+        scheduler = self.scheduler
         for job in [*self.jobs]:
-            has_room = len(self.active) + len(self.waiting) < len(self.slots)
+            has_room = len(scheduler.active) + len(scheduler.waiting) < len(scheduler.slots)
             if self.stopped():
                 job.error = HTTPException(503, "the server is stopping")
             elif has_room and not job.tasks and not job.gone:
@@ -180,8 +181,6 @@ class Worker(Scheduler):
             if job.ended:
                 self.jobs.remove(job)
                 job.end()
-        self.waiting = [task for task in self.waiting if not task.cancelled]
-        return super().admit()
 
 
 def write_completion(job: Job, worker: Worker, drafting: Drafting) -> None:

@@ -28,7 +28,7 @@ class Terminal:
         self.chat = session.chat()
 
     def obey(self, line: str) -> None:
-        """Do what a line beginning with "/" says."""
+        """Do what a line beginning with "/" says. Raises InputError."""
         command, _, argument = line.partition(" ")
         options = self.chat.options
         if command == "/reset":
@@ -45,8 +45,11 @@ class Terminal:
             chosen = options | {"draft": argument.strip()}
             self.session.request.text_options(self.session.options(chosen))  # checks it
             self.chat.options = chosen
-        else:
+            say(f"draft: {chosen['draft']}")
+        elif command == "/help":
             print(HELP, file=sys.stderr)
+        else:
+            raise InputError(f"unknown command {command}: /help lists the commands")
 
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written."""

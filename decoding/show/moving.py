@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from rich.cells import cell_len
+from rich.text import Text
 
 from decoding.rounds import Round
 from decoding.run.streaming import Labels, visible
@@ -36,7 +37,7 @@ LEGEND = {
     "drafted": "drafted",
     "accepted": "accepted",
     "rejected": "rejected",
-    "own": "written by the target itself",
+    "own": "the target's own token",
 }
 CSS = """
 svg {
@@ -159,9 +160,11 @@ class Canvas:
         self.moments: dict[str, str] = {}  # keyframes: their name
 
     def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> None:
-        """Write text that does not move."""
+        """Write text that does not move, cut to the width of a line."""
         place = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
-        SubElement(self.svg, "text", place | {"class": kind}).text = text
+        shown = Text(text)
+        shown.truncate(COLUMNS, overflow="ellipsis")
+        SubElement(self.svg, "text", place | {"class": kind}).text = shown.plain
 
     def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> float:
         """Draw the pieces of a lane from ``top`` on; returns the place below them."""
@@ -229,9 +232,10 @@ def render_picture(
     canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")
     bottom = canvas.draw(above, "plain", 84, PLAIN_LINE)
     gain = f"{speed(drafted):.1f} tokens/s: {speed(drafted) / speed(plain):.2f} times plain"
+    # A draft's name may be as long as a line, so the numbers stand below it.
     canvas.write(f"draft: {draft}", "title", MARGIN, bottom + 14)
-    canvas.write(gain, "title", right, bottom + 14, "end")
-    bottom = canvas.draw(below, "draft", bottom + 38, DRAFT_LINE)
+    canvas.write(gain, "title", right, bottom + 34, "end")
+    bottom = canvas.draw(below, "draft", bottom + 58, DRAFT_LINE)
     x = float(MARGIN)
     for kind, words in LEGEND.items():
         canvas.write(words, kind, x, bottom + 12)
@@ -239,8 +243,8 @@ def render_picture(
     rhythm = "in real time" if slower == 1 else f"slowed down {slower} times"
     most = max(tokens_of(drafted), tokens_of(plain))
     part = f"; the first {MOST_TOKENS} of {most} tokens" if most > MOST_TOKENS else ""
-    canvas.write(f"{rhythm}{part}", "muted", right, bottom + 12, "end")
-    return canvas.finish(bottom + 28)
+    canvas.write(f"{rhythm}{part}", "muted", right, bottom + 32, "end")
+    return canvas.finish(bottom + 48)
 
 
 def tokens_of(timeline: Timeline) -> int:

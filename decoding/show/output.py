@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import atomic_path, explaining
+from decoding.rounds import Round
 from decoding.run.session import Session
 from decoding.run.streaming import TextStream, visible
 from decoding.run.together import Scheduler, Task
@@ -22,6 +23,7 @@ from decoding.run.writer import Reader, Sample, Writer
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
+from decoding.speculate import Observer
 from decoding.text import Text
 from decoding.verify import Coupling
 from model.clock import now
@@ -38,17 +40,24 @@ class Output:
         self.drafting = session.setting.drafting(self.request.draft, self.request.params)
         self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
-        self.recordings: list[Recording] = []
+        self.recordings: list[Recording] = []  # for the page
+        self.timeline: list[tuple[Round, float]] = []  # for the moving picture
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written, and its line of statistics."""
         sample = Sample(writer.new_text(self.request.rules))
-        recorded = self.record()
-        asked = self.drafting, self.request.params, coupling
+        readers, observer = self.recorders()
         try:
             with self.shown(sample.source) as read:
-                recorded["readers"].append(read)
-                writer.write(sample.source, *asked, sample=sample, **recorded)
+                writer.write(
+                    sample.source,
+                    self.drafting,
+                    self.request.params,
+                    coupling,
+                    readers=[*readers, read],
+                    observer=observer,
+                    sample=sample,
+                )
         except BaseException as error:  # after the text so far
             if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)
@@ -69,7 +78,7 @@ class Output:
                 self.drafting,
                 request.params,
                 coupling,
-                **self.record(),
+                *self.recorders(),
             )
             for coupling in couplings
         ]
@@ -91,13 +100,20 @@ class Output:
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
 
-    def record(self) -> dict[str, Any]:
-        """The recording of a text for the page: arguments of ``Writer.write``."""
-        self.recordings.append(recording := Recording(self.request.params, self.session.labels))
-        return {
-            "readers": [recording.add],
-            "observer": recording.observe if self.request.options.html else None,
-        }
+    def recorders(self) -> tuple[list[Reader], Observer | None]:
+        """The readers and the observer that record a text for the page and the moving picture, as
+        far as these are asked for.
+        """
+        readers: list[Reader] = []
+        observer = None
+        if self.request.options.svg:
+            readers.append(lambda *moment: self.timeline.append(moment))
+        if self.request.options.html:
+            recording = Recording(self.request.params, self.session.labels)
+            self.recordings.append(recording)
+            readers.append(recording.add)
+            observer = recording.observe
+        return readers, observer
 
     @contextmanager
     def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:
@@ -143,7 +159,7 @@ class Output:
                 written |= as_json(sample, request.repeat_with)
                 print(json.dumps(written, ensure_ascii=False))
         samples = [each.sample for each in self.recordings if each.sample["rounds"]]
-        if request.options.html and samples:
+        if samples:
             facts = heading(
                 request.prompt, request.name, self.drafting, request.params, request.coupling
             )
@@ -155,16 +171,13 @@ class Output:
         InputError when it cannot be written.
         """
         request = self.request
-        plain = Recording(request.params, self.session.labels)
+        plain: list[tuple[Round, float]] = []
+        readers = [lambda *moment: plain.append(moment)]
         text = writer.new_text(request.rules)
-        writer.write(text, writer.plain, request.params, request.coupling, readers=[plain.add])
+        writer.write(text, writer.plain, request.params, request.coupling, readers=readers)
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         picture = render_picture(
-            title,
-            plain.timeline,
-            self.recordings[0].timeline,
-            self.drafting.name,
-            self.session.labels,
+            title, plain, self.timeline, self.drafting.name, self.session.labels
         )
         save(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")

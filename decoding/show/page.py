@@ -38,14 +38,15 @@ class Recording:
         self.params = params
         self.label = label
         self.sample: dict[str, Any] = {"rounds": [], "finish": "interrupted", "seconds": 0.0}
-        self.timeline: list[tuple[Round, float]] = []  # rounds, and the seconds until their end
-        self.details: list[dict[str, Any]] = []  # of the round that ``add`` takes next
+        # of the round that ``add`` takes next
+        self.drafter = ""
+        self.details: list[dict[str, Any]] = []
 
     def observe(
         self, draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor
     ) -> None:
-        """Keep ``details``: JSON of each drafted token, then of the target's ``token`` (``[]``
-        int64).
+        """Keep the drafter's name and ``details``: JSON of each drafted token, then of the target's
+        ``token`` (``[]`` int64).
 
         ``id``, ``text``  the token and its label
         ``q``  the draft's probability of it; None where nothing was drafted
@@ -59,6 +60,7 @@ class Recording:
         ``accepted``; where a drafted token was rejected, the draft has probabilities of that row
         too. Reads the host.
         """
+        self.drafter = draft.drafter
         drafted = draft.probs
         shown = target_probs
         if self.params.temperature == 0:
@@ -83,6 +85,7 @@ class Recording:
         verdicts = zip(self.details, round.verdicts(), strict=False)
         data = {
             "position": round.position,
+            "drafter": self.drafter,
             "tokens": [{**detail, "verdict": verdict} for detail, (_, verdict) in verdicts],
             "drafted": len(round.drafted),
             "accepted": min(round.accepted, len(round.emitted)),
@@ -92,7 +95,6 @@ class Recording:
         self.sample["rounds"].append(data)
         self.sample["finish"] = round.finish or "interrupted"
         self.sample["seconds"] = seconds
-        self.timeline.append((round, seconds))
         return data
 
     def _top(self, probs: Tensor, token: int) -> list[tuple[str, float]]:

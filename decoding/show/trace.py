@@ -1,5 +1,4 @@
-"""Coloured trace of the rounds: drafted tokens with their verdicts, and the target's residual or
-bonus token.
+"""Coloured trace of the rounds: drafted tokens with their verdicts, and the target's own token.
 
 On a terminal the last line is redrawn in each round. In a file or a pipe, signs around the tokens
 replace colours.
@@ -25,7 +24,7 @@ VERDICTS = {
     "accepted": ("accepted", "green", "[", "]"),
     "rejected": ("rejected", "red strike", "{-", "-}"),
     "discarded": ("discarded", "dim strike", "{~", "~}"),
-    "own": ("residual or bonus", "bold blue", "", ""),
+    "own": ("the target's own token", "bold blue", "", ""),
     "forced": ("forced by the grammar", "magenta", "<", ">"),
 }
 
@@ -114,9 +113,9 @@ class LiveTrace:
 
     def _styled(self, text: str, verdict: str) -> Text:
         _, style, before, after = VERDICTS[verdict]
-        return (
-            Text(before + text + after if text else "") if self.signs else Text(text, style=style)
-        )
+        if not self.signs:
+            return Text(text, style=style)
+        return Text(before + text + after if text else "")
 
     def _settle(self, text: Text) -> None:
         """Add text that is final, and print lines that are full."""

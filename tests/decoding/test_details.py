@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.drafters import Draft, ModelDrafter
+from decoding.drafters import BestOf, Draft, ModelDrafter, PromptLookup
 from decoding.policies import FixedLength
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
@@ -126,3 +126,25 @@ def test_every_token_of_a_round_has_its_verdict(round: Round, fates: list[str]) 
     assert [fate for _, fate in round.verdicts()] == fates
     kept = [token for token, fate in round.verdicts() if fate in ("accepted", "own")]
     assert kept == round.emitted
+
+
+def test_a_recording_names_the_drafter_of_each_round() -> None:
+    """Of several, and of one that draws nothing."""
+    model = tiny_model("llama", vocab=VOCAB)
+    for name, make in {
+        "model": lambda model, cache: BestOf({"model": ModelDrafter(model, cache, EXIT)}),
+        "lookup": lambda model, cache: BestOf({"lookup": PromptLookup(VOCAB)}),
+    }.items():
+        recording = Recording(SamplingParams(), str)
+        rounds = speculated(
+            model,
+            Text(PROMPT, Rules(8), model),
+            make,
+            FixedLength(GAMMA),
+            SamplingParams(),
+            SeededRandomness(1),
+            observer=recording.observe,
+        )
+        told = [recording.add(round, 1.0) for round in rounds]
+        assert {each["drafter"] for each in told if each["drafted"]} == {name}
+        assert {each["drafter"] for each in told if not each["drafted"]} <= {"", name}

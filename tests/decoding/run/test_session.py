@@ -271,3 +271,12 @@ def test_a_conversation_at_a_terminal(
 
 def test_the_end_of_input_ends_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert converse([], monkeypatch) == 0
+
+
+def test_a_terminal_answers_a_command_and_names_an_unknown_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert converse(["/draft exit", "/bogus 3", "/help", "/quit"], monkeypatch) == 0
+    said = capsys.readouterr().err
+    assert "[draft: exit]" in said and said.count("unknown command") == 1
+    assert "[unknown command /bogus: /help" in said and said.count("/draft KIND") == 1

@@ -204,7 +204,7 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "exit_layer",
         "exit_layer has no effect with draft lookup",
     ),
-    "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not served here"),
+    "bits": (texts(draft="lowbit", bits=8), 400, "bits", "bits is not supported"),
     "a number as a string": (
         texts(temperature="0.7"),
         400,
@@ -213,20 +213,20 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
     ),
     "no list of strings": (texts(stop=["a", 3]), 400, "stop", "stop must be a list of strings"),
     "too long a draft": (texts(gamma=33), 400, "gamma", "gamma must be at most 32, found 33"),
-    "no file of the server": (texts(plan="p.json"), 400, "plan", "plan is not served here"),
+    "no file of the server": (texts(plan="p.json"), 400, "plan", "plan is not supported"),
     "probabilities": (
         texts(logprobs=3),
         400,
         "logprobs",
-        "logprobs is not served here: leave it out",
+        "logprobs is not supported: leave it out",
     ),
     "the likeliest token's probability": (
         texts(logprobs=0),
         400,
         "logprobs",
-        "logprobs is not served here: leave it out",
+        "logprobs is not supported: leave it out",
     ),
-    "no texts": (texts(n=0), 400, "n", "n is not served here"),
+    "no texts": (texts(n=0), 400, "n", "n is not supported"),
     "a chat's broken schema": (
         (
             "chat/completions",
@@ -443,10 +443,10 @@ def test_the_text_of_a_client_that_went_away_ends_alone(path: str, served: Serve
     other = served.begin("/v1/completions", {**ENDLESS, "stream": True})
     assert other.recv(10)
     connection = served.begin(path, asked)
-    until(lambda: len(served.worker.jobs) == 2 and len(served.worker.active) == 2)
+    until(lambda: len(served.worker.jobs) == 2 and len(served.worker.scheduler.active) == 2)
     _, job = served.worker.jobs
     connection.close()
-    until(lambda: len(served.worker.jobs) == len(served.worker.active) == 1)
+    until(lambda: len(served.worker.jobs) == len(served.worker.scheduler.active) == 1)
     assert job.gone and job.tasks[0].ended and other.recv(10)
     other.close()
     until(lambda: served.idle)
@@ -503,7 +503,7 @@ def test_no_seeded_text_depends_on_the_texts_beside_it(
     served: Served, folder: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four clients at once, and each alone at a server that writes one text after another."""
-    model = served.worker.model
+    model = served.worker.session.model
     widths = recorded(monkeypatch, model, "together", lambda calls, *plan: len(calls))
     with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
         alone = [lonely.text(**asked) for asked in COMPANY]

@@ -5,13 +5,14 @@ runs.
 from __future__ import annotations
 
 import re
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import pytest
+from rich.cells import cell_len
 
 import generate
 from decoding.rounds import Round
@@ -190,3 +191,20 @@ def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(
     assert browser.execute_script("return document.getAnimations().length") == 0
     assert len(browser.execute_script(shown)) == len(PIECES) + 1
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_no_two_texts_of_a_line_run_into_each_other() -> None:
+    """Also for long names, of the model and of the draft, and for a text that is cut."""
+    long = [(Round(at, [], 0, [at % 2]), 0.001 * (at + 1)) for at in range(2 * MOST_TOKENS)]
+    name = "chosen each round: all layers in 4 bits; prompt lookup"
+    for draft in (name, name * 3):
+        svg = ElementTree.fromstring(render_picture("tiny " * 40, long, long, draft, LABELS))
+        lines: dict[str | None, list[tuple[float, float]]] = {}
+        for text in svg.findall(f"{NAMESPACE}text"):
+            width = 8.5 * cell_len(text.text or "")
+            x = float(text.get("x", ""))
+            begin = x if text.get("text-anchor") == "start" else x - width
+            assert begin >= 0 and begin + width <= WIDTH
+            lines.setdefault(text.get("y"), []).append((begin, begin + width))
+        for line in map(sorted, lines.values()):
+            assert all(left[1] < right[0] for left, right in pairwise(line))

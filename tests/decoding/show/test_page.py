@@ -67,6 +67,12 @@ def recorded(seed: int, *, banned: str = "") -> Recording:
     return recording
 
 
+def detail(token: int, q: float | None, p: float) -> dict[str, Any]:
+    draft_top = [] if q is None else [(" fox", q)]
+    label = {"id": token, "text": LABELS(token)}
+    return label | {"q": q, "p": p, "draft_top": draft_top, "target_top": [(" fox", p)]}
+
+
 def page_of(*recordings: Recording, race: bool = False) -> str:
     facts = {"prompt": PROMPT, "facts": [("Model", "<b>tiny</b>")], "plan": asdict(PLAN)}
     samples = [recording.sample for recording in recordings]
@@ -135,7 +141,7 @@ GLOSSARY = (Path(__file__).parents[3] / "docs/glossary.md").read_text(encoding="
 
 
 def test_words_of_the_page_have_tooltips_and_a_glossary(opened: WebDriver) -> None:
-    for selector, words in [(".legend .own", ["residual", "bonus"]), ("#details dt", ["q"])]:
+    for selector, words in [(".legend .own", ["target", "own"]), ("#details dt", ["q"])]:
         title = find(opened, selector).get_attribute("title")
         assert all(f"{word}: " in title for word in words)
     assert not find(opened, "#words").is_displayed()
@@ -289,3 +295,22 @@ def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> N
         )
         told = find(opened, "#inspector").text
         assert said in told and "min(1" not in told
+
+
+@pytest.mark.parametrize("race", [True, False], ids=["race", "ratio rule"])
+def test_a_copied_token_is_explained_as_one(race: bool, opened: WebDriver, tmp_path: Path) -> None:
+    """And the round names its drafter."""
+    copied = {**detail(6, 1.0, 0.25), "verdict": "accepted"}
+    own = {**detail(10, None, 0.5), "verdict": "own"}
+    counts = {"position": 3, "drafted": 1, "accepted": 1, "emitted": 2, "retracted": 0}
+    recording = Recording(SamplingParams(1.0), LABELS)
+    recording.sample["rounds"] = [{**counts, "drafter": "lookup", "tokens": [copied, own]}]
+    page = tmp_path / "copied.html"
+    page.write_text(page_of(recording, race=race), encoding="utf-8")
+    opened.get(page.as_uri())
+    assert find(opened, "#story").text.startswith("1 drafted (lookup): 1 accepted.")
+    told = find(opened, "#details").text
+    assert "It was copied from the text, not drawn (q is one-hot)" in told
+    assert "random numbers" not in told and "q is one-hot: 1 for the drafted token" in told
+    name = "the target's own token" if race else "the bonus token"
+    assert f"Then {name}, " in find(opened, "#story").text

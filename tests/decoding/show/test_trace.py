@@ -107,7 +107,7 @@ def without_signs(text: str) -> str:
 def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: list[Round]) -> None:
     shown = show(rounds)
     legend, body = shown.removesuffix("\n").split("\n", 1)
-    assert legend == "[accepted] {-rejected-} {~discarded~} residual or bonus"
+    assert legend == "[accepted] {-rejected-} {~discarded~} the target's own token"
     assert without_signs(body) == spelled(token for round in rounds for token in round.emitted)
     assert "\x1b" not in shown
 
@@ -231,7 +231,7 @@ def test_every_draft_can_be_watched_without_changing_the_text(
         [json.loads(line)["tokens"] for line in each.out.splitlines()] for each in said
     )
     assert watched == plain
-    assert said[1].err.count("{~discarded~} residual or bonus") == len(plain)
+    assert said[1].err.count("{~discarded~} the target's own token") == len(plain)
     assert said[1].err.count(str(page)) == 1 and page.stat().st_size > 1000
 
 

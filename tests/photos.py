@@ -1,0 +1,63 @@
+"""Photographs of the pages: ``python -m tests.photos`` takes ``docs/page.png`` and
+``docs/live.png`` anew. It needs Chromium and its driver.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selenium.webdriver.support.ui import WebDriverWait
+
+import generate
+from tests.browser import find, headless
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+
+DOCS = Path(__file__).parents[1] / "docs"
+WINDOW = {"width": 1100, "height": 1300, "deviceScaleFactor": 1, "mobile": False}
+
+
+def take(browser: WebDriver, file: Path) -> None:
+    """Photograph the whole page."""
+    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+    file.write_bytes(base64.b64decode(shot["data"]))
+
+
+def page(browser: WebDriver) -> None:
+    """The page of the command in docs/live.md."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.html"
+        draft = ["--draft", "exit", "--exit-layer", "6", "--html", str(file)]
+        sampling = ["--temperature", "0.7", "--seed", "8"]
+        prompt = "Write a short story about a fox."
+        generate.main([prompt, "--model", "tiny-llama", *sampling, *draft])
+        browser.get(file.as_uri())
+        take(browser, DOCS / "page.png")
+
+
+def live(browser: WebDriver) -> None:
+    """The page of ``make serve``, with a drafted text beside a plain one."""
+    with serving() as served:
+        browser.get(served.address + "/")
+        find(browser, "#wish").send_keys("What is photosynthesis?")
+        browser.execute_script("at('draft').value = 'lowbit'; at('beside').checked = true")
+        find(browser, "#write").click()
+        WebDriverWait(browser, 120).until(lambda _: find(browser, "#write").is_enabled())
+        take(browser, DOCS / "live.png")
+
+
+if __name__ == "__main__":
+    browser = headless()
+    if browser is None:
+        sys.exit("no browser: install chromium and chromium-driver")
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", WINDOW)
+    browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+    page(browser)
+    live(browser)
+    browser.quit()
