@@ -27,7 +27,7 @@ class Steps:
     ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
     reference here. ``keeps_copies``: low-bit copies are made one by one and can be kept, by the
     methods of ``model.fast.cpu``; else ``prepare`` makes them. ``kept`` holds those that are.
-    ``shares_steps``: ``together`` computes several calls in one step. ``trouble`` is the reason why
+    ``batches_calls``: ``together`` computes several calls in one step. ``trouble`` is the reason why
     static steps fell back to the readable blocks, if they did. ``why_rows_vary`` is None if the
     bits of a position's logits do not depend on the other rows of the step; else one line with the
     reason.
@@ -36,7 +36,7 @@ class Steps:
     fast_bits: tuple[int, ...] = ()
     keeps_copies = False
     kept: Any = None
-    shares_steps = False
+    batches_calls = False
     trouble: str | None = None
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
 

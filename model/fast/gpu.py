@@ -66,7 +66,7 @@ def attend_statically(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """``model.layers.attend`` with the mask ``[G · rows, S]`` of a static step, written out: a
+    """``model.layers.attend_masked`` with the mask ``[G · rows, S]`` of a static step, written out: a
     compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the
@@ -330,11 +330,11 @@ class StaticDecoder(PreparedDecoder):
         cache, kept = (self.model.new_cache(3 * ROWS) for _ in range(2))
         tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
         expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
-        kept.copy(step.cache, 3 * ROWS)
-        step.cache.copy(cache, 2 * ROWS)
+        kept.copy_from(step.cache, 3 * ROWS)
+        step.cache.copy_from(cache, 2 * ROWS)
         found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
         alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        step.cache.copy(kept, 3 * ROWS)
+        step.cache.copy_from(kept, 3 * ROWS)
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
             raise RuntimeError(

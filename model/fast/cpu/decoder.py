@@ -39,7 +39,7 @@ class FastDecoder(PreparedDecoder):
     step = staticmethod(step)
     fast_bits = tuple(LOW_BITS)
     keeps_copies = True
-    shares_steps = True
+    batches_calls = True
     why_rows_vary = None
 
     def __init__(self, model: Decoder) -> None:
