@@ -4,7 +4,6 @@ cache and plan.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +25,14 @@ class Steps:
 
     ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
     reference here. ``keeps_copies``: low-bit copies are made one by one and can be kept, by the
-    methods of ``model.fast.cpu``; else ``prepare`` makes them. ``kept`` holds those that are.
-    ``batches_calls``: ``together`` computes several calls in one step. ``trouble`` is the reason why
-    static steps fell back to the readable blocks, if they did. ``why_rows_vary`` is None if the
-    bits of a position's logits do not depend on the other rows of the step; else one line with the
-    reason.
+    methods of ``model.fast.cpu``; else ``prepare`` makes them. ``batches_calls``: ``together``
+    computes several calls in one step. ``trouble`` is the reason why static steps fell back to the
+    readable blocks, if they did. ``why_rows_vary`` is None if the bits of a position's logits do
+    not depend on the other rows of the step; else one line with the reason.
     """
 
     fast_bits: tuple[int, ...] = ()
     keeps_copies = False
-    kept: Any = None
     batches_calls = False
     trouble: str | None = None
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"

@@ -29,7 +29,7 @@ from cli.files import check_place, read_text
 from cli.options import FLAG, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
-from decoding.run.calibration import Continuation, importance_steps, kept_of
+from decoding.run.calibration import Continuation, importance_steps
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
     setting = Setting(folder, model, tokenizer, params, model.max_positions, coupling.name)
     if model.fast_bits:  # as generate.py rounds
-        list(importance_steps(model, kept_of(model, folder), tokenizer))
+        list(importance_steps(model, setting.kept, tokenizer))
     identity = {
         "model": model_fingerprint(folder),
         "dtype": str(model.dtype).removeprefix("torch."),

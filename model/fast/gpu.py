@@ -66,8 +66,8 @@ def attend_statically(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """``model.layers.attend_masked`` with the mask ``[G · rows, S]`` of a static step, written out: a
-    compiler fuses it.
+    """Masked grouped-query attention (``model.layers.attend_masked``) of a static step, with a mask
+    ``[G · rows, S]``, written out: a compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the
     wide dtype.
