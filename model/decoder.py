@@ -13,8 +13,8 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import Quantised, evaluate_grid, quantise
-from model.twins import Twins
+from model.quantise import Evaluate, Quantised, evaluate_grid, quantise
+from model.twins import NewProduct, Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
@@ -67,9 +67,6 @@ class Decoder(Steps, nn.Module):
     new_block: type[nn.Module]
     new_norm: type[RMSNorm]
     embedding_scale = 1.0
-    # ``model.fast`` puts faster functions here
-    attend = staticmethod(attend_causally)
-    evaluate_grid = staticmethod(evaluate_grid)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,7 +80,6 @@ class Decoder(Steps, nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
-        self.twins = Twins(self)
         self.lm_head = (
             None
             if config.tie_embeddings
@@ -91,6 +87,22 @@ class Decoder(Steps, nn.Module):
         )
         self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
         self.norm = self.new_norm(config.hidden_size, config.norm_eps)
+        self.use()
+
+    def use(
+        self,
+        *,
+        attend: Callable[..., Tensor] = attend_causally,
+        evaluate_grid: Evaluate = evaluate_grid,
+        new_product: NewProduct | None = None,
+    ) -> None:
+        """Set the functions that a device may have faster ones of: the attention of prompts, the
+        grids of weights in four bits, and the low-bit products of ``Twins``. By default they are
+        the readable ones; ``model.fast`` sets others.
+        """
+        self.attend = attend
+        self.evaluate_grid = evaluate_grid
+        self.twins = Twins(self, new_product)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""

@@ -46,8 +46,7 @@ class FastDecoder(PreparedDecoder):
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
-        model.attend = attend_by_flash
-        model.evaluate_grid = evaluate_grid
+        model.use(attend=attend_by_flash, evaluate_grid=evaluate_grid)
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
