@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -519,3 +520,19 @@ def test_settings_under_which_numba_cannot_run_are_one_line(
 def test_in_float64_the_readable_blocks_run() -> None:
     model = random_model("llama", torch.float64)
     assert accelerate(model) is model and isinstance(accelerate(model.float()), FastDecoder)
+
+
+def few_logits() -> list[float]:
+    model = accelerate(random_model("llama"))
+    with torch.inference_mode():
+        return model(tokens_for(9), model.new_cache(16), 0).flatten().tolist()
+
+
+def test_a_step_reads_no_memory_that_it_has_freed() -> None:
+    """glibc overwrites freed memory in a process with MALLOC_PERTURB_."""
+    code = "from tests.model.test_step import few_logits; print(few_logits())"
+    overwriting = os.environ | {"MALLOC_PERTURB_": "165"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=overwriting, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == f"{few_logits()}\n"

@@ -100,6 +100,7 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     )
     least = PIECE // matrices[0, BLOCK_BYTES] + 1
     team.run(board, matrices[0, PRODUCT_TASK], blocks, least, arguments)
+    inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
     add_biases(matrices, out)
     return out
 
