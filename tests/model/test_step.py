@@ -413,7 +413,7 @@ def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
         for index in range(len(x)):
             power[index], tangent[index] = (
                 elements.exponential(x[index]),
-                elements.tangent(x[index]),
+                elements.hyperbolic_tangent(x[index]),
             )
 
     x = np.concatenate(
