@@ -158,7 +158,7 @@ class StaticStep:
         self.started: int | None = None  # value of ``start``
         self.offsets = torch.arange(self.rows, device=model.device)
         # graphs of sampling read it too, so all steps share it
-        self.logits = launcher.buffer("logits", (self.rows, model.vocab_size), model.dtype)
+        self.logits = launcher.buffers.get("logits", (self.rows, model.vocab_size), model.dtype)
         self.angles = {
             rope: rotary_table(
                 rope, model.config.head_dim, cache.capacity, model.dtype, model.device
@@ -216,7 +216,7 @@ class StaticStep:
             self.start.fill_(start)
         (self.replay or self.compute)()
         self.started = start + 1
-        return self.launcher.hand_out(self.logits, count)[None]
+        return self.launcher.copies.hand_out(self.logits, count)[None]
 
     def capture(self) -> None:
         """Record the step as a CUDA graph."""
