@@ -229,10 +229,10 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     for kind in parameters:
         _one_of("layer type of rope_parameters", kind, (SLIDING, FULL))
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
-    whole = {"rope_theta": raw.get("rope_theta") or 1e6}
+    full = {"rope_theta": raw.get("rope_theta") or 1e6}
     return {
         SLIDING: _rope(raw, local | _object(parameters, SLIDING), max_positions),
-        FULL: _rope(raw, whole | _object(parameters, FULL) | scaling, max_positions),
+        FULL: _rope(raw, full | _object(parameters, FULL) | scaling, max_positions),
     }
 
 

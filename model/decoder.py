@@ -20,8 +20,8 @@ PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of act
 
 
 class Steps:
-    """Interface of a model in the steps of a text, with the values of the readable blocks, which
-    ``model.fast`` replaces.
+    """Properties of a model's steps, beside the calls of ``decoding.model_port``. These values are
+    those of the readable blocks; ``model.fast`` has others.
 
     ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
     reference here. ``keeps_copies``: low-bit copies are made one by one and can be kept, by the
