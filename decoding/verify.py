@@ -19,7 +19,7 @@ from decoding.randomness import (
     SeededRandomness,
 )
 from model.errors import InputError
-from model.launch import launch
+from model.launch import LAUNCHERS, launch
 
 
 def verify_by_ratio(
@@ -40,11 +40,11 @@ def verify_by_ratio(
     p itself: the bonus token.
     """
     if not len(drafted):  # plain decoding
-        return torch.zeros((), dtype=torch.int64, device=drafted.device), randomness.draw(
-            target_probs[0], place
-        )
+        none = torch.zeros((), dtype=torch.int64, device=drafted.device)
+        return none, randomness.draw(target_probs[0], place)
     wide = torch.promote_types(target_probs.dtype, draft_probs.dtype)
-    target_probs, draft_probs = target_probs.to(wide), draft_probs.to(wide)
+    target_probs = target_probs.to(wide)
+    draft_probs = draft_probs.to(wide)
     p_drafted, q_drafted = (
         rows.gather(1, drafted[:, None])[:, 0] for rows in (target_probs[:-1], draft_probs)
     )
@@ -60,31 +60,6 @@ def verify_by_ratio(
     # Where p = q up to rounding, the residual is all zeros. Such a rejection has probability ~0,
     # and p is its limit.
     return accepted, randomness.draw(torch.where(residual.sum() > 0, residual, p), place)
-
-
-def launch_ratio_rule(
-    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
-) -> tuple[Tensor, Tensor]:
-    """``verify_by_ratio``, in one launch where that is possible: with uniform numbers that are
-    drawn before it.
-    """
-    if not (len(drafted) and isinstance(randomness, SeededRandomness)):
-        return verify_by_ratio(target_probs, draft_probs, drafted, randomness, place)
-    accepting = randomness.uniform(len(drafted))
-    inputs = (target_probs, draft_probs, drafted, accepting, randomness.uniform(1))
-    verdict = launch(ratio_verdicts, *(each[None] for each in inputs), is_compiled=False)
-    return verdict[0, 0], verdict[0, 1]
-
-
-def ratio_verdicts(
-    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, accepting: Tensor, drawing: Tensor
-) -> Tensor:
-    """Results of ``verify_by_ratio``, ``[1, 2]`` int64, for arguments ``[1, ...]`` and uniform
-    numbers: a function of rows (``model.launch``), of which each is a draft.
-    """
-    given = GivenUniforms(accepting[0], drawing[0])
-    verdict = verify_by_ratio(target_probs[0], draft_probs[0], drafted[0], given, Place(0))
-    return torch.stack(verdict)[None]
 
 
 def verify_by_race(
@@ -104,6 +79,36 @@ def verify_by_race(
         return torch.zeros_like(drawn[0]), drawn[0]
     accepted = (drawn[:-1] == drafted).long().cumprod(0).sum()
     return accepted, drawn.index_select(0, accepted[None])[0]
+
+
+def launch_ratio_rule(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    drafted: Tensor,
+    randomness: SeededRandomness,
+    place: Place,
+) -> tuple[Tensor, Tensor]:
+    """``verify_by_ratio``; on a GPU in one launch, with uniform numbers that are drawn before
+    it.
+    """
+    if not len(drafted) or drafted.device not in LAUNCHERS:
+        return verify_by_ratio(target_probs, draft_probs, drafted, randomness, place)
+    accepting = randomness.uniform(len(drafted))
+    drawing = randomness.uniform(1)
+    inputs = (target_probs, draft_probs, drafted, accepting, drawing)
+    verdict = launch(ratio_verdicts, *(each[None] for each in inputs), is_compiled=False)
+    return verdict[0, 0], verdict[0, 1]
+
+
+def ratio_verdicts(
+    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, accepting: Tensor, drawing: Tensor
+) -> Tensor:
+    """Results of ``verify_by_ratio``, ``[1, 2]`` int64, for arguments ``[1, ...]`` and uniform
+    numbers: a function of rows (``model.launch``), of which each is a draft.
+    """
+    given = GivenUniforms(accepting[0], drawing[0])
+    verdict = verify_by_ratio(target_probs[0], draft_probs[0], drafted[0], given, Place(0))
+    return torch.stack(verdict)[None]
 
 
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]

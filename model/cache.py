@@ -85,7 +85,7 @@ class KVCache:
         """Forget every position from ``length`` on, in every layer. No tensor is touched."""
         self.lengths = [min(length, layer_length) for layer_length in self.lengths]
 
-    def copy(self, source: "KVCache", length: int) -> None:
+    def copy_from(self, source: "KVCache", length: int) -> None:
         """Copy another cache's first ``length`` entries, and forget all others."""
         for target, entries in zip(
             (*self.keys, *self.values), (*source.keys, *source.values), strict=True

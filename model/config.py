@@ -229,10 +229,10 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     for kind in parameters:
         _one_of("layer type of rope_parameters", kind, (SLIDING, FULL))
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
-    whole = {"rope_theta": raw.get("rope_theta") or 1e6}
+    full = {"rope_theta": raw.get("rope_theta") or 1e6}
     return {
         SLIDING: _rope(raw, local | _object(parameters, SLIDING), max_positions),
-        FULL: _rope(raw, whole | _object(parameters, FULL) | scaling, max_positions),
+        FULL: _rope(raw, full | _object(parameters, FULL) | scaling, max_positions),
     }
 
 
@@ -292,14 +292,15 @@ def _read(
     if value is None and optional:
         return None
     value = default if value is None else value
-    fits, wanted = {
-        int: (
-            type(value) is int and smallest <= value <= LARGEST,
-            f"a whole number from {smallest} to {LARGEST}",
-        ),
-        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
-        bool: (type(value) is bool, "true or false"),
-    }[kind]
+    if kind is int:
+        wanted = f"a whole number from {smallest} to {LARGEST}"
+        fits = type(value) is int and smallest <= value <= LARGEST
+    elif kind is float:
+        wanted = "a number above 0"
+        fits = type(value) in (int, float) and 0 < value < 1e30
+    else:
+        wanted = "true or false"
+        fits = type(value) is bool
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
     return kind(value)

@@ -4,7 +4,6 @@ cache and plan.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,29 +13,27 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import Quantised, evaluate_grid, quantise
-from model.twins import Twins
+from model.quantise import Evaluate, Quantised, evaluate_grid, quantise
+from model.twins import NewProduct, Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
 
 class Steps:
-    """Interface of a model in the steps of a text, with the values of the readable blocks, which
-    ``model.fast`` replaces.
+    """Properties of a model's steps, beside the calls of ``decoding.model_port``. These values are
+    those of the readable blocks; ``model.fast`` has others.
 
     ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
     reference here. ``keeps_copies``: low-bit copies are made one by one and can be kept, by the
-    methods of ``model.fast.cpu``; else ``prepare`` makes them. ``kept`` holds those that are.
-    ``shares_steps``: ``together`` computes several calls in one step. ``trouble`` is the reason why
-    static steps fell back to the readable blocks, if they did. ``why_rows_vary`` is None if the
-    bits of a position's logits do not depend on the other rows of the step; else one line with the
-    reason.
+    methods of ``model.fast.cpu``; else ``prepare`` makes them. ``batches_calls``: ``together``
+    computes several calls in one step. ``trouble`` is the reason why static steps fell back to the
+    readable blocks, if they did. ``why_rows_vary`` is None if the bits of a position's logits do
+    not depend on the other rows of the step; else one line with the reason.
     """
 
     fast_bits: tuple[int, ...] = ()
     keeps_copies = False
-    kept: Any = None
-    shares_steps = False
+    batches_calls = False
     trouble: str | None = None
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
 
@@ -70,9 +67,6 @@ class Decoder(Steps, nn.Module):
     new_block: type[nn.Module]
     new_norm: type[RMSNorm]
     embedding_scale = 1.0
-    # ``model.fast`` puts faster functions here
-    attend = staticmethod(attend_causally)
-    evaluate_grid = staticmethod(evaluate_grid)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -86,7 +80,6 @@ class Decoder(Steps, nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
-        self.twins = Twins(self)
         self.lm_head = (
             None
             if config.tie_embeddings
@@ -94,6 +87,22 @@ class Decoder(Steps, nn.Module):
         )
         self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
         self.norm = self.new_norm(config.hidden_size, config.norm_eps)
+        self.use()
+
+    def use(
+        self,
+        *,
+        attend: Callable[..., Tensor] = attend_causally,
+        evaluate_grid: Evaluate = evaluate_grid,
+        new_product: NewProduct | None = None,
+    ) -> None:
+        """Set the functions that a device may have faster ones of: the attention of prompts, the
+        grids of weights in four bits, and the low-bit products of ``Twins``. By default they are
+        the readable ones; ``model.fast`` sets others.
+        """
+        self.attend = attend
+        self.evaluate_grid = evaluate_grid
+        self.twins = Twins(self, new_product)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""

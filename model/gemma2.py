@@ -1,9 +1,9 @@
 """Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, a sliding window in every
 other layer.
 
-The soft cap of attention scores and the sliding windows are part of ``model.layers.attend``; the
-rest is here. Gemma 3's text models (arXiv 2503.19786) have the same block without caps. Their
-norms of heads are part of ``model.layers.Attention``.
+The soft cap of attention scores and the sliding windows are part of ``model.layers``; the rest is
+here. Gemma 3's text models (arXiv 2503.19786) have the same block without caps. Their norms of
+heads are part of ``model.layers.Attention``.
 """
 
 from collections.abc import Callable

@@ -110,7 +110,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-def attend(
+def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
     """Masked grouped-query attention (arXiv 2305.13245): softmax(scale · q kᵀ + mask) · v.
@@ -159,7 +159,7 @@ def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.
 def attend_causally(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
 ) -> Tensor:
-    """Causal attention of the last T of S positions, by ``attend`` and ``causal_mask``.
+    """Causal attention of the last T of S positions, by ``attend_masked`` and ``causal_mask``.
 
     Long prompts are divided into chunks of queries, so that the scores of all queries and keys are
     never held at once. Keys outside of a chunk's windows are not multiplied at all.
@@ -180,7 +180,7 @@ def attend_causally(
             keys = torch.arange(first, end, device=q.device)
             mask = causal_mask(keys[-rows:], keys, window, q.dtype)
         out.append(
-            attend(
+            attend_masked(
                 q[:, :, begin : begin + rows],
                 k[:, :, first:end],
                 v[:, :, first:end],

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from model.plan import FULL, LOW_BITS
 from model.quantise import round_inputs
 
+NewProduct = Callable[[nn.Linear | nn.Embedding, int], Any]
+
 
 class Twins:
     """Blocks of a decoder under any plan. A twin is made when a plan first asks for it, and kept.
@@ -22,7 +24,7 @@ class Twins:
     def __init__(
         self,
         model: nn.Module,
-        new_product: Callable[[nn.Linear | nn.Embedding, int], Any] | None = None,
+        new_product: NewProduct | None = None,
     ) -> None:
         self.model = model
         self.new_product = new_product or partial(RoundedLinear, model)

@@ -31,7 +31,7 @@ from cli.files import check_place, read_text
 from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
-from decoding.run.calibration import Continuation, importance_steps, kept_of
+from decoding.run.calibration import Continuation, importance_steps
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
@@ -180,9 +180,10 @@ def load_setting(
     """The loaded target, which rounds to low bits as ``generate.py`` does."""
     tokenizer = Tokenizer(folder)
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    setting = Setting(folder, model, tokenizer, params, model.max_positions, coupling)
     if model.fast_bits:
-        list(importance_steps(model, kept_of(model, folder), tokenizer))
-    return Setting(folder, model, tokenizer, params, model.max_positions, coupling)
+        list(importance_steps(model, setting.kept, tokenizer))
+    return setting
 
 
 def study_of(

@@ -35,7 +35,7 @@ from torch import Tensor
 from decoding.run.calibration import Continuation
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, LayerPlan, ModelConfig
-from model.layers import Positions, attend, layer_positions
+from model.layers import Positions, attend_masked, layer_positions
 from model.twins import Twins
 
 # deeper drafts are taken to be accepted like the last: an error of .01 at most on SmolLM2
@@ -110,7 +110,7 @@ def positions_at_all_depths(
     def attend_at_depths(
         q: Tensor, k: Tensor, v: Tensor, window: int | None, **constants: Any
     ) -> Tensor:
-        return attend(q, k, v, masks[window], **constants)
+        return attend_masked(q, k, v, masks[window], **constants)
 
     return [
         Positions(length, each.cos[at[:, 0]], each.sin[at[:, 0]], attend_at_depths)

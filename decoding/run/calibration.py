@@ -172,14 +172,13 @@ def input_squares(
 
 
 def low_bit_steps(
-    model: Decoder, plan: LayerPlan, folder: Path, tokenizer: Tokenizer
+    model: Decoder, plan: LayerPlan, kept: KeptTensors, tokenizer: Tokenizer
 ) -> Iterator[None]:
     """Get a plan's low-bit copies into memory, in steps of one matrix or one calibration text.
 
     Those that are kept are mapped, all before the first step. The others are made and kept. A text
     may be written between two steps, but not drafted under the plan.
     """
-    kept = kept_of(model, folder)
     if not model.keeps_copies:  # ``prepare`` makes them
         yield from importance_steps(model, kept, tokenizer)
         return
@@ -203,10 +202,8 @@ def low_bit_steps(
 
 
 def kept_of(model: Decoder, folder: Path) -> KeptTensors:
-    """The kept tensors of a model that was loaded from this folder, in use as long as the model."""
-    if model.kept is None:
-        model.kept = KeptTensors(folder, model.dtype, version(SOURCES))
-    return model.kept
+    """The kept tensors of a model that was loaded from this folder."""
+    return KeptTensors(folder, model.dtype, version(SOURCES))
 
 
 def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) -> Iterator[None]:

@@ -7,7 +7,7 @@ there; ``FILE.py:Class`` names a class in a file of the user.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from cli.command_line import say
 from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, ForcedTokens, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
-from decoding.run.calibration import low_bit_steps
+from decoding.run.calibration import kept_of, low_bit_steps
 from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
@@ -24,6 +24,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, ModelConfig
 from model.fast import accelerate
 from model.plan import FULL, LOW_BITS
+from weights.kept import KeptTensors
 from weights.load import load_model, model_folder, read_config
 from weights.memory import LONGEST_DRAFT, bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
@@ -131,6 +132,11 @@ class Setting:
     coupling: str = "ratio"
     made: dict[DraftOptions, Drafting] = field(default_factory=dict)
 
+    @cached_property
+    def kept(self) -> KeptTensors:
+        """The target's kept tensors, which no process drops while this exists."""
+        return kept_of(self.model, self.folder)
+
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
         """The drafting that the options ask for, made once for all policies. Raises InputError
         where it is not possible.
@@ -222,7 +228,7 @@ def preparing(setting: Setting, plan: LayerPlan) -> Iterator[None]:
     """
     model = setting.model
     if plan.has_low_bits and model.fast_bits:
-        yield from low_bit_steps(model, plan, setting.folder, setting.tokenizer)
+        yield from low_bit_steps(model, plan, setting.kept, setting.tokenizer)
     model.prepare(plan)
 
 

@@ -135,7 +135,7 @@ class Session:
 
     def slots(self, texts: int, capacity: int) -> int:
         """Number of texts that are written at once: as many as share steps and fit into memory."""
-        if not self.model.shares_steps:
+        if not self.model.batches_calls:
             return 1
         memory = self.request.memory(positions=capacity)
         fitting = free_bytes(self.request.device) // (memory.cache + memory.workspace)

@@ -233,7 +233,7 @@ class Scheduler:
             call = task.call
             count = chunk_at(call.start)
             if source := self._cache_of_same_prompt(task):
-                call.cache.copy(source, call.tokens.shape[1])
+                call.cache.copy_from(source, call.tokens.shape[1])
                 self._go_on(task)
                 continue
             try:
@@ -259,7 +259,7 @@ class Scheduler:
             and len(slot.segments) < 2  # read in one segment, as this prompt would be
             and slot.cache.length >= call.tokens.shape[1]
         )
-        return next(same, None) if reads_all and self.model.shares_steps else None
+        return next(same, None) if reads_all and self.model.batches_calls else None
 
     def _verifies(self, task: Task) -> bool:
         """Whether a text has called the target to verify its draft: its last token and the

@@ -31,7 +31,6 @@ from model.fast.graphs import Launcher, compile_function, launcher_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.quantise import GROUP, Quantised
-from model.twins import Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
@@ -66,8 +65,8 @@ def attend_statically(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    """``model.layers.attend`` with the mask ``[G · rows, S]`` of a static step, written out: a
-    compiler fuses it.
+    """Masked grouped-query attention (``model.layers.attend_masked``) of a static step, with a mask
+    ``[G · rows, S]``, written out: a compiler fuses it.
 
     The two products over all positions occupy a GPU even where heads are few. Softmax is in the
     wide dtype.
@@ -159,7 +158,7 @@ class StaticStep:
         self.started: int | None = None  # value of ``start``
         self.offsets = torch.arange(self.rows, device=model.device)
         # graphs of sampling read it too, so all steps share it
-        self.logits = launcher.buffer("logits", (self.rows, model.vocab_size), model.dtype)
+        self.logits = launcher.buffers.get("logits", (self.rows, model.vocab_size), model.dtype)
         self.angles = {
             rope: rotary_table(
                 rope, model.config.head_dim, cache.capacity, model.dtype, model.device
@@ -217,7 +216,7 @@ class StaticStep:
             self.start.fill_(start)
         (self.replay or self.compute)()
         self.started = start + 1
-        return self.launcher.hand_out(self.logits, count)[None]
+        return self.launcher.copies.hand_out(self.logits, count)[None]
 
     def capture(self) -> None:
         """Record the step as a CUDA graph."""
@@ -245,7 +244,7 @@ class StaticDecoder(PreparedDecoder):
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         super().__init__(model)
-        model.twins = Twins(model, partial(low_bits, model))
+        model.use(new_product=partial(low_bits, model))
         self.fast_bits = gpu_bits(model.device, model.dtype)
         self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block
@@ -330,11 +329,11 @@ class StaticDecoder(PreparedDecoder):
         cache, kept = (self.model.new_cache(3 * ROWS) for _ in range(2))
         tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
         expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
-        kept.copy(step.cache, 3 * ROWS)
-        step.cache.copy(cache, 2 * ROWS)
+        kept.copy_from(step.cache, 3 * ROWS)
+        step.cache.copy_from(cache, 2 * ROWS)
         found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
         alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        step.cache.copy(kept, 3 * ROWS)
+        step.cache.copy_from(kept, 3 * ROWS)
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
             raise RuntimeError(

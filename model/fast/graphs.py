@@ -2,11 +2,13 @@
 
 The kernels of sampling are small and many: launching them one by one takes longer than a step of a
 small model. ``Launcher`` compiles such a function and replays it as one launch. The readable
-functions stay the only version; they call ``model.launch``.
+functions stay the only version; they call ``model.launch``. ``Recorder`` records graphs,
+``Buffers`` are their memory, ``Copies`` and ``Turns`` the two forms of their results.
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -63,15 +65,105 @@ class Recorder:
         return graph.replay
 
 
+class Buffers:
+    """Memory of one device that graphs read and write, by name, shape and dtype."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.get = cache(self._new)
+        self.numbers: dict[Tensor, float] = {}  # the values of numbers that graphs read
+
+    @torch.inference_mode(False)
+    def _new(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def of_argument(self, name: object, given: Tensor | float) -> Tensor:
+        """Buffer for a tensor or a number."""
+        if isinstance(given, float):
+            return self.get(name, (), torch.float64)
+        return self.get(name, given.shape, given.dtype)
+
+    def write(self, buffer: Tensor, given: Tensor | float) -> None:
+        """Write an argument, unless it is the number that is there."""
+        if isinstance(given, Tensor):
+            buffer.copy_(given, non_blocking=True)
+        elif self.numbers.get(buffer) != given:
+            self.numbers[buffer] = given
+            buffer.fill_(given)
+
+
+class Copies:
+    """Copies of the two buffers that were handed out last.
+
+    A graph that is given such a copy, or a view of it, reads the buffer, unless the copy has been
+    changed.
+    """
+
+    def __init__(self) -> None:
+        self.last: list[tuple[Tensor, Tensor]] = []  # copies, with their buffers
+
+    @torch.inference_mode(False)  # so that torch counts the changes of the copy
+    def hand_out(self, buffer: Tensor, rows: int) -> Tensor:
+        """Copy of a buffer's first rows."""
+        copy = buffer[:rows].clone()
+        others = [pair for pair in self.last if pair[1] is not buffer]
+        self.last = [(copy, buffer), *others[:1]]
+        return copy
+
+    def source(self, given: Any) -> Tensor | None:
+        """Buffer that holds the numbers of this argument, if one does."""
+        for copy, buffer in self.last if isinstance(given, Tensor) else ():
+            if (given is copy or given._base is copy) and not copy._version:
+                return buffer
+        return None
+
+
+class Turns:
+    """Turns of draws: each writes its tokens to the next of ``TURNS`` places, so that no copy is
+    needed. Graphs read the turn on the device.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.next = 0
+        self.next_there = buffers.get("turn", (1,), torch.int64)
+
+    def write(self, places: Tensor, tokens: Tensor) -> None:
+        """Write drawn tokens, in a graph."""
+        places.index_copy_(0, self.next_there, tokens[None])
+        self.next_there.add_(1).remainder_(TURNS)
+
+    def read(self, places: Tensor) -> Tensor:
+        """The tokens that a graph has just written."""
+        drawn = places[self.next]
+        self.next = (self.next + 1) % TURNS
+        return drawn
+
+    def restore(self) -> None:
+        """Undo the turns of a recording, which nothing reads."""
+        self.next_there.fill_(self.next)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Graph of a function: the buffers that its arguments are written to, None for those that are
+    not written; its replay; its results, those of a draw by turn.
+    """
+
+    written: list[Tensor | None]
+    replay: Callable[[], None]
+    results: Tensor
+    is_draw: bool
+
+
 class Launcher:
     """Launcher of functions of rows on one device, each a graph per number of rows.
 
     Within a graph every row is computed by itself, by the same kernels on memory of the same
     alignment. So its bits do not depend on the number of rows, and plain and drafted texts have the
     same distributions. Tensors are given by row, floats are numbers that may change between
-    replays, and everything else is a constant of the graph. A function that cannot be compiled or
-    recorded, or then computes something else, is called directly. Without ``record`` nothing is
-    launched.
+    replays, and everything else is a constant of the graph. Results are copies, or the tokens of a
+    draw. A function that cannot be compiled or recorded, or then computes something else, is called
+    directly. Without ``record`` nothing is launched.
     """
 
     def __init__(
@@ -80,74 +172,45 @@ class Launcher:
         record: Record | None = None,
         compile: Callable[..., Any] = compile_function,
     ) -> None:
-        self.device = device
         self.record = record
         self.compile = cache(compile)
-        self.buffer = cache(self._buffer)  # one of a name, shape and dtype, for all graphs
-        # by function and kinds of arguments: the buffers to write, the replay, the results
-        self.launches: dict[Any, tuple[list[Tensor | None], Callable[[], None], Tensor] | None] = {}
-        self.numbers: dict[Tensor, float] = {}  # the values in the buffers of numbers
-        self.handed: list[tuple[Tensor, Tensor]] = []  # the last two copies, with their buffers
-        self.turn = 0  # of the next draw, which graphs read on the device
-        self.turn_there = self.buffer("turn", (1,), torch.int64)
-
-    @torch.inference_mode(False)
-    def _buffer(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    @torch.inference_mode(False)  # so that torch counts the changes of the copy
-    def hand_out(self, buffer: Tensor, rows: int) -> Tensor:
-        """Copy of a buffer's first rows.
-
-        A graph that is given the copy, or a view of it, reads the buffer, unless the copy has been
-        changed.
-        """
-        copy = buffer[:rows].clone()
-        others = [pair for pair in self.handed if pair[1] is not buffer]
-        self.handed = [(copy, buffer), *others[:1]]
-        return copy
-
-    def source(self, given: Any) -> Tensor | None:
-        """The buffer that holds the numbers of this tensor, if one does."""
-        for copy, buffer in self.handed if isinstance(given, Tensor) else ():
-            if (given is copy or given._base is copy) and not copy._version:
-                return buffer
-        return None
+        self.buffers = Buffers(device)
+        self.copies = Copies()
+        self.turns = Turns(self.buffers)
+        # by function and kinds of arguments; None: called directly
+        self.launches: dict[Any, Launch | None] = {}
 
     @torch.inference_mode()
     def __call__(
         self, function: Callable[..., Tensor], *arguments: Any, is_compiled: bool = True
     ) -> Tensor:
         """``function(*arguments)``, of which the first is a tensor of rows."""
-        key = function, *(kind(given, self.source(given)) for given in arguments)
+        key = function, *(kind(given, self.copies.source(given)) for given in arguments)
         if key not in self.launches:
             try:
                 expected = function(*arguments)
                 run = self.compile(function) if is_compiled else function
-                self.launches[key] = self._make(function, run, arguments, expected)
-                difference = (self._run(key, arguments).double() - expected).abs().max()
+                launch = self._make(function, run, arguments, expected)
+                difference = (self._run(launch, arguments).double() - expected).abs().max()
                 if not difference <= TOLERANCE:  # NaN fails too
                     raise RuntimeError(f"its results are {difference.item():.3g} away")
+                self.launches[key] = launch
             except Exception as error:  # of compilers, drivers, allocators
                 self.launches[key] = None
                 said = " ".join(f"{type(error).__name__}: {error}".split())
                 print(f"[{function.__name__} is not one launch: {said:.300}]", file=sys.stderr)
-        return self._run(key, arguments) if self.launches[key] else function(*arguments)
+        launch = self.launches[key]
+        return self._run(launch, arguments) if launch else function(*arguments)
 
-    def _run(self, key: Any, arguments: tuple[Any, ...]) -> Tensor:
-        buffers, replay, results = self.launches[key]
-        for given, buffer in zip(arguments, buffers, strict=True):
-            if isinstance(given, Tensor) and buffer is not None:
-                buffer.copy_(given, non_blocking=True)
-            elif isinstance(given, float) and self.numbers.get(buffer) != given:
-                self.numbers[buffer] = given
-                buffer.fill_(given)
-        replay()
-        if results.dtype != torch.int64:
-            return self.hand_out(results, len(results))
-        drawn = results[self.turn]
-        self.turn = (self.turn + 1) % TURNS
-        return drawn
+    def _run(self, launch: Launch, arguments: tuple[Any, ...]) -> Tensor:
+        """Results of a graph for these arguments."""
+        for given, buffer in zip(arguments, launch.written, strict=True):
+            if buffer is not None:
+                self.buffers.write(buffer, given)
+        launch.replay()
+        if launch.is_draw:
+            return self.turns.read(launch.results)
+        return self.copies.hand_out(launch.results, len(launch.results))
 
     def _make(
         self,
@@ -155,34 +218,33 @@ class Launcher:
         run: Callable[..., Tensor],
         arguments: tuple[Any, ...],
         expected: Tensor,
-    ) -> tuple[list[Tensor | None], Callable[[], None], Tensor]:
+    ) -> Launch:
         """Record ``run``, the function or its compiled code, for arguments of this kind."""
         inputs = list(arguments)
         written: list[Tensor | None] = [None] * len(arguments)
         for at, given in enumerate(arguments):
-            if (source := self.source(given)) is not None:
+            source = self.copies.source(given)
+            if source is not None:
                 offset = source.storage_offset() + given.storage_offset()
                 inputs[at] = source.as_strided(given.shape, given.stride(), offset)
-            elif isinstance(given, Tensor):
-                inputs[at] = written[at] = self.buffer((function, at), given.shape, given.dtype)
-            elif isinstance(given, float):
-                inputs[at] = written[at] = self.buffer((function, at), (), torch.float64)
+            elif isinstance(given, Tensor | float):
+                written[at] = self.buffers.of_argument((function, at), given)
+                inputs[at] = written[at]
         is_draw = expected.dtype == torch.int64
         shape = (TURNS, *expected.shape) if is_draw else expected.shape
-        results = self.buffer("results", shape, expected.dtype)
+        results = self.buffers.get("results", shape, expected.dtype)
 
         def compute() -> None:
             rows = torch.cat([run(*row_of(inputs, row)) for row in range(len(expected))])
             if is_draw:
-                results.index_copy_(0, self.turn_there, rows[None])
-                self.turn_there.add_(1).remainder_(TURNS)
+                self.turns.write(results, rows)
             else:
                 results.copy_(rows)
 
         try:
-            return written, self.record(compute), results
+            return Launch(written, self.record(compute), results, is_draw)
         finally:
-            self.turn_there.fill_(self.turn)  # the recording has moved it on
+            self.turns.restore()
 
 
 def kind(given: Any, source: Tensor | None) -> Any:

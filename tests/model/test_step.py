@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -388,7 +389,7 @@ def test_float16_numbers_are_widened_exactly() -> None:
 
 def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
     x = np.float32([*np.linspace(-86, 86, 100_001), 0, np.nan, 200, -200, np.inf, -np.inf])
-    power, tangent = of_each(elements.exponential, x), of_each(elements.tangent, x)
+    power, tangent = of_each(elements.exponential, x), of_each(elements.hyperbolic_tangent, x)
     assert power.dtype == tangent.dtype == np.float32
     np.testing.assert_allclose(power[:-5], np.exp(x[:-5].astype(np.float64)), rtol=2e-7)
     np.testing.assert_allclose(tangent, np.tanh(x.astype(np.float64)), atol=3e-7)
@@ -475,3 +476,19 @@ def test_settings_under_which_numba_cannot_run_are_one_line(
 def test_in_float64_the_readable_blocks_run() -> None:
     model = random_model("llama", torch.float64)
     assert accelerate(model) is model and isinstance(accelerate(model.float()), FastDecoder)
+
+
+def few_logits() -> list[float]:
+    model = accelerate(random_model("llama"))
+    with torch.inference_mode():
+        return model(tokens_for(9), model.new_cache(16), 0).flatten().tolist()
+
+
+def test_a_step_reads_no_memory_that_it_has_freed() -> None:
+    """glibc overwrites freed memory in a process with MALLOC_PERTURB_."""
+    code = "from tests.model.test_step import few_logits; print(few_logits())"
+    overwriting = os.environ | {"MALLOC_PERTURB_": "165"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=overwriting, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == f"{few_logits()}\n"

@@ -18,7 +18,19 @@ from model.fast.cpu.dot import BF16, F16, F32, GROUP, LANES, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
 from model.fast.cpu.rounding import evaluate_grid
 from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, run_step, step
-from model.fast.cpu.tasks import FIELDS, attention_task, input_task, product_task
+from model.fast.cpu.tasks import (
+    ADDRESS,
+    BIAS,
+    BLOCK_BYTES,
+    FIELDS,
+    INPUT_TASK,
+    KIND,
+    PRODUCT_TASK,
+    ROWS,
+    attention_task,
+    input_task,
+    product_task,
+)
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
 from model.quantise import Quantised
@@ -39,15 +51,14 @@ class FastDecoder(PreparedDecoder):
     step = staticmethod(step)
     fast_bits = tuple(LOW_BITS)
     keeps_copies = True
-    shares_steps = True
+    batches_calls = True
     why_rows_vary = None
 
     def __init__(self, model: Decoder) -> None:
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
-        model.attend = attend_by_flash
-        model.evaluate_grid = evaluate_grid
+        model.use(attend=attend_by_flash, evaluate_grid=evaluate_grid)
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
@@ -173,29 +184,27 @@ class FastDecoder(PreparedDecoder):
         return self.plans[plan]
 
     def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
-        """Row of a table for a weight in ``bits`` bits: kind, tasks of its inputs and of the
-        product, address, bytes per block, rows, address of its bias. All are absent for 0 bits.
+        """Row of a table of matrices (``tasks``) for a weight in ``bits`` bits. All columns are
+        absent for 0 bits.
         """
+        row = [ABSENT] * FIELDS
         if not bits:
-            return [ABSENT] * FIELDS
+            return row
         weight = product.weight
         kind = LOW_BITS.get(bits, KINDS[self.model.dtype])
         if bits != FULL:
             weight = self.low_bits.get((product, bits))
             if weight is None:
                 weight = self.make_copy(product, bits)
-        bias = ABSENT
+        row[KIND] = kind
+        row[INPUT_TASK] = input_task(kind)
+        row[PRODUCT_TASK] = product_task(kind)
+        row[ADDRESS] = weight.data_ptr()
+        row[BLOCK_BYTES] = weight.stride(0) * weight.itemsize
+        row[ROWS] = len(product.weight)
         if getattr(product, "bias", None) is not None:
-            bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
-        return [
-            kind,
-            input_task(kind),
-            product_task(kind),
-            weight.data_ptr(),
-            weight.stride(0) * weight.itemsize,
-            len(product.weight),
-            bias,
-        ]
+            row[BIAS] = self.biases.setdefault(product, product.bias.float()).data_ptr()
+        return row
 
 
 def scales(norm: RMSNorm) -> np.ndarray:

@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -350,19 +350,32 @@ def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
     return total.value * load(w + groups * size, FLOATS) if kind == INT8 else total.value
 
 
+class DotOperands(NamedTuple):
+    """Operands of ``dot`` behind the kinds, in its order."""
+
+    w: Value
+    x: Value
+    stride: Value
+    rows: Value
+    columns: Value
+    out: Value
+    out_stride: Value
+    count: Value
+
+
 def store_tile(
-    kind: int, x_kind: int, operands: list[Value], ahead: Value, first: Value, size: int
+    kind: int, x_kind: int, given: DotOperands, ahead: Value, first: Value, size: int
 ) -> None:
     """Store the dot products of ``size`` rows of inputs from ``first`` on, for ``dot``."""
-    w, x, stride, _, columns, out, out_stride, count = operands
-    out += out_stride * first
-    places = [x + stride * (first + number) for number in range(size)]
+    out = given.out + given.out_stride * first
+    places = [given.x + given.stride * (first + number) for number in range(size)]
     if x_kind == INT8:
-        store(out, multiply_codes(kind, w, places[0], columns), count)
+        store(out, multiply_codes(kind, given.w, places[0], given.columns), given.count)
         return
-    sums = multiply_floats(kind, x_kind, w, places, columns, ahead if size > 2 else None)
+    ahead = ahead if size > 2 else None
+    sums = multiply_floats(kind, x_kind, given.w, places, given.columns, ahead)
     for number, values in enumerate(sums):
-        store(out + out_stride * number, add_lanes(values))
+        store(out + given.out_stride * number, add_lanes(values))
 
 
 @intrinsic(prefer_literal=True)
@@ -379,8 +392,8 @@ def dot(
     out_stride: Any,
     count: Any,
 ):
-    """Dot products of the row of weights at ``w`` with ``rows`` rows of inputs at ``x``; in low
-    bits those of the first ``count`` rows of 16.
+    """Dot products of the row of weights at ``w`` with ``rows`` rows of ``columns`` inputs at
+    ``x``; in low bits those of the first ``count`` rows of 16.
 
     Both kinds are constants: each has loops of its own. Rows of inputs are ``stride`` bytes apart,
     and the float32 numbers at ``out`` are ``out_stride`` bytes apart.
@@ -389,8 +402,8 @@ def dot(
     def generate(
         context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]
     ) -> ir.Value:
-        operands = [Value(builder, each) for each in arguments[2:]]
-        rows = operands[3]
+        operands = DotOperands(*(Value(builder, each) for each in arguments[2:]))
+        rows = operands.rows
         many = builder.icmp_signed(">", rows.raw, ir.Constant(I64, 4))
         ahead = Value(builder, builder.select(many, ir.Constant(I64, AHEAD), ir.Constant(I64, 0)))
         tile = partial(store_tile, kind.literal_value, x_kind.literal_value, operands, ahead)
@@ -405,21 +418,31 @@ def dot(
     return types.void(kind, x_kind, *[types.int64] * 8), generate
 
 
-def store_sums(kind: int, operands: list[Value], first: Value, end: Value | None = None) -> None:
+class SumOperands(NamedTuple):
+    """Operands of ``sum_rows`` behind the kind, in its order."""
+
+    rows: Value
+    stride: Value
+    weights: Value
+    count: Value
+    columns: Value
+    out: Value
+
+
+def store_sums(kind: int, given: SumOperands, first: Value, end: Value | None = None) -> None:
     """Store the sums of the 64 columns from ``first`` on, of those before ``end`` if given, for
     ``sum_rows``.
     """
-    rows, stride, weights, count, _, out = operands
     columns = [first + start for start in range(0, BLOCK, LANES)]
     left = [None if end is None else end - column for column in columns]
     sums = [Sum(first.builder) for _ in columns]
-    with turns(count) as turn:
-        row = rows + turn * stride
-        weight = broadcast(load(weights + turn * 4, FLOAT))
+    with turns(given.count) as turn:
+        row = given.rows + turn * given.stride
+        weight = broadcast(load(given.weights + turn * 4, FLOAT))
         for column, total, rest in zip(columns, sums, left, strict=True):
             total.add(fused_multiply_add, read(kind, row, column, rest), weight)
     for column, total, rest in zip(columns, sums, left, strict=True):
-        store(out + column * 4, total.value, rest)
+        store(given.out + column * 4, total.value, rest)
 
 
 @intrinsic(prefer_literal=True)
@@ -437,8 +460,8 @@ def sum_rows(
     def generate(
         context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]
     ) -> ir.Value:
-        operands = [Value(builder, each) for each in arguments[1:]]
-        columns = operands[4]
+        operands = SumOperands(*(Value(builder, each) for each in arguments[1:]))
+        columns = operands.columns
         whole = columns // BLOCK
         for each in kinds:
             with builder.if_then(builder.icmp_signed("==", arguments[0], ir.Constant(I64, each))):

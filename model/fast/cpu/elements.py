@@ -99,13 +99,13 @@ def exponential(x: float) -> float:
 
 
 @compiled()
-def tangent(x: float) -> float:
+def hyperbolic_tangent(x: float) -> float:
     """Hyperbolic tangent, with an absolute error of 2⁻²³."""
     return np.float32(1) - np.float32(2) / (exponential(x + x) + np.float32(1))
 
 
 @compiled()
-def store(kind: int, numbers: np.ndarray, place: int) -> None:
+def store_rounded(kind: int, numbers: np.ndarray, place: int) -> None:
     """Store numbers at an address, rounded to the dtype of this kind of weights."""
     floats = array_at(place, len(numbers), np.float32)
     halves = array_at(place, len(numbers), np.uint16)
@@ -187,7 +187,9 @@ def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
             for index in range(size):
                 x = gate[index]
                 inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-                product[index] = np.float32(0.5) * x * (np.float32(1) + tangent(inner)) * up[index]
+                product[index] = (
+                    np.float32(0.5) * x * (np.float32(1) + hyperbolic_tangent(inner)) * up[index]
+                )
         else:
             for index in range(size):
                 product[index] = (
@@ -200,12 +202,12 @@ def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
 def soft_cap(numbers: np.ndarray, cap: float) -> None:
     """Soft cap of numbers: cap · tanh(x / cap), in place (Gemma 2, arXiv 2408.00118, section 2)."""
     for index in range(len(numbers)):
-        numbers[index] = cap * tangent(numbers[index] / cap)
+        numbers[index] = cap * hyperbolic_tangent(numbers[index] / cap)
 
 
 @compiled()
-def whole(count: int, size: int) -> int:
-    """Number of blocks of this size that hold ``count``."""
+def ceil_div(count: int, size: int) -> int:
+    """Quotient rounded up: the number of blocks of this ``size`` that hold ``count``."""
     return (count + size - 1) // size
 
 
@@ -218,7 +220,7 @@ def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
     are stored ``plus_128``, in int32 times -128.
     """
     columns = len(x)
-    groups = whole(columns, GROUP)
+    groups = ceil_div(columns, GROUP)
     padded = groups * GROUP
     codes = array_at(place, padded, np.int8)
     scales = array_at(place + padded, groups, np.float32)

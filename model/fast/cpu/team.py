@@ -56,34 +56,35 @@ def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
     return cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(task).address
 
 
-def word(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
+def word_at(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
+    """Pointer to the word at an address."""
     return builder.inttoptr(place, I64.as_pointer())
 
 
 @intrinsic
-def read(typing: Any, place: Any):
+def atomic_load(typing: Any, place: Any):
     """Word at an address, read before all that follows."""
     return types.int64(types.int64), lambda context, builder, signature, given: builder.load_atomic(
-        word(builder, given[0]), "seq_cst", 8
+        word_at(builder, given[0]), "seq_cst", 8
     )
 
 
 @intrinsic
-def add(typing: Any, place: Any, number: Any):
+def atomic_add(typing: Any, place: Any, number: Any):
     """Add to the word at an address, after all that precedes."""
     return types.int64(
         types.int64, types.int64
     ), lambda context, builder, signature, given: builder.atomic_rmw(
-        "add", word(builder, given[0]), given[1], "seq_cst"
+        "add", word_at(builder, given[0]), given[1], "seq_cst"
     )
 
 
 @intrinsic
-def replace(typing: Any, place: Any, old: Any, new: Any):
+def compare_and_swap(typing: Any, place: Any, old: Any, new: Any):
     """Whether the word at an address was ``old``, and is now ``new``."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        found = builder.cmpxchg(word(builder, given[0]), *given[1:], "seq_cst", "seq_cst")
+        found = builder.cmpxchg(word_at(builder, given[0]), *given[1:], "seq_cst", "seq_cst")
         return builder.extract_value(found, 1)
 
     return types.boolean(types.int64, types.int64, types.int64), generate
@@ -107,7 +108,7 @@ def work(board: np.ndarray) -> int:
     place = address(board)
     done = 0
     while True:
-        claims = read(place)
+        claims = atomic_load(place)
         task = board[TASK]
         pieces = board[PIECES]
         least = board[LEAST]
@@ -116,7 +117,7 @@ def work(board: np.ndarray) -> int:
             return done
         taken = min(left, max(least, left // (SHARES * (board[HELPERS] + 1))))
         # Nobody has claimed a piece in between, so all that was read is of the claims' region.
-        if replace(place, claims, claims - taken):
+        if compare_and_swap(place, claims, claims - taken):
             call(task, place, pieces - left, pieces - left + taken)
             done += taken
 
@@ -136,10 +137,10 @@ def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[
     board[PIECES] = pieces
     board[LEAST] = least
     board[DONE] = 0
-    add(place + 8 * CLAIMS, REGION + pieces)
+    atomic_add(place + 8 * CLAIMS, REGION + pieces)
     by_helpers = pieces - work(board)
     looks = 0
-    while read(place + 8 * DONE) < by_helpers:
+    while atomic_load(place + 8 * DONE) < by_helpers:
         looks += 1
         if looks > AWAKE:
             let_others_run()
@@ -153,6 +154,6 @@ def help_with(board: np.ndarray) -> None:
         done = work(board)
         looks = 0 if done else looks + 1
         if done:
-            add(address(board) + 8 * DONE, done)
+            atomic_add(address(board) + 8 * DONE, done)
         elif looks > AWAKE:
             let_others_run()

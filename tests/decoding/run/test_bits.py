@@ -17,6 +17,7 @@ from decoding.run.calibration import (
     Continuation,
     calibration_texts,
     input_squares,
+    kept_of,
     linear_layers,
     low_bit_steps,
 )
@@ -97,7 +98,8 @@ def same_copies(one: Decoder, other: Decoder) -> bool:
 def prepared(tokenizer: Tokenizer, bits: int = 4) -> tuple[Decoder, int]:
     """A newly loaded model with its copies, and the number of steps that took."""
     model = accelerate(load_model(FOLDER))
-    steps = sum(1 for _ in low_bit_steps(model, plan_of(model, bits), FOLDER, tokenizer))
+    kept = kept_of(model, FOLDER)
+    steps = sum(1 for _ in low_bit_steps(model, plan_of(model, bits), kept, tokenizer))
     assert not model.missing_copies(plan_of(model, bits))
     return model, steps
 
@@ -118,7 +120,7 @@ def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
 
 def test_only_missing_copies_are_made(tokenizer: Tokenizer) -> None:
     made, _ = prepared(tokenizer)
-    kept = made.kept.folder / "1.mlp.up_proj.4"
+    kept = kept_of(made, FOLDER).folder / "1.mlp.up_proj.4"
     kept.write_bytes(kept.read_bytes()[:-10])
     again, steps = prepared(tokenizer)
     assert steps == 1, "the importance is kept too"
@@ -127,14 +129,15 @@ def test_only_missing_copies_are_made(tokenizer: Tokenizer) -> None:
 
 def test_eight_bits_need_no_calibration(tokenizer: Tokenizer) -> None:
     made, steps = prepared(tokenizer, 8)
-    assert steps == len(copies_of(made)) and not (made.kept.folder / "importance").exists()
+    assert steps == len(copies_of(made))
+    assert not (kept_of(made, FOLDER).folder / "importance").exists()
 
 
 def test_a_text_may_be_written_between_two_steps(tokenizer: Tokenizer, model: Decoder) -> None:
     ids = torch.arange(6)[None]
     plan = plan_of(model)
     expected = model(ids, model.new_cache(6), 0)
-    for _ in low_bit_steps(model, plan, FOLDER, tokenizer):
+    for _ in low_bit_steps(model, plan, kept_of(model, FOLDER), tokenizer):
         assert torch.equal(model(ids, model.new_cache(6), 0), expected)
         model.prefill(ids, model.new_cache(6))
     assert same_copies(prepared(tokenizer)[0], model)

@@ -230,7 +230,7 @@ def test_a_users_drafter_may_have_attributes_of_any_name() -> None:
 class SharedTable(TableModel):
     """A table whose calls share steps."""
 
-    shares_steps = True
+    batches_calls = True
 
     def __init__(self, *tables: Tensor) -> None:
         super().__init__(*tables)
