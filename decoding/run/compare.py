@@ -10,8 +10,9 @@ from decoding.sampling import SamplingParams
 from decoding.text import common_prefix
 from decoding.verify import Coupling
 
-TURNS = 3  # a text is written both ways, one after the other, this often
-# below this number of tokens, or of seconds, noise is larger than the difference
+TURNS = 3  # a text is written both ways, one after the other, at least this often
+MOST_TURNS = 20
+# below this number of tokens, or of seconds of all turns, noise is larger than the difference
 FEW_TOKENS = 48
 SHORT = 0.5
 
@@ -34,33 +35,42 @@ def comparison(
     """
     if drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
-    turns = [
-        [
-            writer.write(writer.new_text(sample.source.rules), way, params, coupling)
-            for way in (drafting, writer.plain)
-        ]
-        for _ in range(TURNS)
-    ]
+    drafted: list[Sample] = []
+    plain: list[Sample] = []
+    while not is_enough(drafted, plain):
+        for way, samples in ((drafting, drafted), (writer.plain, plain)):
+            text = writer.new_text(sample.source.rules)
+            samples.append(writer.write(text, way, params, coupling))
     if params.temperature and coupling.name == "ratio":
         condition = "" if exact else ", if the drafter states its q truly"
         texts = f"another text of the same law{condition}"
     else:
-        texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
-    tokens = min(each.statistics.tokens for turn in turns for each in turn)
-    seconds = min(each.seconds for turn in turns for each in turn)
-    if tokens < FEW_TOKENS or seconds < SHORT:
-        return (
-            f"[{texts}; too short to compare speeds ({tokens} tokens, {seconds:.2f} s): let it"
-            " write more]"
-        )
-    ratios = [drafted.speed / plain.speed for drafted, plain in turns]
-    spread = f"medians of {TURNS} turns, {min(ratios):.2f}-{max(ratios):.2f}"
-    fast = median(drafted.speed for drafted, _ in turns)
-    speed = median(plain.speed for _, plain in turns)
+        texts = difference(sample.tokens, plain[0].tokens, writer.model.why_rows_vary)
+    tokens = fewest_tokens(drafted, plain)
+    if tokens < FEW_TOKENS:
+        return f"[{texts}; too short to compare speeds: {tokens} tokens]"
+    ratios = [one.speed / other.speed for one, other in zip(drafted, plain, strict=True)]
+    spread = f"medians of {len(ratios)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
+    fast = median(each.speed for each in drafted)
+    speed = median(each.speed for each in plain)
     return (
         f"[{median(ratios):.2f} times plain decoding, {fast:.1f} against {speed:.1f} tokens/s"
         f" ({spread}), {texts}]"
     )
+
+
+def is_enough(drafted: Sequence[Sample], plain: Sequence[Sample]) -> bool:
+    """Whether these turns are enough to compare speeds, or more would not help."""
+    turns = len(plain)
+    if turns < TURNS:
+        return False
+    seconds = min(sum(each.seconds for each in samples) for samples in (drafted, plain))
+    return seconds >= SHORT or turns == MOST_TURNS or fewest_tokens(drafted, plain) < FEW_TOKENS
+
+
+def fewest_tokens(drafted: Sequence[Sample], plain: Sequence[Sample]) -> int:
+    """Number of tokens of the shortest text."""
+    return min(each.statistics.tokens for each in (*drafted, *plain))
 
 
 def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str | None) -> str:
