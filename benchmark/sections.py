@@ -30,11 +30,11 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.chooser import Drafting, DraftOptions, choose, plain
+from decoding.run.chooser import DraftOptions
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
-from decoding.run.writer import Writer
+from decoding.run.writer import Drafting, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
@@ -100,7 +100,7 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
+    texts = time_texts(bench, our_contenders(bench) | bench.libraries)
     rows = []
     for name, found in texts.items():
         pairs = list(zip(found, texts["plain"], strict=True))
@@ -144,7 +144,7 @@ def together_section(bench: Bench) -> list[Row]:
     ways = {
         "plain": plain(model),
         draft: bench.drafts[draft],
-        "auto": choose(DraftOptions("auto"), setting),
+        "auto": bench.drafting(DraftOptions("auto")),
     }
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
@@ -257,7 +257,7 @@ def structured_section(bench: Bench) -> list[Row]:
         )
     }
     drafts |= {name: way for name, way in bench.drafts.items() if name == "low bits"}
-    drafts["auto"] = choose(DraftOptions("auto"), setting)
+    drafts["auto"] = bench.drafting(DraftOptions("auto"))
     writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):

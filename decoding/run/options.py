@@ -13,18 +13,21 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
 from decoding.run.arguments import make_parser
-from decoding.run.chooser import DraftOptions
+from decoding.run.chooser import DraftOptions, plans_for_auto
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
-from model.fast import gpu_bits
+from model.fast import gpu_bits, why_not_compiled
+from model.plan import LOW_BITS
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
-from weights.memory import Memory, estimate
+from weights.memory import Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -267,6 +270,17 @@ class Request:
             "prompt": len(self.ids),
             **self.draft.needs(self.folder, self.config, kernels),
         }
+
+    def optional_copies(self) -> int:
+        """Bytes of the low-bit copies that --draft auto makes if they fit."""
+        if self.draft.kind != "auto":
+            return 0
+        kernels = gpu_bits(self.device, self.dtype)
+        is_compiled = self.dtype != torch.float64 and not self.options.no_compile
+        if self.device.type == "cpu" and is_compiled and not why_not_compiled():
+            kernels = LOW_BITS
+        plans = plans_for_auto(self.draft, self.folder, self.config.num_layers, kernels)
+        return low_bit_bytes(self.config, [chosen.plan for chosen in plans.values()])
 
     def memory(self, **changes: Any) -> Memory:
         """Memory for texts in one process, with some other needs."""

@@ -124,7 +124,7 @@ def run(options: Namespace, write: Callable[[Session], None]) -> None:
         shard = Shard(request.config, rank, size)
         needs = request.needs()
         plan = needs["plan"]
-        if plan and plan.has_low_bits and request.draft.kind != "auto":
+        if plan and plan.has_low_bits:
             raise InputError(
                 "several processes draft without low bits: give --draft lookup or exit, or another"
                 " --plan"

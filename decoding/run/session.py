@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.run.chooser import Setting
+from decoding.run.chooser import Chooser, Setting
 from decoding.run.options import (
     OF_THE_MODEL,
     Request,
@@ -58,13 +58,15 @@ class Session:
         self.model = model
         self.tokenizer = request.tokenizer
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        self.setting = Setting(
-            request.folder,
-            model,
-            self.tokenizer,
-            request.params,
-            request.capacity,
-            request.coupling.name,
+        self.chooser = Chooser(
+            Setting(
+                request.folder,
+                model,
+                self.tokenizer,
+                request.params,
+                request.capacity,
+                request.coupling.name,
+            )
         )
         self.writer: Writer | None = None
         self.sample: Sample | None = None  # the last text
@@ -101,7 +103,7 @@ class Session:
         asked = self.request.text_options(given)
         encoded = [self.request.encode(prompt, given) for prompt in prompts]
         longest = max(map(len, encoded), default=0) + asked.rules.max_new_tokens
-        drafting = self.setting.drafting(asked.draft, asked.params)
+        drafting = self.chooser.drafting(asked.draft, asked.params)
         tasks = [
             Task(
                 self.new_text(ids, asked.rules),
@@ -153,7 +155,7 @@ class Session:
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
         writer.begin(sample.source.tokens, answers)
-        drafting = self.setting.drafting(asked.draft, asked.params)
+        drafting = self.chooser.drafting(asked.draft, asked.params)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
             for read in readers:

@@ -414,9 +414,13 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     assert whole.status == 0
     memory, copies = whole.out.splitlines()
     assert re.fullmatch(
-        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, free: .+ GB", memory
+        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+,"
+        r" low-bit copies \(if they fit\): .+, free: .+ GB",
+        memory,
     )
     assert re.fullmatch(r"kept low-bit copies: .+ in .+low-bit", copies)
+    for option in (["--draft", "lookup"], ["--no-compile"]):
+        assert "low-bit" not in run("--model", model, "--dry-run", *option).out.splitlines()[0]
     short = run("the", "--model", model, "--dry-run", "--max-new-tokens", "5")
     assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
     monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)

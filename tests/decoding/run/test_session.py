@@ -200,7 +200,7 @@ def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Sessi
     chat = session.chat()
     chat.say("Hello")
     chat.say("Again")
-    long = "fox " * session.setting.positions
+    long = "fox " * session.chooser.setting.positions
     with pytest.raises(ContextFull, match="forget its oldest turns"):
         chat.say(long)
     assert len(chat.messages) == 4
