@@ -333,7 +333,7 @@ def plans_for_auto(
     if BITS in kernels:
         plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
     given = plan_for(options, folder, layers, kernels)
-    pays = given and given.gamma != 0 and (kernels or not given.plan.has_low_bits)
+    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
     if pays and given.plan not in [each.plan for each in plans.values()]:
         plans["plan"] = given
     return plans

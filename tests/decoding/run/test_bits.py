@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength, Offer
 from decoding.run import chooser
 from decoding.run.calibration import (
     PROMPTS,
-    TOKENS,
     Continuation,
-    calibration_texts,
     input_squares,
     linear_layers,
     low_bit_steps,
@@ -53,7 +52,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def few(tokenizer: Tokenizer) -> list[Continuation]:
-    return calibration_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
+    return own_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
 
 
 def test_importance_is_the_mean_square_of_a_layers_inputs(
@@ -288,3 +287,12 @@ class Watched(FixedLength):
 
     def observe_time(self, seconds: float) -> None:
         self.times.append(seconds)
+
+
+def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(
+    tmp_path: Path, model: Decoder
+) -> None:
+    """They are made only if they fit."""
+    (tmp_path / "plan.json").write_text('{"bits": 8}')
+    needed = [DraftOptions(kind).needs(tmp_path, model.config)["plan"] for kind in ("skip", "auto")]
+    assert needed[0].has_low_bits and needed[1] is None
