@@ -7,7 +7,7 @@ from typing import Any
 
 from cli.command_line import OneLineParser
 
-FLAG = {"action": "store_true"}
+FLAG = {"action": "store_true", "default": False}
 # Title of a group in the help, "" for none -> option -> arguments of argparse's ``add_argument``
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
