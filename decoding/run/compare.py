@@ -35,42 +35,43 @@ def comparison(
     """
     if drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
-    drafted: list[Sample] = []
-    plain: list[Sample] = []
-    while not is_enough(drafted, plain):
-        for way, samples in ((drafting, drafted), (writer.plain, plain)):
-            text = writer.new_text(sample.source.rules)
-            samples.append(writer.write(text, way, params, coupling))
+    turns: list[list[Sample]] = []
+    while len(turns) < TURNS or (len(turns) < MOST_TURNS and is_short(turns)):
+        turns.append(
+            [
+                writer.write(writer.new_text(sample.source.rules), way, params, coupling)
+                for way in (drafting, writer.plain)
+            ]
+        )
     if params.temperature and coupling.name == "ratio":
         condition = "" if exact else ", if the drafter states its q truly"
         texts = f"another text of the same law{condition}"
     else:
-        texts = difference(sample.tokens, plain[0].tokens, writer.model.why_rows_vary)
-    tokens = fewest_tokens(drafted, plain)
+        texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
+    tokens = fewest_tokens(turns)
     if tokens < FEW_TOKENS:
         return f"[{texts}; too short to compare speeds: {tokens} tokens]"
-    ratios = [one.speed / other.speed for one, other in zip(drafted, plain, strict=True)]
-    spread = f"medians of {len(ratios)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
-    fast = median(each.speed for each in drafted)
-    speed = median(each.speed for each in plain)
+    ratios = [drafted.speed / plain.speed for drafted, plain in turns]
+    spread = f"medians of {len(turns)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
+    fast = median(drafted.speed for drafted, _ in turns)
+    speed = median(plain.speed for _, plain in turns)
     return (
         f"[{median(ratios):.2f} times plain decoding, {fast:.1f} against {speed:.1f} tokens/s"
         f" ({spread}), {texts}]"
     )
 
 
-def is_enough(drafted: Sequence[Sample], plain: Sequence[Sample]) -> bool:
-    """Whether these turns are enough to compare speeds, or more would not help."""
-    turns = len(plain)
-    if turns < TURNS:
-        return False
-    seconds = min(sum(each.seconds for each in samples) for samples in (drafted, plain))
-    return seconds >= SHORT or turns == MOST_TURNS or fewest_tokens(drafted, plain) < FEW_TOKENS
+def is_short(turns: Sequence[Sequence[Sample]]) -> bool:
+    """Whether more turns would make the speeds comparable: all took little time, but not because
+    the text has few tokens.
+    """
+    seconds = min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
+    return seconds < SHORT and fewest_tokens(turns) >= FEW_TOKENS
 
 
-def fewest_tokens(drafted: Sequence[Sample], plain: Sequence[Sample]) -> int:
+def fewest_tokens(turns: Sequence[Sequence[Sample]]) -> int:
     """Number of tokens of the shortest text."""
-    return min(each.statistics.tokens for each in (*drafted, *plain))
+    return min(sample.statistics.tokens for turn in turns for sample in turn)
 
 
 def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str | None) -> str:
