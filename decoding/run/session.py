@@ -34,10 +34,11 @@ Pieces = Generator[str, None, None]
 
 
 class Session:
-    """A loaded model. Options of a call stand in place of those that the session was made with.
+    """A loaded model, to be called by ``write``, ``stream``, ``write_all`` and ``chat``. Options of
+    a call stand in place of those that the session was made with.
 
     What it learned about drafts stays in it. One text is written at a time: a call ends a stream
-    that has not ended.
+    that has not ended. ``sample`` is the last text that ``write`` or ``stream`` began.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Session:
             )
         )
         self.writer: Writer | None = None
-        self.sample: Sample | None = None  # the last text
+        self.sample: Sample | None = None
         self.streaming: Pieces = (piece for piece in ())
 
     def write(self, prompt: str, **options: object) -> Sample:

@@ -235,3 +235,9 @@ def test_a_conversation_at_a_terminal(
 
 def test_the_end_of_input_ends_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert converse([], monkeypatch) == 0
+
+
+def test_a_sample_is_printed_in_one_short_line(session: Session) -> None:
+    """Without its rounds."""
+    sample = session.write("Tell me of a fox.", max_new_tokens=90)
+    assert repr(sample).startswith("Sample('") and len(repr(sample)) < 120
