@@ -4,7 +4,6 @@ workspace.
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
 """
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter
 LOGIT_COPIES = 4
 LOGIT_COPIES_GPU = 7
-# of each weight in low bits; in 4 bits, 32 weights share a scale and a zero point of 2 bytes each
-COPY_BYTES = {4: 4 / 8 + 4 / 32, 8: 1.0}
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
 
 
@@ -81,7 +78,7 @@ def estimate(
         )
         + GPU_BUFFERS * on_gpu,
         positions=positions,
-        low_bit_copies=low_bit_bytes(config, [plan] if plan else []),
+        low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
     )
 
 
@@ -91,34 +88,25 @@ def parameter_count(config: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def matrices(config: ModelConfig, plan: LayerPlan) -> dict[tuple[str, int], tuple[int, int]]:
-    """Number of weights, and bits under the plan, of each layer's attention and MLP sublayer and of
-    the head.
-    """
-    attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    found = {("attention", layer): (attention, bits) for layer, bits in enumerate(plan.attention)}
-    found |= {("mlp", layer): (mlp, bits) for layer, bits in enumerate(plan.mlp)}
-    return found | {("head", 0): (config.hidden_size * config.vocab_size, plan.head)}
-
-
 def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
     """Bytes of weights that a step under the plan reads, with ``itemsize`` bytes per weight that is
     not in low bits.
     """
-    per_weight = {0: 0, FULL: itemsize, **COPY_BYTES}
-    return int(sum(size * per_weight[bits] for size, bits in matrices(config, plan).values()))
+    # In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
+    per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}
+    attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    head = config.hidden_size * config.vocab_size
+    return int(
+        head * per_weight[plan.head]
+        + attention * sum(per_weight[bits] for bits in plan.attention)
+        + mlp * sum(per_weight[bits] for bits in plan.mlp)
+    )
 
 
-def low_bit_bytes(config: ModelConfig, plans: Iterable[LayerPlan]) -> int:
-    """Bytes of the low-bit copies of several plans, which share those of the same bits."""
-    copies = {
-        (place, bits): size * COPY_BYTES[bits]
-        for plan in plans
-        for place, (size, bits) in matrices(config, plan).items()
-        if bits in COPY_BYTES
-    }
-    return int(sum(copies.values()))
+def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
+    """Bytes of the low-bit copies of a plan."""
+    return bytes_read(config, plan, itemsize=0)
 
 
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
@@ -127,7 +115,7 @@ def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
         return True
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return low_bit_bytes(model.config, [plan]) + rounding < free_bytes(model.device)
+    return low_bit_bytes(model.config, plan) + rounding < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -161,7 +149,7 @@ def check_fits(
         "low-bit copies": memory.low_bit_copies,
         f"KV cache at {memory.positions} tokens": memory.cache,
         "workspace": memory.workspace,
-        "low-bit copies (if they fit)": optional_copies,
+        "low-bit copies (at most, if they fit)": optional_copies,
         "free": free,
     }
     line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)

@@ -234,8 +234,9 @@ def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]
     normalisation of a text where the library does none: of sentencepiece. Raises errors of any
     kind.
     """
+    normalise: Callable[[str], str] = str
     if path.suffix == ".json":
-        library, normalise = tokenizers.Tokenizer.from_file(str(path)), str
+        library = tokenizers.Tokenizer.from_file(str(path))
     else:
         library, normalise = read_sentencepiece(path)
     library.no_truncation()

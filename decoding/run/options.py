@@ -288,7 +288,9 @@ class Request:
         }
 
     def optional_copies(self) -> int:
-        """Bytes of the low-bit copies that --draft auto makes if they fit."""
+        """Bytes of the low-bit copies that --draft auto makes if they fit, at most: two plans may
+        share some.
+        """
         if self.draft.kind != "auto":
             return 0
         kernels = gpu_bits(self.device, self.dtype)
@@ -296,7 +298,7 @@ class Request:
         if self.device.type == "cpu" and is_compiled and not why_not_compiled():
             kernels = LOW_BITS
         plans = plans_for_auto(self.draft, self.folder, self.config.num_layers, kernels)
-        return low_bit_bytes(self.config, [chosen.plan for chosen in plans.values()])
+        return sum(low_bit_bytes(self.config, chosen.plan) for chosen in plans.values())
 
     def memory(self, **changes: Any) -> Memory:
         """Memory for texts in one process, with some other needs."""

@@ -120,13 +120,11 @@ def run(options: Namespace, write: Callable[[Session], None]) -> None:
         options.device = f"cuda:{local_rank}"
     if rank:
         options.html = None
-    request = shard = None
     try:
         request = Request(options)
         shard = Shard(request.config, rank, size)
         line = check_shard_fits(request, shard, 1 if on_gpus else sharers)
-        fingerprint = None if options.dry_run else model_fingerprint(request.folder)
-        files = (request.needs(), request.ids, fingerprint)
+        files = request.needs(), request.ids, options.dry_run or model_fingerprint(request.folder)
     except InputError as error:
         line = str(error)
         files = None
