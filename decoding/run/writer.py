@@ -7,6 +7,7 @@ time the same.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Sample:
     trouble: str | None = None  # the reason why steps fell back to the readable blocks
 
     def __repr__(self) -> str:
-        return f"Sample({self.text!r:.60}, {self.finish}, {self.speed:.1f} tokens/s)"
+        return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
 
     @property
     def text(self) -> str:

@@ -240,4 +240,4 @@ def test_the_end_of_input_ends_a_conversation(monkeypatch: pytest.MonkeyPatch) -
 def test_a_sample_is_printed_in_one_short_line(session: Session) -> None:
     """Without its rounds."""
     sample = session.write("Tell me of a fox.", max_new_tokens=90)
-    assert repr(sample).startswith("Sample('") and len(repr(sample)) < 120
+    assert repr(sample).startswith("Sample(") and len(repr(sample)) < 120
