@@ -136,8 +136,8 @@ class Grammar:
             raise InputError(f"{self.option}: a schema is an object, found {schema!r:.80}")
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
-        except ValueError as error:  # a lone surrogate
-            raise InputError(f"{self.option} is not UTF-8 text: {error}") from None
+        except ValueError as error:  # a lone surrogate, or a number that no double holds
+            raise InputError(f"{self.option} is not supported: {error}") from None
 
     def new_matcher(self) -> llguidance.LLMatcher:
         """A matcher at the beginning of the output."""

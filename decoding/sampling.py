@@ -74,7 +74,7 @@ def distribution(
         temperature if params.temperature else None,
         params.top_p if params.top_p < 1 else None,
         params.min_p or None,
-        float(params.top_k) or None,
+        float(min(params.top_k, logits.shape[-1])) or None,
     )
     return launch(probabilities, scores, *filters)
 

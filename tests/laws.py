@@ -3,7 +3,7 @@ policies by name.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Outcome
 from decoding.proof.table_model import DRAFT_PLAN, TableModel
 from decoding.randomness import Randomness, SeededRandomness
+from decoding.rounds import Round
+from decoding.speculate import speculate
 from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, KVCache, LayerPlan, build, parse_config
 from model.plan import FULL, LOW_BITS
@@ -201,6 +203,22 @@ def begun(
                 drafting_model.step_of(each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
     return cache, drafts
+
+
+def prefilled(model: Any, prompt: Sequence[int], capacity: int | None = None) -> KVCache:
+    """A cache that holds a prompt without its last token."""
+    cache = model.new_cache(capacity or model.max_positions)
+    with torch.inference_mode():
+        model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
+    return cache
+
+
+def speculated(
+    model: Any, text: Text, new_drafter: Callable[[Any, KVCache], Drafter], *how: Any, **more: Any
+) -> Iterator[Round]:
+    """Rounds of the production loop from a new cache; further arguments are ``speculate``'s."""
+    cache = prefilled(model, text.tokens)
+    return speculate(model, cache, text, new_drafter(model, cache), *how, **more)
 
 
 class Scripted(SeededRandomness):

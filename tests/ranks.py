@@ -12,26 +12,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from decoding.run.ranks import from_rank_0
 from model import Decoder, build, parse_config
-from model.parallel import Shard, exchange, split
+from model.parallel import Cut, Shard, exchange, split
+from tests.commands import Outcome
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "generate", "decoding.run.ranks"])
 PATIENCE = 60  # seconds, after which a test fails that should take one or two
-
-
-class Ended(NamedTuple):
-    """How a process ended, and what it said."""
-
-    status: int | None
-    out: str
-    err: str
 
 
 class Process:
@@ -61,10 +55,10 @@ class Process:
             assert time.monotonic() < began + PATIENCE and self.process.is_alive(), self.said("err")
             time.sleep(0.01)
 
-    def ended(self) -> Ended:
+    def ended(self) -> Outcome:
         """Wait for its end."""
         self.process.join(PATIENCE)
-        return Ended(self.process.exitcode, self.said("out"), self.said("err"))
+        return Outcome(self.process.exitcode, self.said("out"), self.said("err"))
 
 
 def live(work: Callable[..., int], argument: Any, environment: dict[str, Any], place: Path) -> None:
@@ -88,9 +82,11 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
         free.close()
         # it outlives them all
         kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        shared = {"WORLD_SIZE": len(arguments), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {
+        shared = {
+            "WORLD_SIZE": len(arguments),
             "LOCAL_WORLD_SIZE": len(arguments),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
@@ -112,7 +108,7 @@ def started(work: Callable[..., int], arguments: Sequence[Any]) -> Iterator[list
             del kept
 
 
-def run(work: Callable[..., int], arguments: Sequence[Any]) -> list[Ended]:
+def run_all(work: Callable[..., int], arguments: Sequence[Any]) -> list[Outcome]:
     """Start them and wait for all."""
     with started(work, arguments) as processes:
         return [process.ended() for process in processes]
@@ -133,14 +129,15 @@ def split_model(config: dict[str, Any]) -> Decoder:
     model = random_model(config)
     shard = Shard(model.config, dist.get_rank(), dist.get_world_size())
     part = build(shard.local).to(model.dtype).requires_grad_(False).eval()
-    state = {}
-    for name, parameter in model.named_parameters():
-        cut = shard.cut(name)
-        state[name] = (
-            parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
-        )
-    part.load_state_dict(state)
+    part.load_state_dict(
+        {name: part_of(each, shard.cut(name)) for name, each in model.named_parameters()}
+    )
     return split(part, shard)
+
+
+def part_of(parameter: Tensor, cut: Cut) -> Tensor:
+    """What a rank holds of a parameter."""
+    return parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
 
 
 def join(place: str, rank: int, size: int) -> None:

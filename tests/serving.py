@@ -77,6 +77,11 @@ class Served:
         finally:
             connection.close()
 
+    def refusal(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and error of a request that is not served."""
+        status, answer = self.ask(path, body)
+        return status, json.loads(answer)["error"]
+
     def text(self, **body: Any) -> str:
         """The text of a completion that is served."""
         status, answer = self.ask("/v1/completions", body)

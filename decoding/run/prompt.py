@@ -66,7 +66,8 @@ def tell_schema(
     """
     if schema is None:
         return messages
-    line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
+    with explaining("--json-schema is no JSON", (ValueError, RecursionError)):
+        line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
     if messages[0]["role"] != "system":
         with_system = [{"role": "system", "content": line}, *messages]
         with suppress(InputError):

@@ -52,7 +52,11 @@ NEUTRAL = {
     "best_of": 1,
     "modalities": ["text"],
     "tool_choice": "none",
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "top_logprobs": 0,
 }
+NOTHING = (None, "", [], {})
 
 
 def refusal(error: BaseException) -> HTTPException:
@@ -268,15 +272,16 @@ class RequestReader:
         """The command line's options, with those of a request in their place; those of drafting
         hold for the command line's kind of draft only.
 
-        Further fields are allowed where they have no effect: null, false, 0, empty or a default.
+        Further fields are allowed where they have no effect: null, false, empty or a default.
         """
         known = self.options
         given: dict[str, Any] = {}
         for name, value in asked.model_extra.items():
+            is_neutral = value is not True and NEUTRAL.get(name) == value
             if name in SHARED and value is not None:
                 is_one = name in ("stop", "ban") and isinstance(value, str)
                 given[name] = [value] if is_one else value
-            elif value and NEUTRAL.get(name) != value and name not in UNUSED:
+            elif not (value is False or value in NOTHING or name in UNUSED or is_neutral):
                 raise HTTPException(400, f"{name} is not served here: leave it out")
         kind = given.get("draft", known.draft)
         if kind != known.draft:

@@ -4,6 +4,7 @@ wrong input.
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import benchmark.__main__ as command
 from benchmark import sections
-from benchmark.contenders import WARM_UP_TOKENS, Bench, Contender, Written, find_drafts
+from benchmark.contenders import WARM_UP_TOKENS, Bench, Written, find_drafts
 from benchmark.picture import picture
 from benchmark.sections import SECTIONS, speedup_by_costs, time_texts
 from decoding.rounds import Round
@@ -21,6 +22,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, clock
 from search.costs import CostTable
 from search.prompts import PROMPTS
+from tests.calls import status_of
 from tests.folders import LLAMA, write_folder
 from tests.pictures import faults
 from tests.weights.test_fetch import write_gguf
@@ -53,6 +55,13 @@ def bench_of(folder: Path, *options: str, model: Decoder | None = None) -> Bench
     return Bench(command.parse_arguments([*options]), setting, prompts, [64, 256])
 
 
+def report_of(folder: Path, *options: str) -> dict[str, Any]:
+    """The report of a run of the command."""
+    file = folder / "report.json"
+    assert command.main([*options, "--device", "cpu", "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still until a test moves it: ``ticking[0] += seconds``."""
@@ -69,21 +78,14 @@ def test_a_run_reports_all_contenders_on_all_prompts(
     """Transformers too, by each of its ways to draft: greedy texts of this float32 model agree with
     ours.
     """
-    folder, report, drawn = (
-        write_folder(tmp_path / "model"),
-        tmp_path / "report.json",
-        tmp_path / "picture.svg",
-    )
+    folder, drawn = write_folder(tmp_path / "model"), tmp_path / "picture.svg"
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [2], "gamma": 3}))
-    options = ["--model", str(folder), "--draft-model", str(folder), "--max-new-tokens", "8"]
-    options += ["--exit-layer", "3", "--device", "cpu", "--against", "transformers"]
+    options = f"--model {folder} --draft-model {folder} --max-new-tokens 8 --exit-layer 3"
     # a grammar needs a model with an end-of-text token, as in the test of that section
     wanted = [name for name in SECTIONS if name != "structured"]
-    assert (
-        command.main([*options, "--only", *wanted, "--json", str(report), "--plot", str(drawn)])
-        == 0
-    )
-    captured, measured = capsys.readouterr(), json.loads(report.read_text())
+    more = ["--against", "transformers", "--only", *wanted, "--plot", str(drawn)]
+    measured = report_of(tmp_path, *options.split(), *more)
+    captured = capsys.readouterr()
     drafts = ["exit 3", "low bits", "plan.json", "model"]
     rows = {row["decoder"]: row for row in measured["speed"]}
     drafts = [name for name in drafts if name != "low bits" or name in rows]  # where they gain
@@ -98,15 +100,11 @@ def test_a_run_reports_all_contenders_on_all_prompts(
     assert list(rows) == names
     assert all(name in captured.out for name in names) and "not possible" not in captured.err
     for name, row in rows.items():
-        assert (
-            row["equal"] == "2/2"
-            and len(row["seconds"]) == 2
-            and row.keys() >= SMALL_PROMPTS.keys()
-        )
+        assert (row["equal"], len(row["seconds"])) == ("2/2", 2)
+        assert row.keys() >= SMALL_PROMPTS.keys()
+        # auto drafts in several ways, with different costs
         one_draft = "transformers" not in name and name not in ("plain", "auto")
-        assert (row["predicted"] is not None) == one_draft, (
-            "auto drafts in several ways, with different costs"
-        )
+        assert (row["predicted"] is not None) == one_draft
     assert rows["model"]["accepted"] == 1, "the draft model is the target"
     assert rows["plain"]["speed-up"] == {"median": 1, "lowest": 1, "highest": 1}
     assert list(measured) == ["about", *wanted]
@@ -117,11 +115,8 @@ def test_a_run_reports_all_contenders_on_all_prompts(
     first = [(row["decoder"], row["tokens"]) for row in measured["first-token"]]
     assert first == [(name, length) for length in (64, 256) for name in ("plain", "transformers")]
     together = measured["together"]
-    ways = "plain", "model", "auto"
-    assert [(row["texts"], row["decoder"]) for row in together] == [
-        (n, way) for n in (1, 2, 4) for way in ways
-    ]
-    assert {row["equal"] for row in together} == {"4/4"}
+    beside = [*product((1, 2, 4), ("plain", "model", "auto"), ["4/4"])]
+    assert [(row["texts"], row["decoder"], row["equal"]) for row in together] == beside
     assert together[0]["of possible"] == pytest.approx(1)
     assert measured["about"]["versions"]["transformers"] and "<svg" in drawn.read_text()
 
@@ -129,34 +124,12 @@ def test_a_run_reports_all_contenders_on_all_prompts(
 @pytest.mark.usefixtures("small")
 def test_texts_written_together_equal_those_written_alone(tmp_path: Path) -> None:
     """In bfloat16 and under the race too; the draft is the one named, here the exit."""
-    folder, report = (
-        write_folder(tmp_path / "model", dtype=torch.bfloat16),
-        tmp_path / "report.json",
-    )
-    options = [
-        "--model",
-        str(folder),
-        "--only",
-        "together",
-        "--max-new-tokens",
-        "9",
-        "--exit-layer",
-        "2",
-    ]
-    options += [
-        "--temperature",
-        "0.7",
-        "--prompts",
-        "short",
-        "stories",
-        "--quick",
-        "--json",
-        str(report),
-    ]
-    assert command.main([*options, "--device", "cpu"]) == 0
-    rows = json.loads(report.read_text())["together"]
-    assert [row["decoder"] for row in rows] == ["plain", "exit 2", "auto"] * 3
-    assert {row["equal"] for row in rows} == {"4/4"}
+    folder = write_folder(tmp_path / "model", dtype=torch.bfloat16)
+    options = f"--model {folder} --only together --max-new-tokens 9 --exit-layer 2"
+    sampled = "--temperature 0.7 --prompts short stories --quick"
+    rows = report_of(tmp_path, *options.split(), *sampled.split())["together"]
+    ways = [(way, "4/4") for way in ("plain", "exit 2", "auto")]
+    assert [(row["decoder"], row["equal"]) for row in rows] == ways * 3
 
 
 @pytest.mark.usefixtures("small")
@@ -167,26 +140,13 @@ def test_llama_cpp_is_measured_on_a_file_of_the_model(
         "llama_cpp",
         reason="needs llama-cpp-python, which compiles for minutes: pip install it to run this",
     )
-    folder, file, report = tmp_path / "model", tmp_path / "model.gguf", tmp_path / "report.json"
+    folder, file = tmp_path / "model", tmp_path / "model.gguf"
     write_gguf(file, folder, in_bfloat16=True)
     convert(file, folder)
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--only",
-        "speed",
-        "--quick",
-    ]
-    files = ["--against", f"llama.cpp={file}", "--json", str(report)]
-    assert command.main([*options, "--max-new-tokens", "8", *files]) == 0
-    row = next(
-        row for row in json.loads(report.read_text())["speed"] if row["decoder"] == "llama.cpp"
-    )
-    assert row["equal"] == "2/2" and "llama.cpp: CPU : " in capsys.readouterr().err
+    options = f"--model {folder} --dtype float32 --only speed --quick --max-new-tokens 8"
+    report = report_of(tmp_path, *options.split(), "--against", f"llama.cpp={file}")
+    equal = {row["decoder"]: row["equal"] for row in report["speed"]}
+    assert equal["llama.cpp"] == "2/2" and "llama.cpp: CPU : " in capsys.readouterr().err
 
 
 def test_the_picture_of_a_report_is_in_order() -> None:
@@ -198,11 +158,8 @@ def test_the_picture_of_a_report_is_in_order() -> None:
         for n in (1, 2, 4, 8, 16)
         for name in ("plain", "low bits", "auto")
     ]
-    for report in (
-        {"speed": rows, "costs": []},
-        {"together": together},
-        {"speed": rows, "together": together},
-    ):
+    both = {"speed": rows, "together": together}
+    for report in ({"speed": rows, "costs": []}, {"together": together}, both):
         assert list(faults(lambda report=report: picture(report))) == []
     speed = picture({"speed": rows}).axes[0]
     assert [label.get_text().split("  ")[0] for label in speed.get_yticklabels()] == names
@@ -230,12 +187,10 @@ def test_the_picture_of_a_report_is_in_order() -> None:
 def test_what_cannot_be_measured_is_refused_in_one_line(
     options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = command.main(["--model", str(write_folder(tmp_path / "model")), *options])
-    except SystemExit as end:  # argparse's
-        status = end.code
+    model = write_folder(tmp_path / "model")
+    assert status_of(command.main, ["--model", str(model), *options]) == 2
     error = capsys.readouterr().err
-    assert (status, error.count("\n")) == (2, 1) and error.startswith(f"error: {complaint}")
+    assert error.count("\n") == 1 and error.startswith(f"error: {complaint}")
 
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=list(SECTIONS))
@@ -246,24 +201,19 @@ def test_the_first_line_of_a_section_is_the_title_of_its_table(section: Any) -> 
 def test_contenders_take_turns_on_each_prompt_after_a_warm_up(
     ticking: list[float], tmp_path: Path
 ) -> None:
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[float, int, int]] = []
 
-    def timed(name: str, seconds: float) -> Contender:
-        def write(prompt: list[int], count: int) -> Written:
-            calls.append((name, prompt[0], count))
-            ticking[0] += seconds * count
-            return Written([7] * count)
-
-        return write
+    def write(seconds: float, prompt: list[int], count: int) -> Written:
+        calls.append((seconds, prompt[0], count))
+        ticking[0] += seconds * count
+        return Written([7] * count)
 
     bench = bench_of(write_folder(tmp_path), "--max-new-tokens", "20")
-    texts = time_texts(bench, {"a": timed("a", 0.25), "b": timed("b", 0.5)})
-    warm_up = [(name, 1, WARM_UP_TOKENS) for name in "ab"]
-    assert calls == warm_up + [(name, prompt, 20) for prompt in (1, 2) for name in "ab"]
-    assert {name: [text.seconds for text in found] for name, found in texts.items()} == {
-        "a": [5, 5],
-        "b": [10, 10],
-    }
+    texts = time_texts(bench, {"a": partial(write, 0.25), "b": partial(write, 0.5)})
+    turns = ((1, WARM_UP_TOKENS), (1, 20), (2, 20))  # a prompt, and the number of tokens
+    assert calls == [(seconds, *turn) for turn in turns for seconds in (0.25, 0.5)]
+    seconds = {name: [text.seconds for text in found] for name, found in texts.items()}
+    assert seconds == {"a": [5, 5], "b": [10, 10]}
 
 
 def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
@@ -271,9 +221,8 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
     draft was accepted.
     """
     plain, costs = Written([0] * 8, prefill=2.0, seconds=10.0), CostTable(0.5, (1.0, 1.25, 1.5))
-    drafted = Written(
-        [0] * 8, [Round(0, [0] * length, 0, [0]) for length in (2, 0, 1)], prefill=3.0
-    )
+    drafts = [Round(0, [0] * length, 0, [0]) for length in (2, 0, 1)]
+    drafted = Written([0] * 8, drafts, prefill=3.0)
     rounds = (2 * 0.5 + 1.5) + 1.0 + (0.5 + 1.25)
     assert speedup_by_costs(drafted, plain, costs) == pytest.approx(10 / (3 + rounds))
 
@@ -284,17 +233,13 @@ def test_the_floor_is_the_time_to_read_every_weight_once_but_of_an_untied_embedd
     monkeypatch.setattr(sections, "take_turns", lambda steps, repeats, device: [[9, 0.5, 9]])
     monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 4000})
     for tied in (True, False):
-        bench = bench_of(
-            write_folder(tmp_path, LLAMA | {"tie_word_embeddings": tied}, dtype=torch.bfloat16)
-        )
+        raw = LLAMA | {"tie_word_embeddings": tied}
+        bench = bench_of(write_folder(tmp_path, raw, dtype=torch.bfloat16))
         config = bench.setting.model.config
-        read = 2 * (
-            parameter_count(config) - (0 if tied else config.vocab_size * config.hidden_size)
-        )
-        (row,) = sections.floor_section(bench)
-        assert row == pytest.approx(
-            {"MB": read / 1e6, "GB/s": 8e-6, "ms": read / 8, "tokens/s": 8000 / read}
-        )
+        unread = 0 if tied else config.vocab_size * config.hidden_size
+        read = 2 * (parameter_count(config) - unread)
+        expected = {"MB": read / 1e6, "GB/s": 8e-6, "ms": read / 8, "tokens/s": 8000 / read}
+        assert sections.floor_section(bench) == [pytest.approx(expected)]
 
 
 def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
@@ -336,12 +281,9 @@ def test_texts_under_a_schema_equal_the_plain_ones(
     schema = {"enum": ["a longer label", "another one"]}
     (tmp_path / "schemas.json").write_text(json.dumps({"x": {"request": "hi", "schema": schema}}))
     monkeypatch.setattr(sections, "SCHEMAS", tmp_path / "schemas.json")
-    report = tmp_path / "report.json"
-    options = "--model", "tiny-llama", "--quick", "--only", "structured", "--json", str(report)
-    assert command.main([*options]) == 0
-    rows = json.loads(report.read_text())["structured"]
-    ways = dict.fromkeys(row["decoder"] for row in rows)
-    assert {"forced", "auto"} <= ways.keys()
+    options = "--model", "tiny-llama", "--quick", "--only", "structured"
+    rows = report_of(tmp_path, *options)["structured"]
+    assert {"forced", "auto"} <= {row["decoder"] for row in rows}
     *measured, _ = (row for row in rows if row["decoder"] == "forced")
     assert [(row["schema"], row["equal"]) for row in measured] == [("x", "2/2")]
     assert all(row["a round"] > 1 for row in measured)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from cli.command_line import run_command
 from model import InputError
+from tests.commands import Outcome
 from weights import fetch
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +51,7 @@ def help():
 start()
 sys.exit(run_command(globals()[sys.argv[1]], "interrupted: go on with it"))
 """
-Shell = Callable[..., subprocess.CompletedProcess]
+Shell = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -57,15 +59,14 @@ def shell(tmp_path: Path) -> Shell:
     """Runs one function of the script above by a line of shell, in which $RUN stands for it."""
     (tmp_path / "script.py").write_text(SCRIPT)
 
-    def run(line: str, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+    def run(line: str, *arguments: str, **more: str) -> Outcome:
         command = " ".join(
             f"'{part}'" for part in (sys.executable, tmp_path / "script.py", *arguments)
         )
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | more
-        line = line.replace("$RUN", command)
-        return subprocess.run(
-            ["bash", "-o", "pipefail", "-c", line], env=environment, capture_output=True, timeout=60
-        )
+        bash = ["bash", "-o", "pipefail", "-c", line.replace("$RUN", command)]
+        done = subprocess.run(bash, env=environment, capture_output=True, text=True, timeout=60)
+        return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run
 
@@ -74,31 +75,20 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def test_a_deleted_working_directory_is_one_line(shell: Shell) -> None:
-    done = shell("cd $(mktemp -d); rmdir $PWD; $RUN", "little")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"error: the working directory was deleted: change to another\n"
+    line = "error: the working directory was deleted: change to another\n"
+    assert shell("cd $(mktemp -d); rmdir $PWD; $RUN", "little") == Outcome(2, "", line)
 
 
 def outcome(
     work: Callable[[], int | None], capsys: pytest.CaptureFixture[str], *more: str
-) -> tuple[int, str]:
-    """Exit status and text on standard error; standard output is empty."""
+) -> Outcome:
     status = run_command(work, *more)
-    said = capsys.readouterr()
-    assert said.out == ""
-    return status, said.err
-
-
-def raising(error: BaseException) -> Callable[[], None]:
-    def work() -> None:
-        raise error
-
-    return work
+    return Outcome(status, *capsys.readouterr())
 
 
 def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert outcome(lambda: None, capsys) == (0, "")
-    assert outcome(lambda: 130, capsys) == (130, "")
+    assert outcome(lambda: None, capsys) == Outcome(0, "", "")
+    assert outcome(lambda: 130, capsys) == Outcome(130, "", "")
 
 
 @pytest.mark.parametrize(
@@ -123,29 +113,26 @@ def test_the_status_is_that_of_the_work(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_failure_is_one_line_and_status_2(
     error: Exception, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert outcome(raising(error), capsys) == (2, line)
+    assert outcome(Mock(side_effect=error), capsys) == Outcome(2, "", line)
 
 
 def test_the_hosts_memory_too_may_run_out(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = outcome(lambda: torch.empty(2**50), capsys)
-    assert status == 2 and said.startswith("error: out of memory: ") and said.count("\n") == 1
+    said = outcome(lambda: torch.empty(2**50), capsys).complaint
+    assert said.startswith("error: out of memory: ")
 
 
-def test_a_mistake_of_ours_keeps_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match="shapes"):
-        run_command(raising(RuntimeError("shapes differ")))
-    with pytest.raises(SystemExit):
-        run_command(raising(SystemExit(2)))
+@pytest.mark.parametrize("mistake", [RuntimeError("shapes differ"), SystemExit(2)], ids=repr)
+def test_a_mistake_of_ours_keeps_its_traceback(mistake: BaseException) -> None:
+    with pytest.raises(type(mistake), match=str(mistake)):
+        run_command(Mock(side_effect=mistake))
 
 
 def test_ctrl_c_is_130_with_the_line_of_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert outcome(raising(KeyboardInterrupt()), capsys) == (130, "")
-    assert outcome(raising(KeyboardInterrupt()), capsys, "go on with it") == (
-        130,
-        "go on with it\n",
-    )
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    assert outcome(interrupted, capsys) == Outcome(130, "", "")
+    assert outcome(interrupted, capsys, "go on with it") == Outcome(130, "", "go on with it\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
         [sys.executable, tmp_path / "script.py", "sleep"],
@@ -189,9 +176,8 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full: run it on Linux")
 @pytest.mark.parametrize("work", ["little", "much", "help"])
 def test_a_full_disk_is_one_line(work: str, shell: Shell) -> None:
-    line = b"error: standard output cannot be read or written: No space left on device\n"
-    done = shell("$RUN > /dev/full", work)
-    assert (done.returncode, done.stderr) == (2, line)
+    line = "error: standard output cannot be read or written: No space left on device\n"
+    assert shell("$RUN > /dev/full", work) == Outcome(2, "", line)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -199,27 +185,24 @@ def test_a_reader_that_has_gone_is_met_with_silence_and_status_0(
     unbuffered: str, shell: Shell
 ) -> None:
     done = shell("$RUN | head -n 1", "much", PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"line 0\n", b"")
+    assert done == Outcome(0, "line 0\n", "")
 
 
 def test_progress_and_what_is_written_at_the_end_may_find_no_reader(shell: Shell) -> None:
     done = shell("$RUN 2>&1 | head -n 1; echo ${PIPESTATUS[0]}", "much_noise")
-    assert (done.stdout, done.stderr) == (b"line 0\n0\n", b"")
-    done = shell("$RUN | true; echo ${PIPESTATUS[0]}", "little")
-    assert (done.stdout, done.stderr) == (b"0\n", b"")
+    assert done == Outcome(0, "line 0\n0\n", "")
+    assert shell("$RUN | true; echo ${PIPESTATUS[0]}", "little") == Outcome(0, "0\n", "")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_a_closed_stream_is_wrong_input(closed: str, shell: Shell) -> None:
-    done = shell(f"$RUN {closed}", "little")
-    assert done.returncode == 2 and b"a little" not in done.stdout
-    line = b"error: standard input, output or error is closed: give /dev/null instead\n"
-    assert done.stderr == (b"" if closed == "2>&-" else line)
+    line = "error: standard input, output or error is closed: give /dev/null instead\n"
+    assert shell(f"$RUN {closed}", "little") == Outcome(2, "", "" if closed == "2>&-" else line)
 
 
 def test_a_character_that_the_terminal_cannot_show_does_not_end_the_text(shell: Shell) -> None:
     done = shell("$RUN", "foreign", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ? ?\n", b"caf?\n")
+    assert done == Outcome(0, "caf? ? ?\n", "caf?\n")
 
 
 def test_a_mistyped_option_is_one_line_that_names_the_command(
@@ -227,7 +210,5 @@ def test_a_mistyped_option_is_one_line_that_names_the_command(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         fetch.main(["--wrong"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.endswith("; see python -m weights.fetch --help\n")
-    assert said.count("\n") == 1
+    said = Outcome(ended.value.code, *capsys.readouterr()).complaint
+    assert said.endswith("; see python -m weights.fetch --help\n")

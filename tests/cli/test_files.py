@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,11 @@ from cli.files import (
     read_optional_json,
     write_json,
 )
-from model import InputError
+from tests.refusal import refusal
 
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def refusal(work: Callable[[], object]) -> str:
-    """The one line of the InputError that the work raises."""
-    with pytest.raises(InputError) as caught:
-        work()
-    message = str(caught.value)
-    assert message and len(message.splitlines()) == 1
-    return message
 
 
 # Writing
@@ -41,9 +31,7 @@ def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("below/target.json")
     check_place(tmp_path / "link")
     write_json(tmp_path / "link", 1)
-    assert (tmp_path / "link").is_symlink() and json.loads(
-        (tmp_path / "below/target.json").read_text()
-    ) == 1
+    assert (tmp_path / "link").is_symlink() and read_json(tmp_path / "below/target.json") == 1
     assert names(tmp_path) == {"below", "link"} and names(tmp_path / "below") == {"target.json"}
 
 
@@ -77,8 +65,8 @@ def test_written_files_have_the_permissions_that_the_umask_leaves(
 
 def test_a_folder_and_a_device_are_refused_and_stay(tmp_path: Path) -> None:
     for path in (tmp_path, Path("/dev/null")):
-        for work in (lambda path=path: check_place(path), lambda path=path: write_json(path, 1)):
-            assert f"{path} is a folder or a device" in refusal(work)
+        assert f"{path} is a folder or a device" in refusal(check_place, path)
+        assert f"{path} is a folder or a device" in refusal(write_json, path, 1)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode) and names(tmp_path) == set()
 
 
@@ -88,7 +76,7 @@ def test_a_folder_and_a_device_are_refused_and_stay(tmp_path: Path) -> None:
 )
 def test_a_place_that_cannot_be_written_is_one_line(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert said in refusal(lambda: check_place(tmp_path / name if name else Path(name)))
+    assert said in refusal(check_place, tmp_path / name if name else Path(name))
     assert names(tmp_path) == {"file"}
 
 
@@ -98,13 +86,11 @@ def test_a_place_that_cannot_be_written_is_one_line(name: str, said: str, tmp_pa
 def test_an_optional_file_is_empty_only_where_it_is_absent(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     assert read_optional_json(path) == {}
-    assert "file.json cannot be read as UTF-8 text: No such file" in refusal(
-        lambda: read_json(path)
-    )
+    assert "file.json cannot be read as UTF-8 text: No such file" in refusal(read_json, path)
     path.write_text("[1]")
-    assert "file.json must hold one JSON object" in refusal(lambda: read_optional_json(path))
+    assert "file.json must hold one JSON object" in refusal(read_optional_json, path)
     path.write_bytes(b"\xff")
-    assert "file.json cannot be read" in refusal(lambda: read_optional_json(path))
+    assert "file.json cannot be read" in refusal(read_optional_json, path)
 
 
 def test_an_error_of_several_lines_is_one() -> None:

@@ -11,10 +11,9 @@ from decoding.randomness import SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams, distribution
 from decoding.show.page import TOP, Recording
-from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder, LayerPlan
-from tests.laws import tiny_model
+from tests.laws import speculated, tiny_model
 
 VOCAB, PROMPT, GAMMA = 11, [3, 1, 4, 1, 5], 3
 EXIT = LayerPlan.early_exit(3, 2)
@@ -26,16 +25,16 @@ PARAMS = [
 
 
 def write(model: Decoder, params: SamplingParams) -> list[tuple[Round, list[dict[str, Any]]]]:
-    cache = model.new_cache(model.max_positions)
-    with torch.inference_mode():
-        model.prefill(torch.tensor([PROMPT[:-1]]), cache)
-    text, drafter, recording = (
+    recording = Recording(params, str)
+    rounds = speculated(
+        model,
         Text(PROMPT, Rules(24), model),
-        ModelDrafter(model, cache, EXIT),
-        Recording(params, str),
+        lambda model, cache: ModelDrafter(model, cache, EXIT),
+        FixedLength(GAMMA),
+        params,
+        SeededRandomness(1),
+        observer=recording.observe,
     )
-    rest = (drafter, FixedLength(GAMMA), params, SeededRandomness(1))
-    rounds = speculate(model, cache, text, *rest, observer=recording.observe)
     return [(round, recording.details) for round in rounds]
 
 
@@ -45,47 +44,46 @@ def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingPa
     decoding.
     """
     model = tiny_model("llama", vocab=VOCAB)
-    greedy = params.temperature == 0
+
     text, checked = list(PROMPT), set()
     for round, details in write(model, params):
         assert len(details) == len(round.drafted) + 1
         for at, detail in enumerate(details):
             row = at if at < len(round.drafted) else round.accepted
             prefix = torch.tensor(text + round.drafted[:row])
-            shown = {}
-            for side, plan in (("target", None), ("draft", EXIT)):
-                with torch.inference_mode():
-                    logits = model(prefix[None], plan=plan)[0, -1:]
-                probs = distribution(logits, prefix, params)[0]
-                shown[side] = (
-                    probs[detail["id"]].item(),
-                    (logits.softmax(-1)[0] if greedy else probs),
-                )
-            assert (
-                int(detail["text"])
-                == detail["id"]
-                == (round.drafted[at] if at < len(round.drafted) else round.emitted[round.accepted])
-            )
-            assert detail["p"] == pytest.approx(shown["target"][0], abs=1e-6)
-            assert_lists(detail["target_top"], shown["target"][1], detail["id"])
+            own = at == len(round.drafted)
+            token = round.emitted[round.accepted] if own else round.drafted[at]
+            assert int(detail["text"]) == detail["id"] == token
+            assert_numbers(detail, "p", "target_top", model, None, prefix, params)
             if row < len(round.drafted):
-                assert detail["q"] == pytest.approx(shown["draft"][0], abs=1e-6)
-                assert_lists(detail["draft_top"], shown["draft"][1], detail["id"])
-                checked.add(
-                    "own beside a rejected token" if at == len(round.drafted) else "drafted"
-                )
+                assert_numbers(detail, "q", "draft_top", model, EXIT, prefix, params)
+                checked.add("own beside a rejected token" if own else "drafted")
             else:
                 assert detail["q"] is None and detail["draft_top"] == []
-                checked.add("bonus")
         text += round.emitted
-    assert checked >= {"drafted", "own beside a rejected token"}
+    assert checked == {"drafted", "own beside a rejected token"}
 
 
-def assert_lists(labelled: list[tuple[str, float]], probs: torch.Tensor, token: int) -> None:
-    """The list holds the likeliest tokens in order, with their probabilities, and the token asked
-    about.
+@torch.inference_mode()
+def assert_numbers(
+    detail: dict[str, Any],
+    number: str,
+    top_tokens: str,
+    model: Decoder,
+    plan: LayerPlan | None,
+    prefix: torch.Tensor,
+    params: SamplingParams,
+) -> None:
+    """The number is the token's probability. The list holds the likeliest tokens in order, with
+    their probabilities, and the token.
     """
-    top = [(int(label), prob) for label, prob in labelled]
+    logits = model(prefix[None], plan=plan)[0, -1:]
+    probs = distribution(logits, prefix, params)[0]
+    token = detail["id"]
+    assert detail[number] == pytest.approx(probs[token].item(), abs=1e-6)
+    if params.temperature == 0:
+        probs = logits.softmax(-1)[0]
+    top = [(int(label), prob) for label, prob in detail[top_tokens]]
     assert [prob for _, prob in top] == pytest.approx(
         [probs[other].item() for other, _ in top], abs=1e-6
     )
@@ -95,16 +93,14 @@ def assert_lists(labelled: list[tuple[str, float]], probs: torch.Tensor, token: 
 
 
 def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broken_numbers() -> None:
-    probs, nothing = (
-        torch.tensor([[0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0]]),
-        Draft(torch.empty(0, dtype=int), torch.empty(0, 7)),
-    )
+    probs = torch.tensor([[0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0]])
     for target, token, wanted in (
         (probs, 3, [("1", 0.6), ("3", 0.4)]),
         (probs, 5, [("1", 0.6), ("3", 0.4), ("5", 0.0)]),
         (torch.full((1, 7), torch.nan), 2, [("2", 0.0)]),
     ):
         recording = Recording(SamplingParams(1.0), str)
+        nothing = Draft(torch.empty(0, dtype=int), torch.empty(0, 7))
         recording.observe(nothing, target, target, 0, torch.tensor(token))
         assert recording.details[0]["target_top"] == wanted
 
@@ -127,6 +123,6 @@ def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broke
     ],
 )
 def test_every_token_of_a_round_has_its_verdict(round: Round, fates: list[str]) -> None:
-    verdicts = round.verdicts()
-    assert [fate for _, fate in verdicts] == fates
-    assert [token for token, fate in verdicts if fate in ("accepted", "own")] == round.emitted
+    assert [fate for _, fate in round.verdicts()] == fates
+    kept = [token for token, fate in round.verdicts() if fate in ("accepted", "own")]
+    assert kept == round.emitted

@@ -17,7 +17,7 @@ from decoding.sampling import SamplingParams, distribution
 from decoding.text import Constraint, Rules, Text
 from model import Decoder, LayerPlan
 from tests.configs import FAMILIES
-from tests.laws import plans, text_of, tiny_model
+from tests.laws import plans, prefilled, text_of, tiny_model
 
 VOCAB = 7
 PARAMS = SamplingParams(temperature=1.3)
@@ -29,8 +29,7 @@ def self_draft_rows(
     """Distributions of a self-draft: from a new target cache of the text, then under the plan,
     token by token.
     """
-    cache = model.new_cache(model.max_positions)
-    model.prefill(torch.tensor([tokens[:-1]]), cache)
+    cache = prefilled(model, tokens)
     text = torch.tensor(tokens + drafted)
     rows = [
         distribution(model(text[None, at : at + 1], cache, at, plan)[0], text[: at + 1], PARAMS)
@@ -63,8 +62,7 @@ def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
     retracted tokens.
     """
     model, tokens = tiny_model(family, vocab=VOCAB), [1, 2, 3]
-    cache = model.new_cache(model.max_positions)
-    model.prefill(torch.tensor([tokens[:-1]]), cache)
+    cache = prefilled(model, tokens)
     drafter, randomness = ModelDrafter(model, cache, plan), SeededRandomness(0)
     for limit, accepted, target_token, retracted in rounds:
         draft = drafter.propose(
@@ -92,10 +90,8 @@ def test_a_draft_models_cache_has_no_hole_after_any_round(
 ) -> None:
     """Also after drafts accepted whole, rounds without a draft, and retracted tokens."""
     model, tokens = tiny_model(family, vocab=VOCAB), [at % VOCAB for at in range(prompt)]
-    drafter, randomness = (
-        ModelDrafter(model, model.new_cache(model.max_positions)),
-        SeededRandomness(0),
-    )
+    drafter = ModelDrafter(model, model.new_cache(model.max_positions))
+    randomness = SeededRandomness(0)
     for limit, accepted, target_token, retracted in rounds:
         draft = drafter.propose(
             text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness
@@ -145,10 +141,8 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
     def constrained(tokens: list[int], constraint: Constraint) -> Text:
         return text_of(tokens, Rules(100, constraints=(constraint,)), vocab=VOCAB)
 
-    model, rest = (
-        tiny_model("llama", vocab=VOCAB),
-        (SamplingParams(1.0), FixedLength(4), SeededRandomness(0)),
-    )
+    model = tiny_model("llama", vocab=VOCAB)
+    rest = SamplingParams(1.0), FixedLength(4), SeededRandomness(0)
     drafter = ModelDrafter(model, model.new_cache(20))
     assert drafter.propose(constrained([1, 2], allowed), 4, *rest).tokens.tolist() == [5, 6]
     repeated = constrained([2, 5, 6, 0, 2], lambda tokens: only(5) if len(tokens) == 5 else only(1))
@@ -178,17 +172,15 @@ def test_under_constraints_a_draft_ends_with_an_end_of_text_token() -> None:
 def test_prompt_lookup_continues_the_latest_occurrence_of_the_longest_ngram(
     tokens: list[int], limit: int, longest: int
 ) -> None:
-    expected: list[int] = []
-    for size in range(min(longest, len(tokens) - 1), 0, -1):
-        starts = [
-            at for at in range(len(tokens) - size) if tokens[at : at + size] == tokens[-size:]
-        ]
-        if starts:
-            expected = tokens[starts[-1] + size :][:limit]
-            break
-    drafter = PromptLookup(65537, longest=longest)
+    found = [
+        (size, at + size)
+        for size in range(1, min(longest, len(tokens) - 1) + 1)
+        for at in range(len(tokens) - size)
+        if tokens[at : at + size] == tokens[-size:]
+    ]
+    expected = tokens[max(found)[1] :][:limit] if found else []
     text = text_of(tokens, vocab=65537)
-    draft = drafter.propose(text, limit, SamplingParams(), FixedLength(5), SeededRandomness(0))
-    assert draft.tokens.tolist() == expected
-    assert draft.probs.shape == (len(expected), 65537)
+    rest = SamplingParams(), FixedLength(5), SeededRandomness(0)
+    draft = PromptLookup(65537, longest=longest).propose(text, limit, *rest)
+    assert draft.tokens.tolist() == expected and draft.probs.shape == (len(expected), 65537)
     assert draft.probs.sum().item() == len(expected)

@@ -20,14 +20,15 @@ from decoding.drafters import BestOf, Drafter, ForcedTokens, ModelDrafter, Promp
 from decoding.grammar import KEPT_MASKS, Grammar, Vocabulary
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.judge import Setup, bias, run_loop, self_draft
-from decoding.proof.plain_law import Request, plain_law
+from decoding.proof.plain_law import Outcome, Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import KeyedRandomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
-from model import InputError, KVCache
-from tests.laws import TABLE_DRAFTERS, deviation, text_of, tiny_model
+from model import Decoder, InputError, KVCache
+from tests.calls import recorded
+from tests.laws import TABLE_DRAFTERS, deviation, prefilled, text_of, tiny_model
 
 EXACT = 1e-9
 EOS = 4  # of the tokens a, b, ab, c and the empty one
@@ -38,10 +39,7 @@ LONGEST = 10  # bytes of the strings by which a language is enumerated, more tha
 def encode(text: str) -> list[int]:
     """The longest token first: "ab" is one token, never two."""
     data, ids = text.encode(), []
-    while data:
-        fitting = [token for token in range(EOS) if data.startswith(TOKENS[token])]
-        if not fitting:
-            break
+    while fitting := [token for token in range(EOS) if data.startswith(TOKENS[token])]:
         ids.append(max(fitting, key=lambda token: len(TOKENS[token])))
         data = data[len(TOKENS[ids[-1]]) :]
     return ids
@@ -127,9 +125,13 @@ def keeps_the_law(name: str, drafter: str, numbers: Sequence[int]) -> None:
     for number in numbers:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
         setup = Setup(DRAFTERS[drafter], policy_of(drafter, number))
-        expected = plain_law(model, asked)
-        found = deviation(lambda draws: run_loop(model, asked, setup, draws), expected)  # noqa: B023
-        assert found < EXACT
+        assert_law(model, asked, setup, plain_law(model, asked))
+
+
+def assert_law(
+    model: TableModel, asked: Request, setup: Setup, expected: dict[Outcome, float]
+) -> None:
+    assert deviation(lambda draws: run_loop(model, asked, setup, draws), expected) < EXACT
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -148,10 +150,10 @@ def test_the_law_is_so_with_all_parameters_and_stops(name: str, drafter: str) ->
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
     for number in range(20):
-        asked, model, texts = request(name, number), table(f"{name} {number}"), set()
-        for drafter, make in DRAFTERS.items():
-            setup = Setup(make, policy_of(drafter, number))
-            texts.add(run_loop(model, asked, setup, KeyedRandomness(number), coupling="race"))
+        asked, model = request(name, number), table(f"{name} {number}")
+        setups = [Setup(make, policy_of(kind, number)) for kind, make in DRAFTERS.items()]
+        randomness = KeyedRandomness(number)
+        texts = {run_loop(model, asked, each, randomness, coupling="race") for each in setups}
         assert len(texts) == 1
 
 
@@ -161,9 +163,8 @@ def test_the_law_of_the_race_is_plain_constrained_samplings() -> None:
     asked = Request((0,), max_new_tokens=4, eos_ids=frozenset({1}), grammar=endless)
     rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=generator("race")) + 0.1
     model = TableModel(*(rows / rows.sum(-1, keepdim=True)))
-    for drafter in DRAFTERS:
-        setup = Setup(DRAFTERS[drafter], policy_of(drafter, 1))
-        assert bias(model, asked, setup, "race") < EXACT
+    for drafter, make in DRAFTERS.items():
+        assert bias(model, asked, Setup(make, policy_of(drafter, 1)), "race") < EXACT
 
 
 # ---- the language, without the library ----
@@ -203,15 +204,9 @@ def of_language(name: str) -> Callable[[Sequence[int]], Tensor]:
         )
         first = encode(same.decode())[:1]
         if first and len(TOKENS[first[0]]) <= len(same) - unsure:
-            found = set(first)
-        else:
-            found = {
-                token
-                for token in range(EOS)
-                if any(rest.startswith(TOKENS[token]) for rest in rests)
-            }
-            found |= {EOS} if b"" in rests else set()
-        return torch.tensor([token in found for token in range(len(TOKENS))])
+            return torch.arange(EOS + 1) == first[0]
+        begins = [any(rest.startswith(token) for rest in rests) for token in TOKENS[:EOS]]
+        return torch.tensor([*begins, b"" in rests])
 
     return allowed
 
@@ -221,9 +216,7 @@ def test_the_law_is_that_of_the_enumerated_language(name: str) -> None:
     for number, drafter in enumerate(DRAFTERS):
         asked, model = request(name, number), table(f"language {name} {number}")
         expected = plain_law(model, replace(asked, grammar=None, constraint=of_language(name)))
-        setup = Setup(DRAFTERS[drafter], POLICIES[0])
-        found = deviation(lambda draws: run_loop(model, asked, setup, draws), expected)  # noqa: B023
-        assert found < EXACT
+        assert_law(model, asked, Setup(DRAFTERS[drafter], POLICIES[0]), expected)
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -262,12 +255,11 @@ class CountingModel(TableModel):
         return super().__call__(tokens, cache, start, plan)
 
 
-def rounds_of(name: str, drafter: str, **more: Any) -> tuple[list[Round], CountingModel]:
+def rounds_of(name: str, drafter: str) -> tuple[list[Round], CountingModel]:
     rounds: list[Round] = []
-    tables = table(name).tables
-    model = CountingModel(*(rows.exp() for rows in tables.values()))
-    asked = replace(request(name), **{"max_new_tokens": 8, **more})
+    model = CountingModel(*(rows.exp() for rows in table(name).tables.values()))
     setup = Setup(DRAFTERS[drafter], lambda: FixedLength(6))
+    asked = replace(request(name), max_new_tokens=8)
     run_loop(model, asked, setup, SeededRandomness(0), rounds)
     return rounds, model
 
@@ -275,64 +267,49 @@ def rounds_of(name: str, drafter: str, **more: Any) -> tuple[list[Round], Counti
 @pytest.mark.parametrize("drafter", ["plan", "model", "forced"])
 def test_forced_tokens_are_drafted_without_a_model_and_accepted(drafter: str) -> None:
     rounds, model = rounds_of("long and forced", drafter)
-    assert [(each.drafted, each.accepted, each.finish) for each in rounds] == [
-        ([3, 2, 2, 3, EOS], 5, "eos")
-    ]
+    (round,) = rounds
+    assert (round.drafted, round.accepted, round.finish) == ([3, 2, 2, 3, EOS], 5, "eos")
     assert model.drafted == 0
-    assert rounds[0].forced == [True] * 5 + [False]
-    assert rounds[0].guessed == (0, 0)
+    assert rounds[0].forced == [True] * 5 + [False] and rounds[0].guessed == (0, 0)
 
 
 def test_a_guess_is_drafted_after_forced_tokens_and_does_not_count_as_forced() -> None:
     """ "ca" is forced, and a alone may be written, or ab."""
     rounds, _ = rounds_of("a forced token before a guess", "forced")
-    assert rounds[0].drafted[:2] == [3, 0]
-    assert rounds[0].forced[:2] == [True, False]
+    assert rounds[0].drafted[:2] == [3, 0] and rounds[0].forced[:2] == [True, False]
     assert rounds[0].guessed == (1, rounds[0].accepted - 1)
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize(("steps", "drafted"), [(0, [3]), (1, [3, None, 3]), (2, [3, None, 3])])
 def test_a_model_draws_as_many_tokens_as_asked_and_the_forced_ones_come_on_top(
     steps: int, drafted: list[int | None]
 ) -> None:
     model = tiny_model("llama", vocab=5)
-    rules = Rules(9, frozenset({EOS}), grammar=Grammar("regex", "c(a|b)c(aa|bb)", VOCABULARY))
-    text = Text([1, 2], rules, model, lambda token: TOKENS[token])
-    cache = model.new_cache(20)
-    model.prefill(torch.tensor([[1]]), cache)
-    with torch.inference_mode():
-        draft = ModelDrafter(model, cache).propose(
-            text, 9, SamplingParams(1.0), FixedLength(9), SeededRandomness(0), steps
-        )
+    text = text_under(Grammar("regex", "c(a|b)c(aa|bb)", VOCABULARY))
+    drafter = ModelDrafter(model, prefilled(model, text.tokens))
+    rest = SamplingParams(1.0), FixedLength(9), SeededRandomness(0), steps
+    draft = drafter.propose(text, 9, *rest)
     found = draft.tokens.tolist()
-    assert len(draft.probs) == len(found)
+    assert len(draft.probs) == len(found) and (steps == 2 or len(found) == len(drafted))
     assert [token if token == 3 else None for token in found[: len(drafted)]] == drafted
-    if steps < 2:
-        assert len(found) == len(drafted)
 
 
-def test_a_model_reads_forced_tokens_in_its_next_step() -> None:
+def text_under(made: Grammar) -> Text:
+    rules = Rules(9, frozenset({EOS}), grammar=made)
+    return text_of([1, 2], rules, TOKENS.__getitem__, vocab=5)
+
+
+@torch.inference_mode()
+def test_a_model_reads_forced_tokens_in_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", vocab=5)
-    rules = Rules(9, frozenset({EOS}), grammar=grammar("a forced token before a guess"))
-    text = Text([1, 2], rules, model, lambda token: TOKENS[token])
-    calls: list[int] = []
-
-    def counted(tokens: Tensor, *rest: Any) -> Tensor:
-        calls.append(tokens.shape[1])
-        return model(tokens, *rest)
-
-    cache = model.new_cache(20)
-    model.prefill(torch.tensor([[1]]), cache)
-    drafter = ModelDrafter(model, cache)
-    counting = type("Counting", (), {"__call__": staticmethod(counted)})
-    drafter.model = type(
-        "Proxy", (counting,), {"__getattr__": lambda _, name: getattr(model, name)}
-    )()
-    policy = AdaptiveExit(0.0, 4)
-    with torch.inference_mode():
-        draft = drafter.propose(text, 4, SamplingParams(1.0), policy, SeededRandomness(0))
+    text = text_under(grammar("a forced token before a guess"))
+    drafter = ModelDrafter(model, prefilled(model, text.tokens))
+    widths = recorded(monkeypatch, Decoder, "forward", lambda _, tokens, *rest: tokens.shape[1])
+    rest = SamplingParams(1.0), AdaptiveExit(0.0, 4), SeededRandomness(0)
+    draft = drafter.propose(text, 4, *rest)
     assert draft.tokens[0] == 3
-    assert calls[0] == 2  # the last token of the text and the forced one
+    assert widths[0] == 2, "the last token of the text and the forced one"
     assert len(draft.logits) == len(draft.tokens)
     assert torch.softmax(draft.logits[0], -1).tolist() == [[0.0, 0.0, 0.0, 1.0, 0.0]]
 
@@ -362,8 +339,7 @@ BAD = [
 def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message: str) -> None:
     with pytest.raises(InputError) as error:
         Grammar(kind, source, VOCABULARY)
-    assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_a_grammar_needs_an_end_of_text_token() -> None:
@@ -381,21 +357,35 @@ def test_a_tokenizer_that_changes_bytes_changes_no_mask() -> None:
 
 def test_an_end_of_text_token_with_bytes_neither_ends_a_whole_text_nor_a_part() -> None:
     """Some checkpoints end texts at a token that is a word elsewhere."""
-    tokens = (b"a", b"b", b"ab", b"c", b"")
-    made = Grammar("regex", "a(b|c)", Vocabulary(tokens, frozenset({1, 4}), encode))
-    assert made(0)([]).tolist() == [True, False, True, False, False]
-    assert made(0)([0]).tolist() == [False, False, False, True, False]
-    assert made(0)([0, 3]).tolist() == [False, False, False, False, True]
+    made = Grammar("regex", "a(b|c)", Vocabulary(TOKENS, frozenset({1, EOS}), encode))
+    for text, allowed in (([], [0, 2]), ([0], [3]), ([0, 3], [EOS])):
+        assert made(0)(text).nonzero()[:, 0].tolist() == allowed
 
 
-class Failing:
-    """A matcher that fails after certain tokens, as where a limit is reached."""
+class Around:
+    """A matcher around another one: a subclass replaces some of its methods."""
 
-    def __init__(self, inner: Any, at: list[int]) -> None:
-        self.inner, self.at, self.consumed, self.failed = inner, at, [], False
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class Waiting(Around):
+    """On a machine whose cores are taken."""
+
+    def compute_bitmask(self) -> bytes:
+        time.sleep(0.05)
+        return self.inner.compute_bitmask()
+
+
+class Failing(Around):
+    """Fails after two a's, as where a limit is reached."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.consumed, self.failed = [], False
 
     def rollback(self, count: int) -> bool:
         del self.consumed[len(self.consumed) - count :]
@@ -406,7 +396,7 @@ class Failing:
         return self.inner.consume_tokens(tokens)
 
     def compute_bitmask(self) -> bytes:
-        self.failed = self.failed or self.consumed == self.at
+        self.failed = self.failed or self.consumed == [0, 0]
         return self.inner.compute_bitmask()
 
     def is_error(self) -> bool:
@@ -420,16 +410,15 @@ class Failing:
 def failing(monkeypatch: pytest.MonkeyPatch) -> Grammar:
     """A grammar of a's and b's whose matchers fail after two a's."""
     made, new = Grammar("regex", "[ab]{3}", VOCABULARY), Grammar.new_matcher
-    monkeypatch.setattr(Grammar, "new_matcher", lambda self: Failing(new(self), [0, 0]))
+    monkeypatch.setattr(Grammar, "new_matcher", lambda self: Failing(new(self)))
     return made
 
 
 def test_an_error_in_a_draft_does_not_reach_other_branches(failing: Grammar) -> None:
     constraint, sound = failing(0), grammar("any of two letters")(0)
-    assert constraint([0]).tolist() == sound([0]).tolist()
-    assert not constraint([0, 0]).any()
-    assert constraint([0, 1]).tolist() == sound([0, 1]).tolist()
-    assert constraint([1, 0]).tolist() == sound([1, 0]).tolist()
+    assert constraint([0]).tolist() == sound([0]).tolist() and not constraint([0, 0]).any()
+    for text in ([0, 1], [1, 0]):
+        assert constraint(text).tolist() == sound(text).tolist()
 
 
 def test_an_error_at_the_end_of_the_text_ends_it_with_the_reason(failing: Grammar) -> None:
@@ -450,18 +439,6 @@ def test_masks_that_take_too_long_in_all_end_the_text() -> None:
 
 def test_the_time_of_masks_is_that_of_computing_and_not_of_waiting_for_a_core() -> None:
     constraint = replace(grammar("no end"), seconds=1.5)(0)
-    matcher = constraint.matcher
-
-    class Waiting:
-        """The matcher, on a machine whose cores are taken."""
-
-        def compute_bitmask(self) -> bytes:
-            time.sleep(0.05)
-            return matcher.compute_bitmask()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(matcher, name)
-
-    constraint.matcher = Waiting()
+    constraint.matcher = Waiting(constraint.matcher)
     constraint([])
     assert 0 < constraint.seconds < 0.05

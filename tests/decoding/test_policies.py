@@ -22,8 +22,7 @@ def a_round(drafted: int, accepted: int, target_confidence: float | None = None)
 
 
 def test_adaptive_exit_goes_on_exactly_while_confidence_reaches_the_threshold() -> None:
-    policy = AdaptiveExit(0.6)
-    assert [*map(policy.keep_drafting, (0.59, 0.6, 0.61))] == [False, True, True]
+    assert [*map(AdaptiveExit(0.6).keep_drafting, (0.59, 0.6, 0.61))] == [False, True, True]
 
 
 def test_adaptive_exit_follows_draft_and_verify_by_hand() -> None:
@@ -136,8 +135,7 @@ def test_break_even_switches_off_a_losing_draft_and_tries_again_one_token_long()
 
 def test_break_even_comes_back_when_drafts_become_good() -> None:
     lengths = drafted(BreakEven({"model": 0.15}, 4), [0] * 200 + [4] * 100)
-    assert max(lengths[150:200]) <= 1
-    assert lengths[-1] == 4
+    assert max(lengths[150:200]) <= 1 and lengths[-1] == 4
 
 
 def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
@@ -208,8 +206,7 @@ def test_slopes_become_those_of_the_machine(plain: float) -> None:
 def test_a_draft_that_becomes_slow_in_the_middle_of_a_text_is_given_up_and_tried_again() -> None:
     policy = with_clock(0.2)
     assert write(policy, 80).count(0) <= 6, "plain rounds only to measure, in twos"
-    slow = write(policy, 80, 3.0)
-    assert 0 < sum(slow[20:]) <= 8, "given up, but for probes"
+    assert 0 < sum(write(policy, 80, 3.0)[20:]) <= 8, "given up, but for probes"
     assert write(policy, 300)[-1] > 1
 
 
@@ -343,8 +340,7 @@ def test_structured_text_takes_fewer_rounds_than_the_model_or_the_forced_tokens_
 
     def by_policy(acceptance: float) -> int:
         """Rounds of all texts."""
-        texts = range(TEXTS)
-        return sum(structured(with_clock(0.45), 0, acceptance, random) for _ in texts)
+        return sum(structured(with_clock(0.45), 0, acceptance, random) for _ in range(TEXTS))
 
     assert by_policy(0.9) < sum(structured(None, 5, 0.9, random) for _ in range(TEXTS))
     forced_alone = TEXTS * TOKENS * FREE / (FREE + FORCED)
@@ -369,15 +365,13 @@ def test_a_model_drafts_where_few_tokens_are_forced(
         policy.observe(a_round(0, 0))
     known = Offer("forced", "forced 0", [0] * forced, forced)
     taken, length = policy.choose([Offer("model", "model", forced=forced), known])
-    assert taken.name == ("model" if drafts else "forced")
-    assert (length > forced) is drafts
+    assert taken.name == ("model" if drafts else "forced") and (length > forced) is drafts
 
 
 def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked() -> None:
     """A closed gate asks no drafter: the round before must not be judged by the new tokens."""
     policy = BreakEven({"known": 0.05})
-    copied = Offer("lookup", "lookup 2", [0, 0])
-    policy.choose([copied])
+    policy.choose([Offer("lookup", "lookup 2", [0, 0])])
     policy.observe(a_round(2, 2))
     learned = dict(policy.past.rates.seen)
     policy.observe(a_round(0, 0))
@@ -419,5 +413,4 @@ def test_t_is_not_that_of_a_plain_round_behind_a_draft() -> None:
         policy.observe(a_round(length, length))
         policy.observe_time(1 + 1.1 * length if length else 1 + (lengths[-1] > 0))
         lengths.append(length)
-    assert lengths[1:3] == [0, 0]
-    assert sum(map(bool, lengths[11:])) <= 6
+    assert lengths[1:3] == [0, 0] and sum(map(bool, lengths[11:])) <= 6

@@ -33,7 +33,6 @@ from decoding.randomness import (
 )
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import Decoder
 from tests.configs import FAMILIES
@@ -43,6 +42,7 @@ from tests.laws import (
     TABLE_DRAFTERS,
     OneOffer,
     chi_square_p_value,
+    speculated,
     tiny_model,
 )
 
@@ -51,19 +51,15 @@ EXACT = 1e-9
 
 def two_token_model(seed: int) -> TableModel:
     """Target and draft tables over two tokens."""
-    rows = (
-        torch.rand(2, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        + 0.1
-    )
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=generator) + 0.1
     return TableModel(*(rows / rows.sum(-1, keepdim=True)))
 
 
 def no_three_alike(tokens: Sequence[int]) -> Tensor:
     """A constraint: never three equal tokens in a row."""
-    allowed = torch.ones(2, dtype=torch.bool)
-    if len(tokens) > 1 and tokens[-1] == tokens[-2]:
-        allowed[tokens[-1]] = False
-    return allowed
+    twice = len(tokens) > 1 and tokens[-1] == tokens[-2]
+    return torch.tensor([not (twice and tokens[-1] == token) for token in range(2)])
 
 
 WAYS = dict.fromkeys(("model", "known"), 0.45)
@@ -107,8 +103,7 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
     def tokens(randomness: Randomness) -> tuple[int, ...]:
         return run_loop(fair, request, Setup(), randomness, coupling="race")[0]
 
-    law = output_law(tokens, RaceEnumerator)
-    assert law == {
+    assert output_law(tokens, RaceEnumerator) == {
         (0, 0): pytest.approx(0.25),
         (1, 0): pytest.approx(0.375),
         (1, 1): pytest.approx(0.375),
@@ -118,16 +113,11 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
 def test_every_drafter_writes_the_same_text_of_a_table_model() -> None:
     model, request = two_token_model(7), Request(max_new_tokens=6)
     for seed in range(60):
-        setups = [Setup(drafter) for drafter in TABLE_DRAFTERS.values()]
-        assert (
-            len(
-                {
-                    run_loop(model, request, each, KeyedRandomness(seed), coupling="race")
-                    for each in setups
-                }
-            )
-            == 1
-        )
+        texts = {
+            run_loop(model, request, Setup(drafter), KeyedRandomness(seed), coupling="race")
+            for drafter in TABLE_DRAFTERS.values()
+        }
+        assert len(texts) == 1
 
 
 def test_draws_of_three_tokens_integrate_to_their_probabilities() -> None:
@@ -175,8 +165,8 @@ def test_exponentials_are_independent_between_places_seeds_and_samples() -> None
         for place in (Place(5), Place(6), Place(5, 1))
     ]
     for uniform in columns:
-        assert uniform.min() > 0 and uniform.max() <= 1
         counts = torch.histc(uniform, 100, 0, 1)
+        assert uniform.min() > 0 and counts.sum() == count, "above 0 and up to 1"
         assert chi_square_p_value(counts, torch.full((100,), 0.01)) > FALSE_ALARM
     correlations = torch.corrcoef(torch.stack([*columns, columns[0].roll(1)])).fill_diagonal_(0)
     assert correlations.abs().max() < 5 / math.sqrt(count)
@@ -207,21 +197,18 @@ def test_the_hash_is_splitmix64() -> None:
 
 def test_the_hash_of_ids_is_the_same_in_numpy_and_in_torch() -> None:
     counters = torch.arange(-50, 50) * signed(GOLDEN)
-    in_numpy = hashed(counters.numpy().copy())
-    assert in_numpy.tolist() == hashed(counters).tolist()
+    assert hashed(counters.numpy().copy()).tolist() == hashed(counters).tolist()
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where u = 1 throughout, of which every E is 0."""
-    rare = torch.full((FEW + 9,), 1 / FEW / 2)
-    for possible in ([0.0, 0.5, 0.5], [0.0, *rare, 0.0, 0.5]):
-        with monkeypatch.context() as patch:
-            patch.setattr("decoding.randomness.hashed", lambda counters: counters * 0 - 1)
-            assert KeyedRandomness(0).draw(torch.tensor(possible), Place(0)).item() == 1
     first, of_zeros = race(torch.tensor([[0.0, 0.5, 0.5], [0.0] * 3]), torch.zeros(2, 3)).tolist()
     assert first == 1 and of_zeros in range(3)
     assert KeyedRandomness(0).draw(torch.tensor([0.0, 0.0, 1.0, 0.0]), Place(1)).item() == 2
     assert KeyedRandomness(0).draw(torch.zeros(4), Place(1)).item() in range(4)
+    monkeypatch.setattr("decoding.randomness.hashed", lambda counters: counters * 0 - 1)
+    for possible in ([0.0, 0.5, 0.5], [0.0, *torch.full((FEW + 9,), 1 / FEW / 2), 0.0, 0.5]):
+        assert KeyedRandomness(0).draw(torch.tensor(possible), Place(0)).item() == 1
 
 
 @pytest.mark.parametrize("kept", [1, 60, FEW, FEW + 1, 49152])
@@ -256,14 +243,10 @@ def test_racing_all_ids_of_all_rows_at_once_draws_the_same(
     )
     randomness, place = KeyedRandomness(seed), Place(5, seed % 3)
     found = randomness.draw_each(probs, place)
-    assert found.tolist() == [
-        randomness.draw(row, place.after(number)).item() for number, row in enumerate(probs)
-    ]
-    gaps = torch.stack(
-        [complements_of(randomness, place.after(number), vocab) for number in range(rows)]
-    )
-    at_once = race(probs, gaps)
-    assert torch.equal(found[probs.any(1)], at_once[probs.any(1)])
+    places = [place.after(number) for number in range(rows)]
+    assert found.tolist() == [*map(torch.Tensor.item, map(randomness.draw, probs, places))]
+    gaps = torch.stack([complements_of(randomness, each, vocab) for each in places])
+    assert torch.equal(found[probs.any(1)], race(probs, gaps)[probs.any(1)])
 
 
 VOCAB = 7
@@ -279,13 +262,10 @@ def write(
     sample: int = 0,
 ) -> Text:
     """Text of this sample, written by the production loop under the race."""
-    cache, prompt = model.new_cache(model.max_positions), [1, 2, 3]
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]]), cache)
-    text = Text(prompt, rules, model, lambda token: b"abcdefg"[token : token + 1])
+    text = Text([1, 2, 3], rules, model, lambda token: b"abcdefg"[token : token + 1])
     race = verify.Coupling("race", seed, sample)
-    drafter = REAL_DRAFTERS[kind](model, cache)
-    list(speculate(model, cache, text, drafter, policy, params, race.randomness(), race.verify))
+    how = policy, params, race.randomness(), race.verify
+    list(speculated(model, text, REAL_DRAFTERS[kind], *how))
     return text
 
 
@@ -336,13 +316,9 @@ def test_the_seed_determines_the_text_under_any_draft(
 
 
 def test_seeds_and_samples_give_different_texts() -> None:
-    model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(1.0)
+    how = tiny_model("llama", vocab=VOCAB), Rules(24), SamplingParams(1.0), "exit", FixedLength(3)
     pairs = [(seed, sample) for seed in range(4) for sample in range(4)]
-    texts = {
-        tuple(write(model, Rules(24), params, "exit", FixedLength(3), *pair).generated)
-        for pair in pairs
-    }
-    assert len(texts) == len(pairs)
+    assert len({tuple(write(*how, *pair).generated) for pair in pairs}) == len(pairs)
 
 
 def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
@@ -352,18 +328,11 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
     model, request, runs, accepted = two_token_model(5), Request(max_new_tokens=2), 1500, 0
     p, q = (table[1].exp().tolist() for table in model.tables.values())
     shared = sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(2)) for x in range(2))
-    other = sum(a * b for a, b in zip(p, q, strict=True))
-    assert shared - other > 0.1
+    assert shared - sum(a * b for a, b in zip(p, q, strict=True)) > 0.1
     for seed in range(runs):
         rounds: list[Round] = []
-        run_loop(
-            model,
-            request,
-            Setup(policy=lambda: FixedLength(1)),
-            KeyedRandomness(seed),
-            rounds,
-            "race",
-        )
+        setup = Setup(policy=lambda: FixedLength(1))
+        run_loop(model, request, setup, KeyedRandomness(seed), rounds, "race")
         accepted += rounds[0].accepted
     assert abs(accepted / runs - shared) < 5 * math.sqrt(shared * (1 - shared) / runs)
 
@@ -372,13 +341,9 @@ def test_a_draft_is_kept_as_often_as_shared_exponentials_make_it() -> None:
 def test_over_seeds_the_first_token_has_the_targets_law(coupling: str) -> None:
     """With a draft that is mostly rejected."""
     p, q = torch.tensor([[0.04, 0.36, 0.6], [0.66, 0.01, 0.33]]).double()
-    model, request, runs = (
-        TableModel(p.expand(4, 3), q.expand(4, 3)),
-        Request(max_new_tokens=2),
-        1500,
-    )
+    model, request = TableModel(p.expand(4, 3), q.expand(4, 3)), Request(max_new_tokens=2)
     counts = torch.zeros(3, dtype=torch.float64)
-    for seed in range(runs):
+    for seed in range(1500):
         randomness = verify.Coupling(coupling, seed).randomness()
         tokens, _ = run_loop(model, request, Setup(), randomness, coupling=coupling)
         counts[tokens[0]] += 1

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -43,18 +42,15 @@ def transformers_distribution(
     row: list[float], context: list[int], params: SamplingParams
 ) -> Tensor:
     """Probabilities by transformers' processors, in the order of its ``generate``, in float64."""
-    processors = LogitsProcessorList()
-    if params.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    processors.append(TemperatureLogitsWarper(params.temperature))
-    if params.top_k:
-        processors.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        processors.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        processors.append(MinPLogitsWarper(params.min_p))
-    logits = processors(torch.tensor([context]), torch.tensor([row], dtype=torch.float64))
-    return logits.softmax(-1)[0]
+    processors = [
+        RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        TemperatureLogitsWarper(params.temperature),
+        *([TopKLogitsWarper(params.top_k)] if params.top_k else []),
+        *([TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []),
+        *([MinPLogitsWarper(params.min_p)] if params.min_p else []),
+    ]
+    logits = torch.tensor([row], dtype=torch.float64)
+    return LogitsProcessorList(processors)(torch.tensor([context]), logits).softmax(-1)[0]
 
 
 @settings(max_examples=250, derandomize=True, deadline=None)
@@ -79,9 +75,8 @@ def test_a_distribution_without_ties_is_that_of_transformers_processors(
     )
     assert len(set(penalised[0].tolist())) == VOCAB  # under every penalty these scores have no ties
     ours = distribution(torch.tensor([row], dtype=torch.float64), torch.tensor(context), params)[0]
-    torch.testing.assert_close(
-        ours, transformers_distribution(row, context, params), rtol=0, atol=1e-12
-    )
+    theirs = transformers_distribution(row, context, params)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
@@ -184,16 +179,6 @@ def test_constraints_that_forbid_nothing_change_nothing() -> None:
     assert text.allowed(torch.tensor([1, 2])) is None
 
 
-def test_each_row_is_constrained_by_its_own_prefix() -> None:
-    """A constraint that never lets a token follow itself, over two rows of a draft."""
-    text = text_of(
-        [0], Rules(9, constraints=(lambda tokens: torch.arange(3) != tokens[-1],)), vocab=3
-    )
-    allowed = text.allowed(torch.tensor([2]))
-    probs = distribution(torch.zeros(2, 3), torch.tensor([0, 2]), SamplingParams(1.0), allowed)
-    assert probs.tolist() == [[0.0, 0.5, 0.5], [0.5, 0.5, 0.0]]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -207,8 +192,7 @@ def test_each_row_is_constrained_by_its_own_prefix() -> None:
     ids=str,
 )
 def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float]) -> None:
-    name = next(iter(wrong)).replace("_", "[- ]")
-    with pytest.raises(InputError, match=name):
+    with pytest.raises(InputError, match=next(iter(wrong)).replace("_", "[- ]")):
         SamplingParams(**wrong)
 
 
@@ -258,11 +242,8 @@ LARGE = [
 def test_few_tokens_of_a_large_vocabulary_pass_as_of_all(params: SamplingParams) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = 4 * torch.randn(3, 49152, generator=generator, dtype=torch.float64)
-    found, all_seen = (
-        distribution(logits, torch.tensor([0] * 3), params),
-        filtered_whole(logits, params),
-    )
-    torch.testing.assert_close(found, all_seen, rtol=1e-9, atol=0)
+    found = distribution(logits, torch.tensor([0] * 3), params)
+    torch.testing.assert_close(found, filtered_whole(logits, params), rtol=1e-9, atol=0)
     if params == SamplingParams(params.temperature, top_p=params.top_p):
         probs = (logits / params.temperature).softmax(-1)
         kept = probs.where(found > 0, 0).sum(-1)
@@ -278,22 +259,19 @@ def test_the_tokens_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
     """The top-p is chosen such that torch's sum, which depends on the number of threads, would
     decide.
     """
-    before = torch.get_num_threads()
-
-    def on_threads(count: int, work: Callable[..., Any], *given: Any) -> Any:
-        torch.set_num_threads(count)
-        try:
-            return work(*given)
-        finally:
-            torch.set_num_threads(before)
-
     for seed in range(20):
         weights = torch.rand(200_000, generator=torch.Generator().manual_seed(seed)) / 1e6
         weights[:2] = torch.tensor([0.11, 0.9])
-        shares = [0.9 / on_threads(count, weights.sum).item() for count in (1, 2)]
-        params = SamplingParams(1.0, top_p=sum(shares) / 2)
-        one, two = (
-            on_threads(count, distribution, weights.log()[None], torch.tensor([0]), params)
-            for count in (1, 2)
-        )
-        assert torch.equal(one, two)
+        top_p = sum(0.9 / total.item() for total in on_threads(weights.sum)) / 2
+        given = weights.log()[None], torch.tensor([0]), SamplingParams(1.0, top_p=top_p)
+        assert torch.equal(*on_threads(lambda given=given: distribution(*given)))
+
+
+def on_threads(work: Callable[[], Tensor]) -> list[Tensor]:
+    """What some work gives on one thread, and on two."""
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(work())
+    torch.set_num_threads(before)
+    return found

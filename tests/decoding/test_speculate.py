@@ -2,10 +2,13 @@
 ends.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from decoding import speculate as loop
 from decoding import verify as rules
@@ -20,16 +23,18 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
 from tests.configs import FAMILIES
-from tests.laws import REAL_DRAFTERS, REAL_POLICIES, OneOffer, Scripted, plans, tiny_model
+from tests.laws import (
+    REAL_DRAFTERS,
+    REAL_POLICIES,
+    OneOffer,
+    Scripted,
+    plans,
+    prefilled,
+    speculated,
+    tiny_model,
+)
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
-
-
-def prefilled(model: Decoder, prompt: list[int] = PROMPT) -> KVCache:
-    cache = model.new_cache(model.max_positions)
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
-    return cache
 
 
 def write(
@@ -38,12 +43,11 @@ def write(
     drafter: object,
     policy: Policy,
     *,
-    prompt: list[int] = PROMPT,
     params: SamplingParams = SamplingParams(),
     rules: Rules | None = None,
     seed: int = 0,
 ) -> list[Round]:
-    text = Text(prompt, rules or Rules(20), model)
+    text = Text(PROMPT, rules or Rules(20), model)
     return list(loop.speculate(model, cache, text, drafter, policy, params, SeededRandomness(seed)))
 
 
@@ -51,13 +55,13 @@ def tokens_of(rounds: list[Round]) -> list[int]:
     return [token for round in rounds for token in round.emitted]
 
 
-def plainly_greedy(model: Decoder, count: int, prompt: list[int] = PROMPT) -> list[int]:
+@torch.inference_mode()
+def plainly_greedy(model: Decoder) -> list[int]:
     """Greedy decoding without a cache and without the loop."""
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    tokens = list(PROMPT)
+    for _ in range(20):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,9 +71,9 @@ def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
     family: str, seed: int, plan: LayerPlan, gamma: int
 ) -> None:
     model = tiny_model(family, vocab=VOCAB, seed=seed)
-    cache = prefilled(model)
+    cache = prefilled(model, PROMPT)
     rounds = write(model, cache, ModelDrafter(model, cache, plan), FixedLength(gamma))
-    assert tokens_of(rounds) == plainly_greedy(model, 20)
+    assert tokens_of(rounds) == plainly_greedy(model)
 
 
 POLICIES = REAL_POLICIES | {"one offer": lambda: OneOffer(0.2, 3)}
@@ -77,21 +81,15 @@ POLICIES = REAL_POLICIES | {"one offer": lambda: OneOffer(0.2, 3)}
 
 @pytest.mark.parametrize(
     ("family", "kind", "policy"),
-    [
-        *[
-            ("llama", kind, policy)
-            for kind in REAL_DRAFTERS
-            for policy in POLICIES
-            if policy != "fixed"
-        ],
-        *[(family, kind, "fixed") for family in FAMILIES for kind in REAL_DRAFTERS],
-    ],
+    sorted(
+        {*product(["llama"], REAL_DRAFTERS, POLICIES), *product(FAMILIES, REAL_DRAFTERS, ["fixed"])}
+    ),
 )
 def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: str) -> None:
     model = tiny_model(family, vocab=VOCAB, seed=3)
-    cache = prefilled(model)
+    cache = prefilled(model, PROMPT)
     drafter = REAL_DRAFTERS[kind](model, cache)
-    assert tokens_of(write(model, cache, drafter, POLICIES[policy]())) == plainly_greedy(model, 20)
+    assert tokens_of(write(model, cache, drafter, POLICIES[policy]())) == plainly_greedy(model)
 
 
 class Breaking:
@@ -143,14 +141,14 @@ def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
 ) -> None:
     model = tiny_model("llama", vocab=VOCAB)
     with pytest.raises(InputError, match=f"drafter {type(drafter).__name__} .*{broken}") as error:
-        write(model, prefilled(model), drafter, FixedLength(4))
+        write(model, prefilled(model, PROMPT), drafter, FixedLength(4))
     assert "\n" not in str(error.value)
 
 
 def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     for params in (SamplingParams(), SamplingParams(1.0)):
-        cache = prefilled(model)
+        cache = prefilled(model, PROMPT)
         rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), params=params)
         assert [(len(r.drafted), r.accepted, len(r.emitted)) for r in rounds] == [(4, 4, 5)] * 4
 
@@ -158,7 +156,7 @@ def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
 def test_the_budget_is_met_exactly(budget: int) -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    cache = prefilled(model)
+    cache = prefilled(model, PROMPT)
     rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), rules=Rules(budget))
     assert len(tokens_of(rounds)) == budget
     assert [round.finish for round in rounds] == [None] * (len(rounds) - 1) + ["length"]
@@ -169,51 +167,40 @@ def test_the_budget_is_met_exactly(budget: int) -> None:
 
 def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches() -> None:
     model = tiny_model("gemma2", vocab=VOCAB)
-    cache, params = prefilled(model), SamplingParams(1.0)
+    cache, params = prefilled(model, PROMPT), SamplingParams(1.0)
     draft = tiny_model("llama", vocab=VOCAB, layers=1, seed=8)
 
-    def self_draft(cache: KVCache) -> ModelDrafter:
-        return ModelDrafter(model, cache, LayerPlan.early_exit(3, 1))
-
-    def draft_model(cache: KVCache) -> ModelDrafter:
-        return ModelDrafter(draft, draft.new_cache(64))
-
-    for make in (self_draft, draft_model):
+    for make in (
+        lambda cache: ModelDrafter(model, cache, LayerPlan.early_exit(3, 1)),
+        lambda cache: ModelDrafter(draft, draft.new_cache(64)),
+    ):
         drafter = make(cache)
-        together = [
-            write(model, cache, drafter, FixedLength(3), params=params, seed=seed)
-            for seed in range(4)
-        ]
-        for seed, rounds in enumerate(together):
-            fresh = prefilled(model)
-            assert rounds == write(
-                model, fresh, make(fresh), FixedLength(3), params=params, seed=seed
-            )
+        for seed in range(4):
+            how = {"params": params, "seed": seed}
+            together = write(model, cache, drafter, FixedLength(3), **how)
+            fresh = prefilled(model, PROMPT)
+            assert together == write(model, fresh, make(fresh), FixedLength(3), **how)
 
 
 def test_the_targets_confidence_is_its_raw_probability_of_its_own_token() -> None:
     model, params = tiny_model("llama", vocab=VOCAB), SamplingParams(0.7, top_k=3)
     rounds = write(
-        model, prefilled(model), NoDraft(VOCAB), ConfidenceGate(FixedLength(0), 0.5), params=params
+        model,
+        prefilled(model, PROMPT),
+        NoDraft(VOCAB),
+        ConfidenceGate(FixedLength(0), 0.5),
+        params=params,
     )
-    text = PROMPT + tokens_of(rounds)
-    raw = model(torch.tensor([text]))[0].softmax(-1)
-    for round in rounds:
-        assert round.target_confidence == pytest.approx(
-            raw[round.position - 1, round.emitted[-1]].item(), abs=1e-6
-        )
+    raw = model(torch.tensor([PROMPT + tokens_of(rounds)]))[0].softmax(-1)
+    expected = [raw[round.position - 1, round.emitted[-1]].item() for round in rounds]
+    assert [round.target_confidence for round in rounds] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
-    model = tiny_model("llama", vocab=2)
+    model, how = tiny_model("llama", vocab=2), (FixedLength(2), SamplingParams())
     for drafter in (NoDraft(2), PromptLookup(2)):
-        text = Text(
-            [0, 1, 0], Rules(5, banned=["a", "b"]), model, lambda token: b"ab"[token : token + 1]
-        )
-        cache = prefilled(model, [0, 1, 0])
-        rounds = loop.speculate(
-            model, cache, text, drafter, FixedLength(2), SamplingParams(), SeededRandomness(0)
-        )
+        text = Text([0, 1, 0], Rules(5, banned=["a", "b"]), model, [b"a", b"b"].__getitem__)
+        rounds = speculated(model, text, lambda *_: drafter, *how, SeededRandomness(0))  # noqa: B023
         with pytest.raises(InputError, match="no token at position 3"):
             list(rounds)
 
@@ -222,7 +209,7 @@ def test_non_finite_target_logits_end_the_loop() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     model.norm.weight[3] = torch.nan
     with pytest.raises(InputError, match="stop being finite"):
-        write(model, prefilled(model), NoDraft(VOCAB), FixedLength(0))
+        write(model, prefilled(model, PROMPT), NoDraft(VOCAB), FixedLength(0))
 
 
 def test_the_ratio_rule_in_one_launch_takes_the_same_uniform_numbers() -> None:
@@ -243,24 +230,25 @@ def test_an_all_zero_residual_draws_from_the_target() -> None:
     """
     p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])
     q = torch.tensor([[0.5, 0.5 + 1e-7, 0.0]])
-    accepted, token = rules.verify_by_ratio(
-        p, q, torch.tensor([1]), Scripted(0.99999999, 0.9), Place(0)
-    )
-    assert (accepted.item(), token.item()) == (0, 1)
+    assert by_ratio(p, q, 1, 0.99999999, 0.9) == (0, 1)
+
+
+def by_ratio(p: Tensor, q: Tensor, drafted: int, *uniforms: float) -> tuple[int, int]:
+    """Accepted tokens, and the token that follows, at these random numbers."""
+    drawn = rules.verify_by_ratio(p, q, torch.tensor([drafted]), Scripted(*uniforms), Place(0))
+    return tuple(each.item() for each in drawn)
 
 
 def test_a_draft_in_float64_is_not_rounded_to_a_float32_target() -> None:
     """Rounded to float32, this q would be .1, and u = 1 - 1e-10 would accept."""
     p = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
     q = torch.tensor([[p[0, 0].item() + 1e-10, 0.9]], dtype=torch.float64)
-    accepted, _ = rules.verify_by_ratio(p, q, torch.tensor([0]), Scripted(1 - 1e-10, 0.0), Place(0))
-    assert accepted.item() == 0
+    assert by_ratio(p, q, 0, 1 - 1e-10, 0.0)[0] == 0
 
 
 def test_an_impossible_token_is_never_accepted_not_even_at_u_zero() -> None:
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
-    accepted, token = rules.verify_by_ratio(p, q, torch.tensor([0]), Scripted(0.0, 0.0), Place(0))
-    assert (accepted.item(), token.item()) == (0, 1)
+    assert by_ratio(p, q, 0, 0.0, 0.0) == (0, 1)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

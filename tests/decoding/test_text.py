@@ -37,13 +37,14 @@ def test_a_pattern_is_found_at_its_first_end_within_the_new_bytes(
 ) -> None:
     data = bytearray(b"".join(map(piece, tokens)))
     new = len(piece(tokens[-1]))
-    expected = None
-    for end in range(len(data) - new + 1, len(data) + 1):
-        ending = [w for w in map(str.encode, words) if data[:end].endswith(w)]
-        if ending:
-            expected = end - max(map(len, ending))
-            break
-    assert Patterns(words).completed(data, new) == expected
+    ends = range(len(data) - new + 1, len(data) + 1)
+    # where the longest word of the first end begins
+    found = [(end, end - len(w)) for end in ends for w in encoded(words) if data[:end].endswith(w)]
+    assert Patterns(words).completed(data, new) == min(found, default=(None, None))[1]
+
+
+def encoded(words: list[str]) -> list[bytes]:
+    return [word.encode() for word in words]
 
 
 @given(tokens=tokens, words=words)
@@ -55,10 +56,8 @@ def test_the_longest_suffix_that_begins_a_pattern_is_pending(
     starts = [
         begin
         for begin in range(len(data))
-        if any(
-            word.startswith(data[begin:]) and len(word) > len(data) - begin
-            for word in map(str.encode, words)
-        )
+        for word in encoded(words)
+        if word.startswith(data[begin:]) and len(word) > len(data) - begin
     ]
     assert Patterns(words).pending(data, len(data)) == min(starts, default=len(data))
 
@@ -124,13 +123,14 @@ def test_a_text_ends_at_the_same_token_in_rounds_of_any_length(
     prompt: list[int], tokens: list[int], stops: list[str], eos: set[int], group: int
 ) -> None:
     rules = Rules(len(tokens), frozenset(eos), stops)
-    texts = [text_after(prompt, rules), text_after(prompt, rules)]
-    for text, size in zip(texts, (1, group), strict=True):
+    found = []
+    for size in (1, group):
+        text = text_after(prompt, rules)
         for at in range(0, len(tokens), size):
             if not text.finish:
                 text.extend(tokens[at : at + size])
-    assert (texts[0].generated, texts[0].finish) == (texts[1].generated, texts[1].finish)
-    assert texts[0].finish is not None
+        found.append((text.generated, text.finish))
+    assert found[0] == found[1] and found[0][1] is not None
 
 
 @given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
@@ -165,20 +165,15 @@ def test_an_interrupted_stream_shows_what_it_held_back() -> None:
     assert (stream.pull(), stream.pull(at_end=True), text.written) == ("a", "b", "ab")
 
 
-def test_a_stop_string_begun_in_the_prompt_is_not_a_stop() -> None:
-    text = text_after([0], Rules(9, stop_strings=["ab"]))
-    assert text.extend([1]).finish is None
-
-
 def test_end_of_text_comes_before_stop_string_and_budget_at_the_same_token() -> None:
-    def finish(rules: Rules, positions: int = 2) -> str | None:
-        return text_of([1], rules, piece, positions=positions).extend([0]).finish
-
-    assert finish(Rules(1, frozenset({0}), ["a"])) == "eos"
-    assert finish(Rules(1, frozenset(), ["a"])) == "stop"
-    assert finish(Rules(1)) == "length"
-    assert finish(Rules(2)) == "length", "the context is full"
-    assert finish(Rules(2), positions=3) is None
+    for rules, positions, finish in (
+        (Rules(1, frozenset({0}), ["a"]), 2, "eos"),
+        (Rules(1, frozenset(), ["a"]), 2, "stop"),
+        (Rules(1), 2, "length"),
+        (Rules(2), 2, "length"),  # the context is full
+        (Rules(2), 3, None),
+    ):
+        assert text_of([1], rules, piece, positions=positions).extend([0]).finish == finish
 
 
 def test_a_banned_word_retracts_the_token_in_which_it_began() -> None:
@@ -186,9 +181,7 @@ def test_a_banned_word_retracts_the_token_in_which_it_began() -> None:
     extension = text.extend([2, 1, 3])  # a|ab|b, and one that the round does not come to
     assert (extension.emitted, extension.retracted, text.tokens) == ([2, 1], [2, 1], [0])
     assert text.forbidden == {1: [2]}
-    allowed = text.allowed_after([])
-    assert allowed is not None
-    assert allowed.tolist() == [token != 2 for token in range(10)]
+    assert text.allowed_after([]).tolist() == [token != 2 for token in range(10)]
     assert text.allowed_after([1]) is None
 
 
@@ -231,8 +224,7 @@ def test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_bac
 
 def test_statistics_count_output_only() -> None:
     statistics = Statistics()
-    assert statistics.acceptance_rate is None
-    assert statistics.tokens_per_round == 0
+    assert statistics.acceptance_rate is None and statistics.tokens_per_round == 0
     for round in (
         Round(5, [1, 1, 1], 2, [1, 1, 4]),
         Round(8, [], 0, [3]),
@@ -243,6 +235,5 @@ def test_statistics_count_output_only() -> None:
         statistics.add(round)
     assert (statistics.rounds, statistics.tokens) == (4, 3 + 1 + 1 + 1)
     assert (statistics.drafted, statistics.accepted) == (8, 2 + 2 + 1)
-    assert statistics.acceptance_rate == 5 / 8
-    assert statistics.tokens_per_round == 6 / 4
+    assert (statistics.acceptance_rate, statistics.tokens_per_round) == (5 / 8, 6 / 4)
     assert statistics.histogram == [0, 1, 2]

@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ pytestmark = pytest.mark.skipif(
 
 VOCAB, LAYERS = 512, 4
 CUDA = torch.device("cuda", 0)
-SHAPES = [("llama", 64), ("llama", 128), ("gemma2", 64), ("gemma2", 128)]
-SHAPES += [("mistral", 64), ("qwen2", 64), ("qwen3", 128), ("gemma3_text", 128)]
+SHAPES = [
+    *(("llama", 64), ("llama", 128), ("gemma2", 64), ("gemma2", 128)),
+    *(("mistral", 64), ("qwen2", 64), ("qwen3", 128), ("gemma3_text", 128)),
+]
 PLANS = {
     "full": LayerPlan.full(LAYERS),
     "skip": LayerPlan.skipping(LAYERS, [1], [2]),
@@ -69,15 +72,18 @@ def model_of(
     device: torch.device = CUDA,
 ) -> Decoder:
     """Random model on the GPU, with shapes that its kernels take."""
-    sizes = {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": size,
-        "intermediate_size": 1024,
-    }
-    sizes |= {"sliding_window": 300, "query_pre_attn_scalar": size}
     config = small(
-        family, hidden=512, layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=2048, **sizes
+        family,
+        hidden=512,
+        layers=LAYERS,
+        vocab_size=VOCAB,
+        max_position_embeddings=2048,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=size,
+        intermediate_size=1024,
+        sliding_window=300,
+        query_pre_attn_scalar=size,
     )
     model = build(parse_config(config))
     model.initialise(std=0.05, generator=torch.Generator().manual_seed(seed))
@@ -116,11 +122,13 @@ def run(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:
 
 
 SEEDED = ("--seed", "5", "--temperature", "0.8")
-COMMANDS = [(model, ()) for model in ("smollm2-135m-instruct", "tiny-llama", "tiny-gemma2")]
-COMMANDS += [
-    ("tiny-llama", ("--draft", draft, *more))
-    for draft in ("lookup", "exit", "lowbit")
-    for more in ((), SEEDED)
+COMMANDS = [
+    *((model, ()) for model in ("smollm2-135m-instruct", "tiny-llama", "tiny-gemma2")),
+    *(
+        ("tiny-llama", ("--draft", draft, *more))
+        for draft in ("lookup", "exit", "lowbit")
+        for more in ((), SEEDED)
+    ),
 ]
 
 
@@ -143,16 +151,16 @@ def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(
 ) -> None:
     static = accelerate(model_of(family, size))
     text = torch.tensor([ids(1500)], device="cuda")
-    caches = static.model.new_cache(1500), static.new_cache(1500)
-    for start in (3, 500, 1400):
-        for count in (1, 2, 5, ROWS, ROWS + 1):
-            for model, cache in zip((static.model, static), caches, strict=True):
-                cache.truncate(0)
-                model.prefill(text[:, :start], cache)
-            tokens = text[:, start : start + count]
-            expected = static.model(tokens, caches[0], start, PLANS[plan]).float()
-            found = static(tokens, caches[1], start, PLANS[plan]).float()
-            assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
+    lanes = [(model, model.new_cache(1500)) for model in (static.model, static)]
+    for start, count in product((3, 500, 1400), (1, 2, 5, ROWS, ROWS + 1)):
+        for model, cache in lanes:
+            cache.truncate(0)
+            model.prefill(text[:, :start], cache)
+        tokens = text[:, start : start + count]
+        expected, found = (
+            model(tokens, cache, start, PLANS[plan]).float() for model, cache in lanes
+        )
+        assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
     assert static.trouble is None and static.why_rows_vary is None
     assert all(step.replay is not None for each in static.caches for step in each.steps.values())
 
@@ -160,11 +168,8 @@ def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(
 @pytest.mark.parametrize(("family", "size"), SHAPES)
 @torch.inference_mode()
 def test_a_rows_bits_do_not_depend_on_other_rows(family: str, size: int) -> None:
-    static, text, logits = (
-        accelerate(model_of(family, size)),
-        torch.tensor([ids(540)], device="cuda"),
-        [],
-    )
+    static, text = accelerate(model_of(family, size)), torch.tensor([ids(540)], device="cuda")
+    logits = []
     for count in (1, 5, ROWS):
         cache = static.new_cache(560)
         static.prefill(text[:, :500], cache)
@@ -210,11 +215,11 @@ def test_a_cache_of_another_size_serves_after_the_first_was_dropped(family: str)
     """Graphs of the dropped one have died; the text with a draft is plain decoding's."""
     static = accelerate(model_of(family))
     for prompt in (40, 700, 40, 1500):
-        texts = [
+        plain, drafted = (
             text_by(static, drafter, SamplingParams(), prompt=prompt)
             for drafter in ("none", "exit")
-        ]
-        assert texts[0] == texts[1]
+        )
+        assert plain == drafted
         gc.collect()
     assert recorded(static)
 
@@ -241,9 +246,8 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others() -> None:
     logits = torch.randn(5, VOCAB, device=CUDA, dtype=torch.bfloat16)
     context = torch.tensor(ids(9), device=CUDA)
     for params in (SamplingParams(0.8), SamplingParams(0.8, top_p=0.9, min_p=0.01)):
-        together = distribution(logits, context, params)
         alone = [distribution(row[None], context, params) for row in logits]
-        assert torch.equal(together, torch.cat(alone))
+        assert torch.equal(distribution(logits, context, params), torch.cat(alone))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -258,11 +262,9 @@ def test_greedy_texts_in_other_dtypes_are_plain_decodings(family: str, dtype: to
 def test_racing_all_rows_at_once_draws_the_cpus_tokens() -> None:
     probs = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
     probs[probs < 1e-3] = 0
-    randomness, place = KeyedRandomness(3), Place(40, 1)
-    assert (
-        randomness.draw_each(probs.cuda(), place).tolist()
-        == randomness.draw_each(probs, place).tolist()
-    )
+    both = probs.cuda(), probs
+    there, here = (KeyedRandomness(3).draw_each(each, Place(40, 1)) for each in both)
+    assert there.tolist() == here.tolist()
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -286,14 +288,14 @@ def test_a_round_waits_for_the_device_once(drafter: str) -> None:
 def test_two_models_and_their_caches_do_not_disturb_each_other() -> None:
     models = [accelerate(model_of(seed=seed)) for seed in (0, 1)]
     lanes = [(model, model.new_cache(64)) for model in models for _ in range(2)]
-    text, together = torch.tensor([ids(20)], device="cuda"), [[] for _ in lanes]
-    for at in range(20):
-        for (model, cache), found in zip(lanes, together, strict=True):
-            found.append(model(text[:, at : at + 1], cache, at))
-    for (model, _), found in zip(lanes, together, strict=True):
+    tokens = torch.tensor(ids(20), device="cuda").view(20, 1, 1)
+    together = [
+        [model(token, cache, at) for model, cache in lanes] for at, token in enumerate(tokens)
+    ]
+    for (model, _), found in zip(lanes, zip(*together, strict=True), strict=True):
         cache = model.new_cache(64)
-        alone = [model(text[:, at : at + 1], cache, at) for at in range(20)]
-        assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+        alone = [model(token, cache, at) for at, token in enumerate(tokens)]
+        assert all(map(torch.equal, found, alone))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
@@ -306,12 +308,12 @@ def test_memory_stays_within_the_estimate_captures_included(family: str) -> None
     assert took <= needed.cache + needed.workspace
 
 
-def test_a_training_step_runs_on_the_gpu_and_is_the_cpus(tmp_path: Path) -> None:
+def test_a_training_step_runs_on_the_gpu_and_is_the_cpus() -> None:
     losses = []
+    kept = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
     for device in ("cpu", "cuda"):
         model = model_of(dtype=torch.float32).to(device).train().requires_grad_()
         tokens = torch.tensor([ids(33), ids(33, 1)], device=device)
-        kept = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
         total = recipe_loss(model, tokens, kept, [0.2, 0.1, 0.1, 0.6], 0.5)
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -10,7 +10,7 @@ import torch
 
 from decoding.drafters import Draft
 from decoding.policies import FixedLength
-from decoding.randomness import KeyedRandomness, SeededRandomness
+from decoding.randomness import KeyedRandomness, Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
@@ -29,6 +29,13 @@ RULES = Rules(12)
 BANNED = Rules(24, banned=["ab", "ca"])
 
 
+def randomness(device: str, coupling: str) -> Randomness:
+    """What a rule draws with on a device; the same numbers on each."""
+    if coupling == "race":
+        return KeyedRandomness(3, device)
+    return SeededRandomness(3) if device == "cpu" else fake_device.FakeDeviceRandomness(3)
+
+
 def write(
     device: str,
     family: str,
@@ -41,26 +48,11 @@ def write(
 ) -> tuple[list[int], list[Round], Counter[str]]:
     """A text with its rounds, and the counts of the device."""
     model = prepare(tiny_model(family, vocab=VOCAB).to(device))
-    make = {
-        "race": KeyedRandomness,
-        "ratio": SeededRandomness if device == "cpu" else fake_device.FakeDeviceRandomness,
-    }
     cache, drafts = begun(model, drafter, PROMPT)
     text = Text(PROMPT, rules, model, lambda token: b"abcd"[token % 4 : token % 4 + 1])
-    randomness = make[coupling](3, device if coupling == "race" else "cpu")
+    drawn = randomness(device, coupling), Coupling(coupling, 3).verify
     fake_device.counts.clear()
-    rounds = list(
-        speculate(
-            model,
-            cache,
-            text,
-            drafts,
-            REAL_POLICIES[policy](),
-            params,
-            randomness,
-            Coupling(coupling, 3).verify,
-        )
-    )
+    rounds = list(speculate(model, cache, text, drafts, REAL_POLICIES[policy](), params, *drawn))
     if isinstance(model, StaticDecoder):
         assert model.trouble is None and model.why_rows_vary is None
     return text.tokens, rounds, fake_device.counts.copy()
@@ -82,12 +74,9 @@ def test_a_text_is_the_cpus_and_the_host_reads_once_per_round(
     """Uploads are the new tokens of the text, drafts by lookup, and the keys of a race."""
     policy = "break-even" if drafter == "best of" else "fixed"
     rounds, counts = check(family, drafter, policy=policy, coupling=coupling)
-    assert counts["read"] == len(rounds)
-    looked_up = (
-        sum(bool(round.drafted) for round in rounds) if drafter in ("lookup", "best of") else 0
-    )
-    raced = len(rounds) + sum(len(round.drafted) for round in rounds) if coupling == "race" else 0
-    assert counts["upload"] <= len(rounds) + looked_up + raced
+    looked_up = drafter in ("lookup", "best of") and sum(bool(round.drafted) for round in rounds)
+    raced = coupling == "race" and len(rounds) + sum(len(round.drafted) for round in rounds)
+    assert counts["read"] == len(rounds) and counts["upload"] <= len(rounds) + looked_up + raced
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "gated"])
@@ -98,8 +87,7 @@ def test_a_policy_that_looks_at_each_drafted_token_reads_once_for_each(
     """The target's confidence is read together with the verdict."""
     rounds, counts = check(family, "lowbit", policy=policy)
     looked_at = sum(len(round.drafted) for round in rounds) if policy == "adaptive" else 0
-    assert counts["read"] == len(rounds) + looked_at
-    assert counts["upload"] == len(rounds)
+    assert counts["read"] - looked_at == len(rounds) == counts["upload"]
 
 
 @pytest.mark.parametrize("drafter", ["exit", "none"])
@@ -107,8 +95,7 @@ def test_a_ban_costs_a_read_only_where_a_word_was_retracted(drafter: str) -> Non
     """By a draft, in the next round: it must stop where no token is allowed."""
     rounds, counts = check("llama", drafter, rules=BANNED)
     retracted = sum(bool(round.retracted) for round in rounds)
-    assert retracted
-    assert counts["read"] <= len(rounds) + (retracted if drafter == "exit" else 0)
+    assert retracted and counts["read"] <= len(rounds) + (retracted if drafter == "exit" else 0)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +107,12 @@ def test_a_ban_costs_a_read_only_where_a_word_was_retracted(drafter: str) -> Non
     ],
     ids=["greedy", "penalty", "min-p"],
 )
-def test_no_kind_of_sampling_reads_more(params: SamplingParams) -> None:
-    rounds, counts = check("llama", "exit", params=params)
-    assert counts["read"] == len(rounds) == counts["upload"]
-
-
+@pytest.mark.parametrize("prepare", [static, lambda model: model], ids=["prepared", "readable"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_model_that_is_not_prepared_runs_there_too(family: str) -> None:
-    rounds, counts = check(family, "exit", prepare=lambda model: model)
+def test_no_kind_of_sampling_reads_more_whether_the_model_is_prepared_or_not(
+    family: str, prepare: Callable[[Decoder], Any], params: SamplingParams
+) -> None:
+    rounds, counts = check(family, "exit", params=params, prepare=prepare)
     assert counts["read"] == len(rounds) == counts["upload"]
 
 
@@ -162,22 +147,14 @@ def test_recorded_sampling_leaves_few_operators_outside_of_graphs(
         monkeypatch.setattr(drafts, "propose", counted(drafts.propose, per_draft))
         for _ in range(2):  # the first records graphs
             text = Text(PROMPT, RULES, model)
-            drawn = (
-                KeyedRandomness(3, device)
-                if coupling == "race"
-                else fake_device.FakeDeviceRandomness(3)
-            )
-            verify = Coupling(coupling, 3).verify
+            drawn = randomness(fake_device.NAME, coupling), Coupling(coupling, 3).verify
             per_draft.clear()
             fake_device.counts.clear()
-            rounds = list(
-                speculate(model, cache, text, drafts, FixedLength(3), params, drawn, verify)
-            )
+            rounds = list(speculate(model, cache, text, drafts, FixedLength(3), params, *drawn))
         counts = fake_device.counts.copy()
-        assert counts["read"] == len(rounds)
         texts[drafter] = text.tokens
         verified = counts["kernel"] - sum(kernels for kernels, _ in per_draft)
-        assert verified <= 16 * len(rounds)
+        assert counts["read"] == len(rounds) and verified <= 16 * len(rounds)
         if drafter == "exit":
             # besides the steps: a position, and the draft's tokens and probabilities as one each
             assert all(kernels <= 4 * drafted + 4 for kernels, drafted in per_draft)
@@ -221,10 +198,9 @@ def test_a_graph_repeats_its_operators_on_the_numbers_of_now() -> None:
 def test_the_device_refuses_to_mix_tensors_and_counts_uploads_and_reads() -> None:
     here, there = torch.ones(3), torch.ones(3, device=fake_device.NAME)
     fake_device.counts.clear()
-    with pytest.raises(RuntimeError, match="same device"):
-        _ = there + here
-    with pytest.raises(RuntimeError, match="same device"):
-        _ = there[torch.tensor([1])]
+    for mix in (lambda: there + here, lambda: there[torch.tensor([1])]):
+        with pytest.raises(RuntimeError, match="same device"):
+            mix()
     assert fake_device.counts["upload"] == fake_device.counts["read"] == 0
     assert torch.equal((there + here.to(fake_device.NAME)).cpu(), 2 * here)
     there[:2].copy_(here[:2])

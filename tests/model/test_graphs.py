@@ -4,8 +4,9 @@ device.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from itertools import count, product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,15 +25,14 @@ class PretendedCuda:
     """The parts of ``torch.cuda`` that record graphs; the end of an interrupted capture fails."""
 
     def __init__(self) -> None:
-        self.device_now, self.current, self.recorded_on = 0, ("default", 0), []
-        self.streams = 0
-        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        self.device_now, self.current, self.recorded_on = 0, None, []
+        self.numbers = count(1)  # of streams; 0 is the default
+        self.CUDAGraph, self.stream = Mock(), lambda stream: nullcontext()
         self.graph_pool_handle = lambda: "pool"
         self.current_stream = lambda: self.current
 
     def Stream(self, device: torch.device) -> Any:
-        self.streams += 1
-        return SimpleNamespace(device=device, number=self.streams, wait_stream=lambda other: None)
+        return Mock(device=device, number=next(self.numbers))
 
     def set_stream(self, stream: Any) -> None:
         self.current = stream
@@ -40,12 +40,9 @@ class PretendedCuda:
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         before, self.device_now = self.device_now, device.index
-        self.current = SimpleNamespace(device=device, number=0, wait_stream=lambda other: None)
+        self.current = Mock(device=device, number=0)
         yield
         self.device_now = before
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext()
 
     @contextmanager
     def graph(self, graph: Any, pool: str, stream: Any) -> Iterator[None]:
@@ -82,24 +79,25 @@ def test_an_invalid_capture_restores_the_stream_and_loses_no_ctrl_c(
     cuda: PretendedCuda, raised: type[BaseException]
 ) -> None:
     record = Recorder(torch.device("cuda", 1))
-    calls = iter([None, raised()])
-
-    def compute() -> None:
-        if error := next(calls):
-            raise error
-
     with pytest.raises(KeyboardInterrupt if raised is KeyboardInterrupt else RuntimeError):
-        record(compute)
+        record(Mock(side_effect=[None, raised]))
     assert cuda.current.number == 0, "the stream from before"
 
 
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Before the test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
     """Each capacity, plan and number of rows is one: the ninth would end the fast steps."""
-    torch._dynamo.reset()
-    double = compile_function(lambda x, number: x * number, backend="eager")
+    multiply = compile_function(lambda x, number: x * number, backend="eager")
     for number in range(1, torch._dynamo.config.recompile_limit + 4):
-        assert double(torch.ones(number), number).sum() == number**2
-    torch._dynamo.reset()
+        assert multiply(torch.ones(number), number).sum() == number**2
 
 
 @pytest.mark.parametrize(
@@ -113,12 +111,12 @@ def test_more_versions_are_compiled_than_torch_allows_by_default() -> None:
     ],
     ids=["greedy", "temperature", "filters", "race", "ratio"],
 )
+@pytest.mark.usefixtures("nothing_compiled")
 @torch.inference_mode()
 def test_sampling_compiles_into_one_graph(
     function: Callable[..., Tensor], more: tuple[Any, ...]
 ) -> None:
     """The branches of a GPU, on the meta device, which has no numbers to read."""
-    torch._dynamo.reset()
     arguments = [
         torch.empty((), dtype=torch.float64, device="meta")
         if each == "number"
@@ -128,7 +126,6 @@ def test_sampling_compiles_into_one_graph(
     rows = torch.empty(1, 50, device="meta")
     found = compile_function(function, backend="aot_eager")(rows, *arguments)
     assert found.shape == (rows.shape if function is probabilities else (1,))
-    torch._dynamo.reset()
 
 
 def launcher(**more: Any) -> Launcher:
@@ -140,19 +137,20 @@ def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers() ->
     launch = launcher()
     logits = torch.randn(19, 11, generator=torch.Generator().manual_seed(0))
     keys = torch.arange(len(logits))
-    for temperature, top_p, top_k in (
-        (0.7, 0.9, None),
-        (1.3, 0.9, 4.0),
-        (1.3, 0.9, 100.0),
-        (0.7, None, None),
+    for numbers, rows in product(
+        [
+            (0.7, 0.9, None, None),
+            (1.3, 0.9, None, 4.0),
+            (1.3, 0.9, None, 100.0),
+            (0.7, None, None, None),
+        ],
+        [1, 5, len(logits)],
     ):
-        for rows in (1, 5, len(logits)):
-            given = logits[:rows].to(THERE)
-            found = launch(probabilities, given, temperature, top_p, None, top_k)
-            expected = probabilities(logits[:rows], temperature, top_p, None, top_k)
-            torch.testing.assert_close(found.cpu(), expected)
-            drawn = launch(race_at, found, keys[:rows])
-            assert drawn.tolist() == race_at(expected, keys[:rows]).tolist()
+        found = launch(probabilities, logits[:rows].to(THERE), *numbers)
+        expected = probabilities(logits[:rows], *numbers)
+        torch.testing.assert_close(found.cpu(), expected)
+        drawn = launch(race_at, found, keys[:rows])
+        assert drawn.tolist() == race_at(expected, keys[:rows]).tolist()
     assert all(launch.launches.values())
 
 

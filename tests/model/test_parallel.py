@@ -22,11 +22,12 @@ from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
-from model import Decoder, InputError, LayerPlan, parse_config
+from model import Decoder, LayerPlan, parse_config
 from model.parallel import Shard
 from tests.configs import FAMILIES, small
 from tests.laws import REAL_DRAFTERS, deviation
 from tests.ranks import Ranks, joined, random_model, split_model
+from tests.refusal import refusal
 
 EXACT = 1e-9
 
@@ -39,13 +40,13 @@ def config(family: str, size: int, **changes: Any) -> dict[str, Any]:
         "num_attention_heads": 2 * size,
         "num_key_value_heads": size,
         "hidden": 12,
+        "intermediate_size": 10,
         "vocab_size": 4,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": family == "llama",
     }
-    biases = {"attention_bias": True} | ({"mlp_bias": True} if family == "llama" else {})
-    return small(
-        family,
-        **{**shape, "intermediate_size": 10, "tie_word_embeddings": False, **biases, **changes},
-    )
+    return small(family, **shape | changes)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -96,9 +97,8 @@ def test_logits_on_every_rank_are_those_of_one_process(
     ranks: Ranks, family: str, shape: str
 ) -> None:
     shaped = config(family, ranks.size, **SHAPES[shape])
-    expected = logits_of(random_model(shaped))
     first, *others = ranks.run(split_logits, shaped)
-    torch.testing.assert_close(first, expected, rtol=0, atol=EXACT)
+    torch.testing.assert_close(first, logits_of(random_model(shaped)), rtol=0, atol=EXACT)
     assert all(torch.equal(other, first) for other in others)
 
 
@@ -123,10 +123,8 @@ def text_by(writer: Writer, asked: Asked, seed: int) -> list[int]:
     drafter, policy, coupling, temperature = asked
     writer.begin([1, 0, 2, 1, 2])
     drafting = Drafting(drafter, lambda cache: REAL_DRAFTERS[drafter](writer.model, cache), policy)
-    sample = writer.write(
-        writer.new_text(Rules(8)), drafting, SamplingParams(temperature), Coupling(coupling, seed)
-    )
-    return sample.tokens
+    rules, rule = SamplingParams(temperature), Coupling(coupling, seed)
+    return writer.write(writer.new_text(Rules(8)), drafting, rules, rule).tokens
 
 
 def text_on_rank(config: dict[str, Any], asked: Asked) -> list[int]:
@@ -180,10 +178,9 @@ def split_deviation(config: dict[str, Any], drafter: str, asked: Request) -> flo
     rows = SimpleNamespace(
         vocab_size=whole.vocab_size, row=lambda history: whole(torch.tensor([history]))[0, -1]
     )
-    expected = plain_law(rows, asked)
     return deviation(
         lambda randomness: run_loop(model, asked, Setup(REAL_DRAFTERS[drafter]), randomness),
-        expected,
+        plain_law(rows, asked),
     )
 
 
@@ -219,7 +216,5 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(
     heads: int, shared: int, size: int, fit: str
 ) -> None:
     config = parse_config(small(num_attention_heads=heads, num_key_value_heads=shared))
-    with pytest.raises(
-        InputError, match=rf"do not divide over {size} processes: start one of \[{fit}\]$"
-    ):
-        Shard(config, 0, size)
+    said = refusal(Shard, config, 0, size)
+    assert said.endswith(f"do not divide over {size} processes: start one of [{fit}]")

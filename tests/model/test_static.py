@@ -1,6 +1,7 @@
 """Static steps of a GPU, run here without capturing, and the graph of their one block."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,18 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from decoding.policies import FixedLength
-from decoding.randomness import SeededRandomness
-from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
-from decoding.text import Rules, Text
-from model import KVCache, LayerPlan
+from model import LayerPlan
 from model.fast import gpu, static_capacity
 from model.fast.gpu import ROWS, StaticDecoder
 from tests.configs import FAMILIES
-from tests.laws import begun, plans, tiny_model
+from tests.laws import plans, tiny_model
 
 VOCAB = 19
+FULL = LayerPlan.full(3)
 
 
 def static(family: str = "llama") -> StaticDecoder:
@@ -73,45 +70,17 @@ def test_one_compiled_block_serves_all_layers(family: str) -> None:
     again.
     """
     torch._dynamo.reset()
-    graphs = []
-
-    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
+    backend = Mock(side_effect=torch._dynamo.lookup_backend("aot_eager"))
     model, tokens = static(family), torch.tensor([[1, 2, 3, 4, 5]])
-    model.run = torch.compile(gpu.run_block, fullgraph=True, dynamic=False, backend=counting)
+    model.run = torch.compile(
+        gpu.run_block, fullgraph=True, dynamic=False, backend=lambda *given: backend(*given)
+    )
     cache = model.new_cache(32)
     for start in (0, 5):
-        torch.testing.assert_close(
-            model(tokens, cache, start),
-            model.model(tokens, copy.deepcopy(cache), start),
-            rtol=0,
-            atol=1e-8,
-        )
-    assert model.trouble is None and len(graphs) == 1
+        expected = model.model(tokens, copy.deepcopy(cache), start)
+        torch.testing.assert_close(model(tokens, cache, start), expected, rtol=0, atol=1e-8)
+    assert model.trouble is None and backend.call_count == 1
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loop_writes_the_same_text_with_static_steps(family: str) -> None:
-    texts = []
-    for model in (tiny_model(family, vocab=VOCAB), static(family)):
-        cache, drafter = begun(model, "exit", [1, 2, 3, 4])
-        text = Text([1, 2, 3, 4], Rules(40), model)
-        list(
-            speculate(
-                model,
-                cache,
-                text,
-                drafter,
-                FixedLength(3),
-                SamplingParams(0.9),
-                SeededRandomness(5),
-            )
-        )
-        texts.append(text.generated)
-    assert texts[0] == texts[1]
 
 
 def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -> None:
@@ -125,9 +94,8 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
         del cache
         again = model.new_cache(30)
         assert model.used[again] is first and len(first.steps) == 1
-        assert again.lengths == [0] * model.num_layers and not any(
-            each.any() for each in (*again.keys, *again.values)
-        )
+        assert again.lengths == [0] * model.num_layers
+        assert not any(each.any() for each in (*again.keys, *again.values))
         assert (again.capacity, first.cache.capacity) == (30, static_capacity(30))
         assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
 
@@ -137,12 +105,7 @@ def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled(
 ) -> None:
     model, sizes = static(), set()
     make = model.model.new_cache
-
-    def new_cache(size: int) -> KVCache:
-        sizes.add(size)
-        return make(1)
-
-    monkeypatch.setattr(model.model, "new_cache", new_cache)
+    monkeypatch.setattr(model.model, "new_cache", lambda size: sizes.add(size) or make(1))
     for capacity in (*range(1, 131_072, 997), 131_072):
         model.new_cache(capacity)
         model.caches.clear()
@@ -157,25 +120,17 @@ def test_a_step_made_while_a_text_is_written_leaves_its_entries() -> None:
     cache = model.new_cache(80)
     model.prefill(tokens, cache)
     before = [each.clone() for each in (*cache.keys, *cache.values)]
-    assert model.step_of(cache, LayerPlan.early_exit(3, 1)) and model.step_of(
-        cache, LayerPlan.full(3)
-    )
+    assert all(model.step_of(cache, plan) for plan in (LayerPlan.early_exit(3, 1), FULL))
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
 
 
 def test_low_bits_take_one_row_and_use_the_checkpoints_weights_without_a_kernel() -> None:
-    model = static()
-    plan = LayerPlan.full(model.num_layers).in_bits(4)
+    model, plan, tokens = static(), FULL.in_bits(4), torch.tensor([[1, 2, 3]])
     with torch.inference_mode():
         cache = model.new_cache(20)
-        assert (
-            model.step_of(cache, plan).rows == 1
-            and model.step_of(cache, LayerPlan.full(3)).rows == ROWS
-        )
-        tokens = torch.tensor([[1, 2, 3]])
-        torch.testing.assert_close(
-            model(tokens, cache, 0, plan), model(tokens, cache, 0), rtol=0, atol=1e-10
-        )
+        assert (model.step_of(cache, plan).rows, model.step_of(cache, FULL).rows) == (1, ROWS)
+        low, full = model(tokens, cache, 0, plan), model(tokens, cache, 0)
+    torch.testing.assert_close(low, full, rtol=0, atol=1e-10)
     assert model.fast_bits == ()
 
 
@@ -194,22 +149,13 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
 ) -> None:
     model, tokens = static(), torch.tensor([[1, 2, 3]])
     run = model.run
-
-    def fails(block, weights, x, *rest):
-        if broken:
-            raise broken
-        return -run(block, weights, x, *rest)
-
-    model.run = fails
+    model.run = Mock(side_effect=broken or (lambda *given: -run(*given)))
     with torch.inference_mode():
         cache = model.new_cache(20)
         found, expected = model(tokens, cache, 0), model.model(tokens, model.model.new_cache(20), 0)
     assert torch.equal(found, expected) and cache.lengths == [3] * 3
-    assert (
-        model.trouble.startswith("steps are the readable blocks': " + said)
-        and "\n" not in model.trouble
-    )
-    assert not model.used.get(model.new_cache(5))
+    assert model.trouble.startswith("steps are the readable blocks': " + said)
+    assert "\n" not in model.trouble and not model.used.get(model.new_cache(5))
 
 
 def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
@@ -217,15 +163,8 @@ def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     run = model.run
 
     def mixes(block, weights, x, angles, mask, entries, *runs):
-        return run(
-            block,
-            weights,
-            x + 1e-9 * entries.index[0] * torch.arange(x.shape[2]),
-            angles,
-            mask,
-            entries,
-            *runs,
-        )
+        mixed = x + 1e-9 * entries.index[0] * torch.arange(x.shape[2])
+        return run(block, weights, mixed, angles, mask, entries, *runs)
 
     model.run = mixes
     with torch.inference_mode():

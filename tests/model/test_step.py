@@ -9,8 +9,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,7 +40,6 @@ from model.quantise import quantise, round_inputs  # noqa: E402
 
 VOCAB = 37
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-DTYPE_OF = {dot.BF16: torch.bfloat16, dot.F16: torch.float16, dot.F32: torch.float32}
 COUNTS = (*range(1, 18), 64, 65)
 
 GEMMA = {
@@ -48,23 +49,23 @@ GEMMA = {
     "sliding_window": 9,
     "num_attention_heads": 4,
 }
-ROPE = {**LLAMA3_ROPE, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-BIASED = {
-    "attention_bias": True,
-    "mlp_bias": True,
-    "tie_word_embeddings": False,
-    "intermediate_size": 33,
-}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"hidden": 72, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 2},
     "single heads, linear rope": {
         "hidden": 64,
         "head_dim": 16,
         "num_key_value_heads": 2,
-        "rope_scaling": LINEAR,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     },
-    "biased, untied, llama3 rope": {**BIASED, "hidden": 40, "head_dim": 64, "rope_scaling": ROPE},
+    "biased, untied, llama3 rope": {
+        "hidden": 40,
+        "head_dim": 64,
+        "intermediate_size": 33,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 64},
+    },
     "gemma2": GEMMA,
     "mistral": {"family": "mistral", "hidden": 72, "head_dim": 24, "sliding_window": 9},
     "qwen2": {
@@ -131,19 +132,18 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.d
     alone, expected = one_by_one(model, text[:, 30:], 30, caches[0]), entries(caches[0])
     for count in COUNTS:
         caches[1].truncate(30)
-        together = model(text[:, 30 : 30 + count], caches[1], 30)
-        assert torch.equal(together, alone[:, :count])
+        assert torch.equal(model(text[:, 30 : 30 + count], caches[1], 30), alone[:, :count])
         assert all_equal(entries(caches[1]), [each[:, :, : 30 + count] for each in expected])
 
 
 @pytest.mark.parametrize("bits", dot.LOW_BITS)
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_the_bits_of_a_row_in_low_bits_do_not_depend_on_the_others(bits: int) -> None:
+def test_the_bits_of_a_row_in_low_bits_do_not_depend_on_the_others(name: str, bits: int) -> None:
+    model, text = accelerate(random_model(name)), tokens_for(9)
     plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
-    for name in CONFIGS:
-        model, text = accelerate(random_model(name)), tokens_for(9)
-        together = model(text, model.new_cache(16), 0, plan)
-        assert torch.equal(together, one_by_one(model, text, 0, model.new_cache(16), plan))
+    together = model(text, model.new_cache(16), 0, plan)
+    assert torch.equal(together, one_by_one(model, text, 0, model.new_cache(16), plan))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
@@ -195,26 +195,20 @@ def test_float32_logits_are_the_readable_blocks(
 ) -> None:
     """Under any plan, including low bits with rounded inputs, after any prompt."""
     readable = random_model(name, torch.float32)
-    fast, text, start = (
-        accelerate(copy.deepcopy(readable)),
-        tokens_for(prompt + sum(lengths)),
-        prompt,
-    )
-    caches = readable.new_cache(80), fast.new_cache(80)
-    for model, cache in zip((readable, fast), caches, strict=True):
+    models = readable, accelerate(copy.deepcopy(readable))
+    caches = [model.new_cache(80) for model in models]
+    text = tokens_for(prompt + sum(lengths))
+    for model, cache in zip(models, caches, strict=True):
         model.prefill(text[:, :prompt], cache)
-    for length in lengths:
-        chunk = text[:, start : start + length]
+    # An input halfway between two codes may take either.
+    tolerance = 0.1 if plan.has_low_bits else 1e-4
+    for start, end in pairwise(accumulate(lengths, initial=prompt)):
         expected, found = (
-            readable(chunk, caches[0], start, plan),
-            fast(chunk, caches[1], start, plan),
+            model(text[:, start:end], cache, start, plan)
+            for model, cache in zip(models, caches, strict=True)
         )
         assert found.dtype == torch.float32 and caches[0].lengths == caches[1].lengths
-        # An input halfway between two codes may take either.
-        assert (found - expected).abs().max() < (
-            0.1 if plan.has_low_bits else 1e-4
-        ) * expected.abs().max()
-        start += length
+        assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -224,29 +218,23 @@ def test_narrow_logits_are_no_farther_from_float32_than_the_readable_blocks(
     name: str, dtype: torch.dtype
 ) -> None:
     narrow, text = random_model(name, dtype), tokens_for(60)
-    exact = copy.deepcopy(narrow).float()(text)
-    readable, fast = narrow(text), accelerate(narrow)
-    found = fast(text, fast.new_cache(60), 0)
-    assert (found - exact).abs().mean() < (readable.float() - exact).abs().mean()
+    exact, readable = copy.deepcopy(narrow).float()(text), narrow(text).float()
+    found = accelerate(narrow)(text, narrow.new_cache(60), 0)
+    assert (found - exact).abs().mean() < (readable - exact).abs().mean()
 
 
 @torch.inference_mode()
 def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, text, seen = accelerate(random_model("llama")), tokens_for(200), []
-    step = model.step
-
-    def recording(*given: Any) -> Any:
-        seen.append(len(given[1].tokens))
-        return step(*given)
-
-    monkeypatch.setattr(model, "step", recording)
-    cache = model.new_cache(200)
+    model, text = accelerate(random_model("llama")), tokens_for(200)
+    cache, step = model.new_cache(200), Mock(wraps=model.step)
+    monkeypatch.setattr(model, "step", step)
     model.prefill(text[:, :100], cache)
-    assert seen == [] and cache.length == 100
+    assert not step.called and cache.length == 100
     model(text[:, 100:], cache, 100)
-    assert seen == [64, 36] and cache.length == 200
+    assert [len(call.args[1].tokens) for call in step.call_args_list] == [64, 36]
+    assert cache.length == 200
 
 
 @pytest.mark.parametrize("split", [1, 7, 40, 99])
@@ -255,14 +243,12 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
     split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("model.decoder.PREFILL_CHUNK", 40)
-    model, text, ends = random_model("llama"), tokens_for(100), set()
-    hidden = model.hidden
-    model.hidden = lambda tokens, cache, start: (
-        ends.add(start + tokens.shape[1]),
-        hidden(tokens, cache, start),
-    )
-    model.prefill(text[:, :split], cache := model.new_cache(100))
+    model, text = random_model("llama"), tokens_for(100)
+    model.hidden, cache = Mock(wraps=model.hidden), model.new_cache(100)
+    model.prefill(text[:, :split], cache)
     model.prefill(text[:, split:], cache, split)
+    calls = [call.args for call in model.hidden.call_args_list]
+    ends = {start + tokens.shape[1] for tokens, _, start in calls}
     assert {40, 80, 100} <= ends <= {40, 80, 100, split} and cache.length == 100
 
 
@@ -270,12 +256,11 @@ def test_the_chunks_of_a_prompt_end_at_multiples_of_their_size_however_it_is_spl
 def test_the_weights_are_not_copied() -> None:
     """Training and saving use the same tensors."""
     readable = random_model("gemma2")
-    pointers = [parameter.data_ptr() for parameter in readable.parameters()]
+    before = [parameter.data_ptr() for parameter in readable.parameters()]
     fast = accelerate(readable)
     fast(tokens_for(3), fast.new_cache(8), 0)
-    assert [
-        parameter.data_ptr() for parameter in fast.model.parameters()
-    ] == pointers and not fast.low_bits
+    assert [parameter.data_ptr() for parameter in fast.model.parameters()] == before
+    assert not fast.low_bits
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -291,11 +276,8 @@ def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken:
             logits = model(text, cache, 0, plan)
             assert logits[0, :2].isfinite().all() and not logits[0, 2:].isfinite().any()
             cache.truncate(2)
-            after = model(text[:, :1], cache, 2, plan)
-            assert torch.equal(
-                after,
-                one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)[:, 2:],
-            )
+            alone = one_by_one(model, torch.tensor([[1, 2, 1]]), 0, model.new_cache(8), plan)
+            assert torch.equal(model(text[:, :1], cache, 2, plan), alone[:, 2:])
 
 
 def dots(kind: int, x_kind: int) -> Callable[..., np.ndarray]:
@@ -311,6 +293,10 @@ def dots(kind: int, x_kind: int) -> Callable[..., np.ndarray]:
     return multiply
 
 
+def random_matrix(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+
+
 @pytest.fixture(params=[True, False], ids=["special instructions", "none"])
 def special(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor's special instructions, and without."""
@@ -319,23 +305,25 @@ def special(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "x_kind"), [(dot.BF16, dot.BF16), (dot.F16, dot.F32), (dot.F32, dot.F32)]
+    ("kind", "x_kind", "dtype"),
+    [
+        (dot.BF16, dot.BF16, torch.bfloat16),
+        (dot.F16, dot.F32, torch.float16),
+        (dot.F32, dot.F32, torch.float32),
+    ],
 )
 def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
-    special: None, kind: int, x_kind: int
+    special: None, kind: int, x_kind: int, dtype: torch.dtype
 ) -> None:
-    multiply, dtype = dots(kind, x_kind), DTYPE_OF[kind]
+    multiply = dots(kind, x_kind)
     for columns in (5, 64, 200):
-        generator = torch.Generator().manual_seed(columns)
-        x = torch.randn(7, columns, generator=generator)
-        row = torch.randn(columns, generator=generator).to(dtype)
+        x, row = random_matrix(7, columns), random_matrix(1, columns).to(dtype)
         x = x.bfloat16() if x_kind == dot.BF16 else x
         inputs = x.view(torch.int16).numpy() if x_kind == dot.BF16 else x.numpy()
         rows = multiply(row.data_ptr(), inputs, columns, 1)
-        np.testing.assert_allclose(rows[:, 0], x.double() @ row.double(), atol=1e-4)
-        for number in range(7):
-            alone = multiply(row.data_ptr(), inputs[number : number + 1], columns, 1)
-            assert np.array_equal(alone[0], rows[number])
+        np.testing.assert_allclose(rows, x.double() @ row.double().T, atol=1e-4)
+        alone = [multiply(row.data_ptr(), each[None], columns, 1) for each in inputs]
+        assert np.array_equal(np.concatenate(alone), rows)
 
 
 @pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
@@ -350,45 +338,37 @@ def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kin
     multiply = dots(kind, dot.INT8)
     for columns in (5, 64, 200):
         for count in (1, 13, 16):
-            generator = torch.Generator().manual_seed(columns)
-            x = torch.randn(7, columns, generator=generator)
-            weight = torch.randn(count, columns, generator=generator)
-            rounded = quantise(weight, bits)
+            x, rounded = random_matrix(7, columns), quantise(random_matrix(count, columns), bits)
             operand, width = packed(rounded), -(-columns // 32) * 32
             low = multiply(operand.data_ptr(), rounded_inputs(x.numpy()), width, count)
             exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
             np.testing.assert_allclose(low, exact, atol=0.02 * exact.abs().max().item())
 
 
-def test_narrow_numbers_are_rounded_as_torch_rounds_them() -> None:
+@np.errstate(invalid="ignore")
+def of_each(function: Callable[[float], float], x: np.ndarray) -> np.ndarray:
+    """A compiled function of each number."""
+    return numba.vectorize(lambda number: function(number))(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [(elements.bfloat16_bits, torch.bfloat16), (elements.float16_bits, torch.float16)],
+    ids=["bfloat16", "float16"],
+)
+def test_narrow_numbers_are_rounded_as_torch_rounds_them(
+    function: Callable[[float], int], dtype: torch.dtype
+) -> None:
     """For every exponent, ties, subnormal numbers, infinity and NaN."""
-
-    @numba.njit
-    def run(x, narrow, half):
-        for index in range(len(x)):
-            narrow[index], half[index] = (
-                elements.bfloat16_bits(x[index]),
-                elements.float16_bits(x[index]),
-            )
-
     x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     x[:100_000] &= np.uint32(0xFFFFF000)  # ties of float16
     x[:50_000] &= np.uint32(0xFFFF8000)  # and of bfloat16
-    x = np.concatenate(
-        [
-            x.view(np.float32),
-            np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8]),
-        ]
-    )
-    narrow, half = np.empty((2, len(x)), np.uint16)
-    run(x, narrow, half)
-    for found, right in (
-        (narrow, torch.from_numpy(x).bfloat16()),
-        (half, torch.from_numpy(x).half()),
-    ):
-        numbers, is_nan = torch.from_numpy(found.view(np.int16)).view(right.dtype), right.isnan()
-        assert torch.equal(numbers.isnan(), is_nan)
-        assert torch.equal(numbers[~is_nan].view(torch.int16), right[~is_nan].view(torch.int16))
+    extremes = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8])
+    x = np.concatenate([x.view(np.float32), extremes])
+    right, bits = torch.from_numpy(x).to(dtype), of_each(function, x).astype(np.uint16)
+    found, is_nan = torch.from_numpy(bits.view(np.int16)).view(dtype), right.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found[~is_nan].view(torch.int16), right[~is_nan].view(torch.int16))
 
 
 def test_float16_numbers_are_widened_exactly() -> None:
@@ -407,19 +387,9 @@ def test_float16_numbers_are_widened_exactly() -> None:
 
 
 def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
-    @numba.njit
-    def run(x, power, tangent):
-        for index in range(len(x)):
-            power[index], tangent[index] = (
-                elements.exponential(x[index]),
-                elements.tangent(x[index]),
-            )
-
-    x = np.concatenate(
-        [np.linspace(-86, 86, 100_001), [0, np.nan, 200, -200, np.inf, -np.inf]]
-    ).astype(np.float32)
-    power, tangent = np.empty_like(x), np.empty_like(x)
-    run(x, power, tangent)
+    x = np.float32([*np.linspace(-86, 86, 100_001), 0, np.nan, 200, -200, np.inf, -np.inf])
+    power, tangent = of_each(elements.exponential, x), of_each(elements.tangent, x)
+    assert power.dtype == tangent.dtype == np.float32
     np.testing.assert_allclose(power[:-5], np.exp(x[:-5].astype(np.float64)), rtol=2e-7)
     np.testing.assert_allclose(tangent, np.tanh(x.astype(np.float64)), atol=3e-7)
     assert np.isnan(power[-5]) and power[-4] == power[-2] < np.inf and 0 < power[-3] == power[-1]
@@ -430,11 +400,8 @@ def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
     folder = cpu.kernel_folder(sources)
-    assert (
-        folder.parent == tmp_path / "kept"
-        and folder.is_dir()
-        and cpu.kernel_folder(sources) == folder
-    )
+    assert folder.is_dir() and folder.parent == tmp_path / "kept"
+    assert cpu.kernel_folder(sources) == folder
     (sources / "dot.py").write_text("# edited")
     assert cpu.kernel_folder(sources) != folder
 
@@ -476,11 +443,8 @@ def test_a_full_disk_and_a_folder_that_cannot_be_used_cost_only_time(
     for folder in (unusable, tmp_path):
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
         assert declared(2)(1) == 3
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "replace", full)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(os, "replace", Mock(side_effect=full))
     assert {path.name for path in tmp_path.rglob("*")} == {"temporary", "file"}
 
 
@@ -489,18 +453,9 @@ def test_where_numba_is_missing_the_readable_blocks_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     model = random_model("llama")
-    assert (
-        accelerate(model) is model and "without numba: import of numba" in capsys.readouterr().err
-    )
+    assert accelerate(model) is model
+    assert "without numba: import of numba" in capsys.readouterr().err
     assert model.why_rows_vary and "\n" not in model.why_rows_vary
-
-
-class RefusesSettings:
-    """Finder of modules under which an import of Numba fails as with a wrong setting."""
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name == "numba":
-            raise ValueError("Number of threads specified\nmust be > 0.")
 
 
 def test_settings_under_which_numba_cannot_run_are_one_line(
@@ -510,7 +465,8 @@ def test_settings_under_which_numba_cannot_run_are_one_line(
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     assert accelerate(model) is model
     monkeypatch.delitem(sys.modules, "numba")
-    monkeypatch.setattr(sys, "meta_path", [RefusesSettings(), *sys.meta_path])
+    wrong = Mock(side_effect=ValueError("Number of threads specified\nmust be > 0."))
+    monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=wrong), *sys.meta_path])
     assert accelerate(model) is model
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "NUMBA_DISABLE_JIT" in said[0] and "must be > 0" in said[1]

@@ -3,8 +3,9 @@ warm-up.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from decoding.run.compare import MOST_TURNS, TURNS, comparison
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
+from tests.commands import Run
 from tests.folders import write_folder
 from weights.load import load_model
+
+COUPLING = Coupling("ratio", 0)
 
 
 def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
@@ -35,23 +39,13 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
         return production(*arguments, **named)
 
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(writer, "speculate", watched):
-        model = str(write_folder(Path(folder)))
-        options = [
-            "the hen",
-            "--model",
-            model,
-            "--draft",
-            "exit",
-            "--max-new-tokens",
-            "9",
-            "--compare",
-        ]
-        assert generate.main(options) == 0
+        options = ["--model", str(write_folder(Path(folder))), "--max-new-tokens", "9"]
+        assert generate.main(["the hen", *options, "--draft", "exit", "--compare"]) == 0
     drafters, budgets, beyond_prompt = zip(*runs, strict=True)
     both = ("ModelDrafter", "NoDraft")
     assert drafters == (*both, "ModelDrafter", *both * TURNS) and TURNS >= 3
-    assert budgets[:2] == (6, 6), "the warm-up is long enough for a draft of full length, 4 tokens"
-    assert set(budgets[2:]) == {9}
+    # The warm-up is long enough for a draft of full length, 4 tokens.
+    assert budgets == (6, 6, *[9] * (len(budgets) - 2))
     assert beyond_prompt[0] == -1, (
         "the first run finds the prompt but its last token, as speculate wants it"
     )
@@ -59,49 +53,39 @@ def test_the_baseline_starts_from_the_same_context_after_a_warm_up() -> None:
 
 @pytest.mark.parametrize(("tokens", "draft"), [(1, "exit"), (4, "exit"), (2, "lookup")])
 def test_a_text_shorter_than_the_warm_up_can_be_compared(
-    tokens: int, draft: str, tmp_path: Path
+    tokens: int, draft: str, run: Run, model: str
 ) -> None:
     """The warm-up writes no further than the cache reaches."""
-    options = [
-        "the hen",
-        "--model",
-        str(write_folder(tmp_path)),
-        "--draft",
-        draft,
-        "--max-new-tokens",
-        str(tokens),
-    ]
-    assert generate.main([*options, "--compare"]) == 0
-
-
-def idle(texts: writer.Writer) -> writer.Drafting:
-    """A way that may draft and never does, so that it takes as long as plain decoding."""
-    return replace(texts.plain, new_policy=lambda: FixedLength(1))
+    options = ["the hen", "--model", model, "--draft", draft, "--max-new-tokens", tokens]
+    assert run(*options, "--compare").status == 0
 
 
 @pytest.mark.parametrize("draft", [["none"], ["exit", "--gamma", "0"]], ids=" ".join)
-def test_plain_decoding_is_not_compared_with_itself(
-    draft: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_decoding_is_not_compared_with_itself(draft: list[str], run: Run, model: str) -> None:
     """Noise would be shown as a result."""
-    options = ["the hen", "--model", str(write_folder(tmp_path)), "--max-new-tokens", "60"]
-    assert generate.main([*options, "--draft", *draft, "--compare"]) == 0
-    said = capsys.readouterr().err
-    assert "both ways are plain decoding" in said and "times" not in said
+    options = ["the hen", "--model", model, "--max-new-tokens", "60", "--compare"]
+    outcome = run(*options, "--draft", *draft)
+    assert outcome.status == 0 and "both ways are plain decoding" in outcome.err
+    assert "times" not in outcome.err
 
 
-def test_texts_that_differ_are_reported_with_their_first_difference(tmp_path: Path) -> None:
-    """A draft that changes the text would be a defect: here the sample is falsified."""
-    model = load_model(write_folder(tmp_path))
-    texts, greedy, coupling = writer.Writer(model, 40), SamplingParams(), Coupling("ratio", 0)
+def idly_written(model: str, tokens: int) -> tuple[writer.Sample, Callable[[], str]]:
+    """A greedy text by a way that may draft and never does, so that it takes as long as plain
+    decoding; and what is said when both are compared.
+    """
+    texts, greedy = writer.Writer(load_model(Path(model)), 80), SamplingParams()
     texts.begin([5, 9, 2])
-    lookup = idle(texts)
-    sample = texts.write(texts.new_text(Rules(8)), lookup, greedy, coupling)
-    said = comparison(texts, sample, lookup, greedy, coupling)
-    assert "same text" in said
+    way = replace(texts.plain, new_policy=lambda: FixedLength(1))
+    sample = texts.write(texts.new_text(Rules(tokens)), way, greedy, COUPLING)
+    return sample, partial(comparison, texts, sample, way, greedy, COUPLING)
+
+
+def test_texts_that_differ_are_reported_with_their_first_difference(model: str) -> None:
+    """A draft that changes the text would be a defect: here the sample is falsified."""
+    sample, compared = idly_written(model, 8)
+    assert "same text" in compared()
     sample.source.tokens[3 + 4] ^= 1
-    said = comparison(texts, sample, lookup, greedy, coupling)
-    assert "the texts differ from token 4 on" in said
+    assert "the texts differ from token 4 on" in compared()
 
 
 @pytest.mark.parametrize(
@@ -109,44 +93,30 @@ def test_texts_that_differ_are_reported_with_their_first_difference(tmp_path: Pa
     [(8, 9.0, 0), (60, 0.11, 5), (60, 1e-4, MOST_TURNS), (60, 9.0, TURNS)],
 )
 def test_speeds_are_compared_unless_the_text_is_too_short(
-    tokens: int, seconds: float, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokens: int, seconds: float, turns: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many tokens in a moment are written in more turns."""
-    texts = writer.Writer(load_model(write_folder(tmp_path)), 80)
-    greedy, coupling = SamplingParams(), Coupling("ratio", 0)
-    texts.begin([5, 9, 2])
     ticks = count(step=seconds / tokens)  # one before each round and one after it
     monkeypatch.setattr(writer, "now", lambda device: next(ticks))
-    way = idle(texts)
-    sample = texts.write(texts.new_text(Rules(tokens)), way, greedy, coupling)
-    said = comparison(texts, sample, way, greedy, coupling)
+    _, compared = idly_written(model, tokens)
     speed = f"{tokens / seconds:.1f}"
     speeds = f"1.00 times plain decoding, {speed} against {speed} tokens/s"
     speeds += f" (medians of {turns} turns, 1.00-1.00)"
     short = f"[same text; too short to compare speeds: {tokens} tokens]"
-    assert said == (f"[{speeds}, same text]" if turns else short)
+    assert compared() == (f"[{speeds}, same text]" if turns else short)
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_the_same_law_is_promised_only_where_the_draft_states_its_distribution_truly(
-    own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: bool, run: Run, model: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "from decoding.drafters import PromptLookup\n\n\nclass Own(PromptLookup):\n"
         "    def __init__(self, model, cache):\n        super().__init__(model.vocab_size)\n"
     )
-    options = [
-        "the hen",
-        "--model",
-        str(write_folder(tmp_path)),
-        "--draft",
-        f"{file}:Own" if own else "lookup",
-    ]
+    options = ["the hen", "--model", model, "--draft", f"{file}:Own" if own else "lookup"]
     sampled = ["--temperature", "1", "--coupling", "ratio", "--max-new-tokens", "9"]
-    assert generate.main([*options, *sampled, "--compare"]) == 0
-    said = capsys.readouterr().err
-    assert (
-        "another text of the same law" in said
-        and ("if the drafter states its q truly" in said) == own
-    )
+    outcome = run(*options, *sampled, "--compare")
+    assert outcome.status == 0 and "another text of the same law" in outcome.err
+    assert ("if the drafter states its q truly" in outcome.err) == own

@@ -2,7 +2,6 @@
 with it.
 """
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -11,23 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-import generate
 from decoding.drafters import Draft
 from decoding.proof.judge import Setup, bias
 from decoding.proof.plain_law import Request
-from tests.folders import write_folder
+from tests.commands import Run
 from tests.serving import serving
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/own_drafter.md").read_text(encoding="utf-8")
+DOCUMENT = Path(__file__).parents[2] / "docs/own_drafter.md"
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The document's example, as its reader saves it."""
-    code = re.search(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
-    assert code is not None
+    (code, *_) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
     path = tmp_path_factory.mktemp("own") / "my_drafter.py"
-    path.write_text(code[1], encoding="utf-8")
+    path.write_text(code, encoding="utf-8")
     return path
 
 
@@ -56,24 +53,12 @@ def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, 
     assert bias(example["model"], example["request"], Setup(Flatterer)) > 0.01
 
 
-def test_generate_drafts_with_the_readers_own_class(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [
-        "the hen and the",
-        "--model",
-        str(write_folder(tmp_path / "model")),
-        "--max-new-tokens",
-        "12",
-        "--json",
-    ]
-    texts = []
-    for draft in (f"{file}:PopularTokens", "none"):
-        assert generate.main([*command, "--draft", draft]) == 0
-        captured = capsys.readouterr()
-        texts.append(json.loads(captured.out))
-    assert texts[0]["tokens"] == texts[1]["tokens"]
-    assert texts[0]["drafted"] > 0 == texts[1]["drafted"]
+def test_generate_drafts_with_the_readers_own_class(file: Path, run: Run, model: str) -> None:
+    command = ["the hen and the", "--model", model, "--max-new-tokens", "12", "--json"]
+    drafted, plain = (
+        run(*command, "--draft", draft).result for draft in (f"{file}:PopularTokens", "none")
+    )
+    assert drafted["tokens"] == plain["tokens"] and drafted["drafted"] > 0 == plain["drafted"]
 
 
 @pytest.mark.parametrize(
@@ -90,16 +75,14 @@ def test_generate_drafts_with_the_readers_own_class(
     ids=["no file", "broken", "no Python", "no such class", "takes nothing", "exits", "exits late"],
 )
 def test_a_class_that_cannot_be_had_is_one_clear_line(
-    content: str | None, name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, name: str, said: str, run: Run, model: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
     if content is not None:
         file.write_text(content)
-    model = str(write_folder(tmp_path / "model"))
-    assert generate.main(["the", "--model", model, "--draft", f"{file}:{name}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --draft") and error.count("\n") == 1
-    assert said in error
+    outcome = run("the", "--model", model, "--draft", f"{file}:{name}")
+    assert outcome.status == 2 and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("error: --draft") and said in outcome.err
 
 
 FAILING = """
@@ -120,12 +103,11 @@ class Mine(PromptLookup):
 
 def failing(folder: Path, method: str, error: str) -> tuple[str, str]:
     """A drafter whose method fails late in the text, and the place of the error in words."""
+    before, head, after = re.split(rf"(def {method}.*\n)", FAILING)
     length = {"propose": "len(text)", "rollback": "length"}[method]
-    lines = FAILING.splitlines()
-    at = next(n for n, line in enumerate(lines) if f"def {method}" in line) + 1
-    lines.insert(at, f"        if {length} > 12: {error}")
-    (folder / "mine.py").write_text("\n".join(lines))
-    return f"{folder / 'mine.py'}:Mine", f"mine.py:Mine, line {at + 1}: "
+    (folder / "mine.py").write_text(f"{before}{head}        if {length} > 12: {error}\n{after}")
+    line = before.count("\n") + 2
+    return f"{folder / 'mine.py'}:Mine", f"mine.py:Mine, line {line}: "
 
 
 @pytest.mark.parametrize("samples", ["1", "2"])
@@ -139,31 +121,28 @@ def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
     error: str,
     said: str,
     samples: str,
+    run: Run,
+    model: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     draft, place = failing(tmp_path, method, error)
-    command = ["the hen", "--model", str(write_folder(tmp_path / "model")), "--json"]
-    command += ["--max-new-tokens", "30"]
-    assert generate.main([*command, "--draft", "none"]) == 0
-    whole = json.loads(capsys.readouterr().out)["tokens"]
-    assert generate.main([*command, "--draft", draft, "--num-samples", samples]) == 2
-    captured = capsys.readouterr()
-    written = [json.loads(line) for line in captured.out.splitlines()]
-    assert len(written) == int(samples)
-    for each in written:
+    command = ["the hen", "--model", model, "--json", "--max-new-tokens", "30"]
+    whole = run(*command, "--draft", "none").result["tokens"]
+    outcome = run(*command, "--draft", draft, "--num-samples", samples)
+    assert outcome.status == 2 and len(outcome.objects) == int(samples)
+    for each in outcome.objects:
         assert each["finish_reason"] == "interrupted" and len(each["tokens"]) > 3
         assert each["tokens"] == whole[: len(each["tokens"])]
-    *trace, last = captured.err.splitlines()
+    *trace, last = outcome.err.splitlines()
     assert last.startswith("error: --draft ") and last.endswith(place + said)
     assert f"in {method}" in "\n".join(trace), "the traceback comes before it"
 
 
 def test_clients_of_a_server_are_not_told_of_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft, place = failing(tmp_path, "propose", "text.rules.stop_strings and 1 / 0")
-    with serving("--model", str(write_folder(tmp_path / "model")), "--draft", draft) as running:
+    with serving("--model", model, "--draft", draft) as running:
         status, answer = running.ask("/v1/completions", {"prompt": "the hen", "stop": "zzz"})
     assert status == 500 and b"mine" not in answer and b"Zero" not in answer
     assert place in capsys.readouterr().err

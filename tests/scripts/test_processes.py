@@ -3,6 +3,7 @@ one line.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,39 +15,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import generate
+from tests.commands import Run
 from tests.folders import LLAMA, write_folder
 
 ROOT = Path(__file__).parents[2]
 LONG = {**LLAMA, "max_position_embeddings": 1 << 16}
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "generate.py"), *map(str, arguments)]
+def started(model: object, *options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, ROOT / "generate.py", "the hen", "--model", model, *options]
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(tmp_path: Path) -> None:
-    model = write_folder(tmp_path / "model")
-    options = [
-        "--draft",
-        "exit",
-        "--num-samples",
-        "2",
-        "--temperature",
-        "1",
-        "--seed",
-        "3",
-        "--max-new-tokens",
-        "8",
-    ]
-    run = subprocess.run(
-        command("the hen", "--model", model, *options, "--json", "--compare"),
-        capture_output=True,
-        check=True,
-    )
-    results = [json.loads(line) for line in run.stdout.decode().splitlines()]
-    assert [len(result["tokens"]) for result in results] == [8, 8]
-    said = run.stderr.decode(errors="replace")
+def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(model: str) -> None:
+    options = ["--num-samples", "2", "--temperature", "1", "--seed", "3", "--max-new-tokens", "8"]
+    with started(model, *options, "--draft", "exit", "--json", "--compare") as process:
+        out, err = process.communicate()
+    assert process.returncode == 0
+    assert [len(json.loads(line)["tokens"]) for line in out.decode().splitlines()] == [8, 8]
+    said = err.decode(errors="replace")
     assert "too short to compare speeds" in said and "seed 3" in said and "Traceback" not in said
 
 
@@ -54,19 +41,12 @@ def test_a_process_keeps_json_and_messages_apart_and_ends_with_status_0(tmp_path
 def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(
     samples: int, tmp_path: Path
 ) -> None:
-    model = write_folder(tmp_path / "model", LONG)
     options = ["--draft", "lookup", "--max-new-tokens", 1 << 16, "--num-samples", samples]
-    with subprocess.Popen(
-        command("the hen", "--model", model, *options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
+    with started(write_folder(tmp_path / "model", LONG), *options) as process:
         first = process.stdout.read(1)  # the text has begun, and is far from its end
         process.send_signal(signal.SIGINT)
         rest, said = process.communicate()
-    assert process.returncode == 130
-    assert first and (first + rest).endswith(b"\n")
+    assert process.returncode == 130 and first and rest.endswith(b"\n")
     assert said.count(b" tokens in ") == samples and b"Traceback" not in said
 
 
@@ -75,27 +55,28 @@ def test_a_reader_that_goes_away_ends_the_process_quietly(
     tmp_path: Path, trace: tuple[str, ...]
 ) -> None:
     """As in ``generate.py ... | head -c 1``."""
-    model = write_folder(tmp_path / "model", LONG)
-    with subprocess.Popen(
-        command(
-            "the hen", "--model", model, "--max-new-tokens", 1 << 16, "--draft", "none", *trace
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
+    options = ["--max-new-tokens", 1 << 16, "--draft", "none", *trace]
+    with started(write_folder(tmp_path / "model", LONG), *options) as process:
         assert process.stdout.read(1)
         process.stdout.close()
         said = process.stderr.read()
-    assert b"Traceback" not in said and b"BrokenPipe" not in said
-    assert process.returncode == 0
+    assert b"Traceback" not in said and b"BrokenPipe" not in said and process.returncode == 0
 
 
-def edit_config(**changes: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+def rewrite(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
 
-    return edit
+
+def edit_config(**changes: Any) -> Callable[[Path], Any]:
+    return rewrite("config.json", json.dumps({**LLAMA, **changes}))
+
+
+def remove(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut_short(name: str) -> Callable[[Path], Any]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
 
 def drop_tensor(folder: Path) -> None:
@@ -109,17 +90,9 @@ def only_pickles(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
 
 
-def cut_short(name: str) -> Callable[[Path], None]:
-    def cut(folder: Path) -> None:
-        data = (folder / name).read_bytes()
-        (folder / name).write_bytes(data[: len(data) // 2])
-
-    return cut
-
-
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
-        lambda folder: (folder / "config.json").unlink(),
+        remove("config.json"),
         "with a config.json, and weights/ holds",
     ),
     "half a config": (cut_short("config.json"), "config.json is not valid JSON"),
@@ -136,12 +109,12 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing tensor": (drop_tensor, "Missing key(s) in state_dict: "),
     "half the weights": (cut_short("model.safetensors"), "is not a whole safetensors file"),
     "no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(),
+        remove("model.safetensors"),
         "holds no model.safetensors",
     ),
     "pickles": (only_pickles, "holds no model.safetensors"),
     "no tokenizer": (
-        lambda folder: (folder / "tokenizer.json").unlink(),
+        remove("tokenizer.json"),
         "holds no tokenizer.json",
     ),
     "half a tokenizer": (
@@ -149,15 +122,15 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "tokenizer.json is not a tokenizer that can be read",
     ),
     "half a plan": (
-        lambda folder: (folder / "plan.json").write_text('{"attn": ['),
+        rewrite("plan.json", '{"attn": ['),
         "plan.json is not valid JSON",
     ),
     "a plan of gamma -1": (
-        lambda folder: (folder / "plan.json").write_text('{"attn": [], "gamma": -1}'),
+        rewrite("plan.json", '{"attn": [], "gamma": -1}'),
         "gamma must be a whole number of at least 0, found -1",
     ),
     "a plan of another model": (
-        lambda folder: (folder / "plan.json").write_text('{"mlp": [9]}'),
+        rewrite("plan.json", '{"mlp": [9]}'),
         "skips layer 9",
     ),
 }
@@ -165,12 +138,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize(("damage", "said"), FAULTS.values(), ids=FAULTS.keys())
 def test_every_fault_of_a_model_folder_is_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], said: str
+    tmp_path: Path, run: Run, damage: Callable[[Path], Any], said: str
 ) -> None:
     folder = write_folder(tmp_path / "model")
     damage(folder)
-    assert generate.main(["the hen", "--model", str(folder), "--max-new-tokens", "2"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert said in captured.err
+    assert said in run("the hen", "--model", folder, "--max-new-tokens", "2").complaint

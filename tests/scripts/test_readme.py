@@ -19,9 +19,9 @@ import generate
 import search.__main__
 import train
 import training.corpus.__main__
-from model import InputError
 from tests import readme
 from tests.mutants import table_rows
+from tests.refusal import refusal
 from weights import fetch
 
 ROOT = Path(__file__).parents[2]
@@ -115,8 +115,7 @@ def python_blocks(document: Path) -> list[str]:
 def test_the_examples_from_python_write_what_they_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    blocks = python_blocks(README) + python_blocks(ROOT / "docs/python.md")
-    for block in blocks:
+    for block in python_blocks(README) + python_blocks(ROOT / "docs/python.md"):
         defined: dict[str, Any] = {}
         exec(block, defined)
         said = capsys.readouterr().out
@@ -194,5 +193,4 @@ def test_a_command_is_a_line_or_a_loop_without_its_remark() -> None:
 def test_a_call_from_python_refuses_options_as_the_command_line_does(
     wrong: dict, complaint: str
 ) -> None:
-    with pytest.raises(InputError, match=complaint):
-        generate.generate("tiny-llama", "the", **wrong)
+    assert complaint in refusal(lambda: generate.generate("tiny-llama", "the", **wrong))

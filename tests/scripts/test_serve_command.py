@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import generate
+from tests.commands import Run
 from tests.serving import chat_folder
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [
-        sys.executable,
-        str(ROOT / "generate.py"),
-        "--serve",
-        "0",
-        "--model",
-        str(folder),
-        "--draft",
-        "none",
-    ]
+    script = Path(__file__).parents[2] / "generate.py"
+    command = [sys.executable, script, "--serve", "0", "--model", folder, "--draft", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         yield started
         started.kill()
@@ -43,24 +33,17 @@ def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text(
     process: subprocess.Popen[bytes],
 ) -> None:
-    assert process.stdout is not None
     address = process.stdout.readline().decode().strip()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
     with urllib.request.urlopen(address + "v1/models", timeout=60) as answer:
         assert json.load(answer)["data"][0]["id"] == "tiny"
-        assert (
-            answer.headers["X-Content-Type-Options"] == "nosniff" and "server" not in answer.headers
-        )
-    asked = {
-        "prompt": "the hen",
-        "max_tokens": 1 << 20,
-        "ban": "q",
-        "temperature": 1,
-        "stream": True,
-    }
-    json_type = {"Content-Type": "application/json"}
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert "server" not in answer.headers
+    asked = {"prompt": "the hen", "max_tokens": 1 << 20, "ban": "q", "temperature": 1}
     request = urllib.request.Request(
-        address + "v1/completions", json.dumps(asked).encode(), json_type
+        address + "v1/completions",
+        json.dumps(asked | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as stream:
         assert stream.readline().startswith(b"data: ")
@@ -70,50 +53,35 @@ def test_the_server_prints_its_address_serves_there_and_ends_on_ctrl_c_in_a_text
     assert (process.returncode, rest, said) == (130, b"", b"[Ctrl-C ends it]\n")
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refused command prints."""
-    assert generate.main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert (
-        captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    )
-    return captured.err
-
-
 def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoding.run.session.load_model", None)
     for address in ("eight", "1.2.3.4:99999", "http://localhost:8000", "192.0.2.1:8000"):
-        said = complaint(capsys, "--serve", address, "--model", str(folder))
+        said = run("--serve", address).complaint
         assert f"--serve {address}: " in said and "give [HOST:]PORT, such as 127.0.0.1:8000" in said
-    assert "--serve  :1: " in complaint(capsys, "--serve", "\udcff:1", "--model", str(folder))
+    assert "--serve  :1: " in run("--serve", "\udcff:1").complaint
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"--serve {place}: " in complaint(capsys, "--serve", place, "--model", str(folder))
+        assert f"--serve {place}: " in run("--serve", place).complaint
 
 
 def test_without_its_libraries_one_line_says_how_to_get_them(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "decoding.serve.app", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    said = complaint(capsys, "--serve", "0", "--model", str(folder))
-    assert "run make serve, or pip install -r requirements-serve.txt: " in said
-    assert "uvicorn" in said
-    assert "--together and --context must be at least 1" in complaint(
-        capsys, "--serve", "0", "--together", "0"
-    )
+    said = run("--serve", "0", "--model", folder).complaint
+    assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said
+    said = run("--serve", "0", "--together", "0").complaint
+    assert "--together and --context must be at least 1" in said
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_once(
-    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folder: Path, run: Run, tmp_path: Path
 ) -> None:
-    said = complaint(
-        capsys, "--serve", "0", "--model", str(folder), "--draft", "exit", "--exit-layer", "9"
-    )
-    assert "exit layer 9 is not in 1..4" in said
+    options = ["--serve", "0", "--model", folder, "--draft"]
+    assert "exit layer 9 is not in 1..4" in run(*options, "exit", "--exit-layer", "9").complaint
     file = tmp_path / "own.py"
     file.write_text("class Lazy:\n    def __init__(self, model, cache): pass\n")
-    said = complaint(capsys, "--serve", "0", "--model", str(folder), "--draft", f"{file}:Lazy")
-    assert "the drafter Lazy breaks its contract" in said
+    assert "the drafter Lazy breaks its contract" in run(*options, f"{file}:Lazy").complaint

@@ -2,19 +2,19 @@
 wrong, in one line.
 """
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import generate
+from tests.commands import Outcome, Run
 from tests.folders import GEMMA2, LLAMA, write_folder
-from tests.ranks import PATIENCE, Ended, run, started
+from tests.ranks import PATIENCE, run_all, started
 from weights.load import WEIGHTS
 
 LONG = ["--max-new-tokens", str(1 << 16), "--draft", "none"]
@@ -26,26 +26,17 @@ def main_in(place: tuple[Path, list[str]]) -> int:
 
 
 def command(folder: Path, *options: object) -> list[str]:
-    return [
-        "the hen and the fox and the hen",
-        "--model",
-        str(folder),
-        "--device",
-        "cpu",
-        *map(str, options),
-    ]
+    given = "the hen and the fox and the hen", "--model", folder, "--device", "cpu", *options
+    return [*map(str, given)]
 
 
-def complaints(ended: list[Ended]) -> str:
+def complaints(ended: list[Outcome]) -> str:
     """The one line that all of them said together, where none did its work."""
-    said = "".join(process.err for process in ended)
-    assert (
-        not any(process.out for process in ended)
-        and said.startswith("error: ")
-        and said.count("\n") == 1
-    ), said
-    assert [process.status for process in ended] == [2] * len(ended)
-    return said
+    assert {process.status for process in ended} == {2}
+    out, err = (
+        "".join(said) for said in zip(*((each.out, each.err) for each in ended), strict=True)
+    )
+    return Outcome(2, out, err).complaint
 
 
 @pytest.fixture(scope="module")
@@ -73,62 +64,54 @@ OPTIONS = {
 }
 
 
-def check_texts(shared: list[str], size: int, capfd: pytest.CaptureFixture[str]) -> None:
+SILENT = Outcome(0, "", "")
+
+
+def check_texts(shared: list[str], size: int, alone: Outcome) -> None:
     """Several processes write what one does, and the first alone speaks."""
-    assert generate.main(shared) == 0
-    alone = [json.loads(line)["tokens"] for line in capfd.readouterr().out.splitlines()]
-    first, *others = run(generate.main, [shared] * size)
-    assert [json.loads(line)["tokens"] for line in first.out.splitlines()] == alone
-    assert (
-        first.status == 0 and others == [Ended(0, "", "")] * (size - 1) and "tokens/s" in first.err
-    )
+    first, *others = run_all(generate.main, [shared] * size)
+    assert first.status == alone.status == 0 and "tokens/s" in first.err
+    assert [each["tokens"] for each in first.objects] == [each["tokens"] for each in alone.objects]
+    assert others == [SILENT] * (size - 1)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_processes_write_the_texts_of_one_and_the_first_alone_speaks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str]
+    tmp_path: Path, run: Run, options: list[str]
 ) -> None:
     folder = write_folder(tmp_path / "gemma2", GEMMA2)
     options = [str(folder) if option == "ITSELF" else option for option in options]
-    check_texts(
-        command(folder, "--dtype", "float64", "--max-new-tokens", 16, "--json", *options), 2, capfd
-    )
+    shared = command(folder, "--dtype", "float64", "--max-new-tokens", 16, "--json", *options)
+    check_texts(shared, 2, run(*shared))
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2"])
-def test_two_processes_write_a_shipped_models_text_of_one(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_write_a_shipped_models_text_of_one(name: str, run: Run) -> None:
     """Both have one key/value head, which both processes hold."""
     shared = command(WEIGHTS / name, "--dtype", "float64", "--max-new-tokens", 12, "--json")
-    check_texts([*shared, "--draft", "lookup"], 2, capfd)
-    said = complaints(run(generate.main, [shared] * 3))
+    shared += ["--draft", "lookup"]
+    check_texts(shared, 2, run(*shared))
+    said = complaints(run_all(generate.main, [shared] * 3))
     assert "the heads of this model do not divide over 3 processes: start one of [1, 2, 4]" in said
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize(
+    "options", [["lookup"], ["exit", "--temperature", "0.8", "--seed", "1"]], ids=" ".join
+)
 def test_three_processes_write_the_text_of_one_with_smollm2(
-    smollm2: Path, capfd: pytest.CaptureFixture[str]
+    smollm2: Path, run: Run, options: list[str]
 ) -> None:
-    shared = command(smollm2, "--dtype", "float64", "--max-new-tokens", 24, "--json")
-    for options in (
-        ["--draft", "lookup"],
-        ["--draft", "exit", "--temperature", "0.8", "--seed", "1"],
-    ):
-        check_texts([*shared, *options], 3, capfd)
+    shared = command(smollm2, "--dtype", "float64", "--max-new-tokens", 24, "--json", "--draft")
+    check_texts([*shared, *options], 3, run(*shared, *options))
 
 
 def test_a_dry_run_says_what_each_process_would_hold(folder: Path) -> None:
-    shared = command(folder, "--dry-run")
-    first, *others = run(generate.main, [shared] * 4)
-    assert others == [Ended(0, "", "")] * 3 and first.status == 0
-    lines = first.out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"process {rank} of 4" for rank in range(4)]
-    assert all(
-        word in line
-        for line in lines
-        for word in ("weights: ", "KV cache at ", "workspace: ", "free: ")
-    )
+    first, *others = run_all(generate.main, [command(folder, "--dry-run")] * 4)
+    assert others == [SILENT] * 3 and first.status == 0
+    held = "weights: .+, KV cache at .+, workspace: .+, free: .+"
+    lines = "".join(f"process {rank} of 4: {held}\n" for rank in range(4))
+    assert re.fullmatch(lines, first.out)
 
 
 def test_ctrl_c_ends_all_of_them_after_what_was_written(folder: Path) -> None:
@@ -139,23 +122,18 @@ def test_ctrl_c_ends_all_of_them_after_what_was_written(folder: Path) -> None:
             for process in processes:
                 process.signal(signal.SIGINT)
         first, second = (process.ended() for process in processes)
-    assert (first.status, second) == (130, Ended(130, "", ""))
-    assert json.loads(first.out)["tokens"] and "Traceback" not in first.err
+    assert (first.status, second) == (130, Outcome(130, "", ""))
+    assert first.objects[0]["tokens"] and "Traceback" not in first.err
 
 
 @pytest.mark.parametrize("dies", [0, 2])
 def test_a_process_that_dies_ends_the_others_which_the_first_says_in_one_line(
     folder: Path, dies: int
 ) -> None:
-    config = {
-        **LLAMA,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 1 << 17,
-    }
-    with started(
-        generate.main, [command(write_folder(folder.parent / "three", config), *LONG)] * 3
-    ) as processes:
+    config = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3}
+    config |= {"max_position_embeddings": 1 << 17}
+    three = write_folder(folder.parent / "three", config)
+    with started(generate.main, [command(three, *LONG)] * 3) as processes:
         processes[0].wait_for("\ufffd")
         processes[dies].signal(signal.SIGKILL)
         ended = [process.ended() for process in processes]
@@ -163,25 +141,15 @@ def test_a_process_that_dies_ends_the_others_which_the_first_says_in_one_line(
     said = "".join(process.err for process in ended)
     expected = "error: one of the processes that share the model has ended, so the others end too\n"
     # After the statistics of the text so far, if any; torchrun tells of the first rank.
-    assert said.endswith(expected) if dies else "error" not in said
-    assert said.count("error") == (dies > 0)
+    assert (said.count("error"), said.endswith(expected)) == ((1, True) if dies else (0, False))
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("dies", ["0", "1"])
 def test_under_torchrun_itself_all_end_with_a_process_that_dies(folder: Path, dies: str) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    script = [generate.__file__, *command(folder, *LONG)]
-    with subprocess.Popen(
-        [*torchrun, *script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as agent:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", generate.__file__, *command(folder, *LONG)]
+    with subprocess.Popen(torchrun, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
         assert agent.stdout.read(1) and agent.stderr  # the text has begun
         for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
             if f"\0RANK={dies}\0" in Path(f"/proc/{child}/environ").read_text():
@@ -200,7 +168,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize(("options", "said"), BAD.values(), ids=BAD)
 def test_what_cannot_be_served_is_said_once(folder: Path, options: list[str], said: str) -> None:
-    assert said in complaints(run(generate.main, [command(folder, *options)] * 2))
+    assert said in complaints(run_all(generate.main, [command(folder, *options)] * 2))
 
 
 @pytest.mark.parametrize(
@@ -232,26 +200,20 @@ def test_the_options_and_the_prompt_are_those_of_the_first(folder: Path, tmp_pat
     shared = ["--prompt-file", "prompt", "--model", str(folder), "--device", "cpu", "--json"]
     first = [*shared, "--max-new-tokens", "4", "--temperature", "1"]
     places = [(tmp_path, first), (folder, [*shared, "--max-new-tokens", "9"])]
-    first, other = run(main_in, places)
-    assert len(json.loads(first.out)["tokens"]) == 4 and (first.status, other) == (
-        0,
-        Ended(0, "", ""),
-    )
+    first, other = run_all(main_in, places)
+    assert len(first.result["tokens"]) == 4 and other == SILENT
 
 
 def test_different_and_missing_and_damaged_folders_are_refused_once(tmp_path: Path) -> None:
-    places: list[Any] = [tmp_path / name for name in ("a", "b", "c", "d")]
-    for place, seed in zip(places, (0, 1, 0, 0), strict=True):
-        write_folder(place / "model", seed=seed)
-    (places[2] / "model" / "config.json").unlink()
-    file = places[3] / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    for place, said in zip(
-        places[1:],
-        ("it has other files than process 0", "with a config.json", "not a whole"),
-        strict=True,
+    for name in ("whole", "different", "missing", "damaged"):
+        write_folder(tmp_path / name / "model", seed=int(name == "different"))
+    (tmp_path / "missing/model/config.json").unlink()
+    os.truncate(tmp_path / "damaged/model/model.safetensors", 1000)
+    for name, said in (
+        ("different", "it has other files than process 0"),
+        ("missing", "with a config.json"),
+        ("damaged", "not a whole"),
     ):
-        told = complaints(
-            run(main_in, [(place, command(Path("model"))) for place in (places[0], place)])
-        )
+        places = [(tmp_path / place, command(Path("model"))) for place in ("whole", name)]
+        told = complaints(run_all(main_in, places))
         assert told.startswith("error: process 1: ") and said in told

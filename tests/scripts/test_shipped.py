@@ -2,16 +2,15 @@
 fit them.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-import generate
 from decoding.run.plan_file import read_plan
 from model import LayerPlan
+from tests.commands import Run
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -36,40 +35,32 @@ def test_logits_and_tokens_of_a_shipped_model_are_those_of_transformers(folder: 
     ids = Tokenizer(folder).encode_chat(messages)
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == ids
     assert len(ids) > 64
-    tokens = torch.tensor([ids])
-    ours = load_model(folder, torch.float32)(tokens)
-    torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    tokens, ours = torch.tensor([ids]), load_model(folder, torch.float32)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_shipped_model_writes_by_name_and_drafting_changes_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, run: Run
 ) -> None:
     other = next(name for name in NAMES if name != folder.name)
-    texts = []
+    options = [PROMPT, "--model", folder.name, "--dtype", "float32", "--max-new-tokens", "40"]
+    text = run(*options, "--json", "--draft", "none").result["text"]
+    assert sum(word.isalpha() and word.isascii() for word in text.split()) > 15
     for draft in (
-        ["none"],
         ["skip", "--gamma", "4"],
-        ["exit", "--exit-layer", str(EARLY)],
+        ["exit", "--exit-layer", EARLY],
         ["model", "--draft-model", other],
     ):
-        options = [PROMPT, "--model", folder.name, "--dtype", "float32", "--max-new-tokens", "40"]
-        assert generate.main([*options, "--json", "--draft", *draft]) == 0
-        result = json.loads(capsys.readouterr().out)
-        texts.append(result["text"])
-        assert draft == ["none"] or result["acceptance_rate"] > 0.2
-    assert len(set(texts)) == 1
-    assert sum(word.isalpha() and word.isascii() for word in texts[0].split()) > 15
+        result = run(*options, "--json", "--draft", *draft).result
+        assert result["text"] == text and result["acceptance_rate"] > 0.2
 
 
 @torch.inference_mode()
 def test_early_layers_of_a_shipped_model_speak_better_the_deeper_the_exit(folder: Path) -> None:
     """Greedy agreement with the full model on a short story."""
     model, tokenizer = load_model(folder, torch.float32), Tokenizer(folder)
-    text = (
-        "Write a story about a bear.\n\nOnce upon a time, a little bear named Max lived in the"
-        " woods."
-    )
-    tokens = torch.tensor([tokenizer.encode(text)])
+    text = "Write a story about a bear.\n\nOnce upon a time, a little bear named Max lived in the"
+    tokens = torch.tensor([tokenizer.encode(f"{text} woods.")])
     full = model(tokens).argmax(-1)
     agreement = [
         (model(tokens, plan=LayerPlan.early_exit(model.num_layers, layer)).argmax(-1) == full)
@@ -83,5 +74,4 @@ def test_early_layers_of_a_shipped_model_speak_better_the_deeper_the_exit(folder
 
 def test_the_plan_of_a_shipped_model_was_made_for_it_and_skips_layers(folder: Path) -> None:
     plan = read_plan(folder / "plan.json", load_model(folder).num_layers, folder)
-    assert plan.gamma is not None
-    assert plan.plan.skipped_attention and plan.plan.skipped_mlp
+    assert plan.gamma is not None and plan.plan.skipped_attention and plan.plan.skipped_mlp

@@ -3,7 +3,6 @@ template.
 """
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -128,20 +127,17 @@ def test_plain_decoding_of_a_chat_is_transformers_greedy_text_up_to_and_with_the
     tokenizer: Tokenizer,
     conversation: list[dict[str, str]],
 ) -> None:
+    """By the production loop, without a draft."""
     prompt = tokenizer.encode_chat(conversation)
-    written = greedy(ours, prompt, tokenizer.eos_ids)
+    writer = Writer(ours, len(prompt) + NEW_TOKENS)
+    writer.begin(prompt)
+    text = writer.new_text(Rules(NEW_TOKENS, tokenizer.eos_ids))
+    plain = writer.plain, SamplingParams(), Coupling("ratio", 0)
+    written = writer.write(text, *plain).tokens
     choices = theirs(torch.tensor([prompt + written[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1)
     assert written == choices.tolist()
     ends = [token in tokenizer.eos_ids for token in written]
     assert len(written) == NEW_TOKENS or ends.index(True) == len(written) - 1
-
-
-def greedy(model: Decoder, prompt: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
-    """Text of the production loop after a prompt, without a draft."""
-    writer = Writer(model, len(prompt) + NEW_TOKENS)
-    writer.begin(prompt)
-    text = writer.new_text(Rules(NEW_TOKENS, eos_ids))
-    return writer.write(text, writer.plain, SamplingParams(), Coupling("ratio", 0)).tokens
 
 
 def test_text_ends_at_every_id_that_generate_ends_at(
@@ -174,10 +170,9 @@ def test_a_chat_has_the_ids_of_transformers(
     their_tokenizer: transformers.PreTrainedTokenizerBase,
     conversation: list[dict[str, str]],
 ) -> None:
-    expected = their_tokenizer.apply_chat_template(
+    assert tokenizer.encode_chat(conversation) == their_tokenizer.apply_chat_template(
         conversation, add_generation_prompt=True, return_dict=False
     )
-    assert tokenizer.encode_chat(conversation) == expected
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
@@ -187,10 +182,9 @@ def test_a_chat_about_any_text_has_the_ids_of_transformers_but_for_typed_control
     conversation = [{"role": "user", "content": text}]
     ids = tokenizer.encode_chat(conversation)
     if not any(name in text for name in tokenizer.special):
-        expected = their_tokenizer.apply_chat_template(
+        assert ids == their_tokenizer.apply_chat_template(
             conversation, add_generation_prompt=True, return_dict=False
         )
-        assert ids == expected
     harmless = tokenizer.encode_chat([{"role": "user", "content": "x"}])
     control = set(tokenizer.special.values())
     assert [number for number in ids if number in control] == [
@@ -199,13 +193,12 @@ def test_a_chat_about_any_text_has_the_ids_of_transformers_but_for_typed_control
     assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("user\nx", f"user\n{text}")
 
 
+@torch.inference_mode()
 def test_the_loaded_model_predicts_real_text(ours: Decoder, tokenizer: Tokenizer) -> None:
     """A floor that no mistake shared with transformers passes: English costs less than 4 nats a
     token.
     """
-    ids = torch.tensor(
-        [tokenizer.encode(PROMPTS[0] + " who told stories to the children every evening.")]
-    )
-    with torch.inference_mode():
-        loss = torch.nn.functional.cross_entropy(ours(ids)[0, :-1], ids[0, 1:]).item()
+    text = f"{PROMPTS[0]} who told stories to the children every evening."
+    ids = torch.tensor(tokenizer.encode(text))
+    loss = torch.nn.functional.cross_entropy(ours(ids[None])[0, :-1], ids[1:])
     assert loss < 4 < math.log(ours.vocab_size) / 2

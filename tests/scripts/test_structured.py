@@ -12,7 +12,7 @@ import pytest
 import generate
 from benchmark.sections import SCHEMAS
 from cli.files import read_json
-from decoding.run.writer import Sample
+from decoding.run.session import Session
 from tests.serving import serving
 
 MODEL = "smollm2-135m-instruct"
@@ -27,46 +27,40 @@ DRAFTS = ["lookup", "lowbit", "exit", "auto"]
 STYLES = {"greedy": {}, "raced": {"temperature": 0.7, "seed": 5}}
 
 
-class Texts:
-    """The model, loaded once, and the texts that its drafts write."""
-
-    def __init__(self) -> None:
-        self.session = generate.load(MODEL, max_new_tokens=BUDGET, coupling="race")
-
-    def write(self, prompt: str, **options: Any) -> dict[str, Sample]:
-        """The text of each draft."""
-        kinds = ["none", *DRAFTS]
-        return {kind: self.session.write(prompt, draft=kind, **options) for kind in kinds}
-
-
 @pytest.fixture(scope="module")
-def texts(smollm2: Path) -> Texts:
-    return Texts()
+def session(smollm2: Path) -> Session:
+    return generate.load(MODEL, max_new_tokens=BUDGET, coupling="race")
+
+
+def text_of_all(session: Session, prompt: str, **options: Any) -> str:
+    """The whole text that every draft writes."""
+    plain, *drafted = (session.write(prompt, draft=draft, **options) for draft in ("none", *DRAFTS))
+    assert plain.finish == "eos"
+    assert all((each.tokens, each.finish) == (plain.tokens, "eos") for each in drafted)
+    return plain.text
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_draft_writes_the_plain_json_of_a_schema(texts: Texts, name: str, style: str) -> None:
+def test_every_draft_writes_the_plain_json_of_a_schema(
+    session: Session, name: str, style: str
+) -> None:
     request, schema = BUILT_IN[name]["request"], BUILT_IN[name]["schema"]
-    found = texts.write(request, json_schema=schema, **STYLES[style])
-    assert len({tuple(sample.tokens) for sample in found.values()}) == 1
-    assert {sample.finish for sample in found.values()} == {"eos"}
-    value = json.loads(found["none"].text)
+    value = json.loads(text_of_all(session, request, json_schema=schema, **STYLES[style]))
     jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("prompt", EXPRESSIONS)
 def test_every_draft_writes_the_plain_text_of_an_expression(
-    texts: Texts, prompt: str, style: str
+    session: Session, prompt: str, style: str
 ) -> None:
-    found = texts.write(prompt, regex=EXPRESSIONS[prompt], **STYLES[style])
-    assert len({tuple(sample.tokens) for sample in found.values()}) == 1
-    assert {sample.finish for sample in found.values()} == {"eos"}
-    assert re.fullmatch(EXPRESSIONS[prompt], found["none"].text)
+    expression = EXPRESSIONS[prompt]
+    written = text_of_all(session, prompt, regex=expression, **STYLES[style])
+    assert re.fullmatch(expression, written)
 
 
-def test_eight_at_once_through_the_server_are_the_texts_alone(texts: Texts) -> None:
+def test_eight_at_once_through_the_server_are_the_texts_alone(session: Session) -> None:
     asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for name in NAMES:
         request, schema = BUILT_IN[name]["request"], BUILT_IN[name]["schema"]
@@ -76,7 +70,7 @@ def test_eight_at_once_through_the_server_are_the_texts_alone(texts: Texts) -> N
     for prompt, expression in EXPRESSIONS.items():
         body = {"prompt": prompt, "structured_outputs": {"regex": expression}}
         asked.append((body | {"max_tokens": BUDGET}, {"prompt": prompt, "regex": expression}))
-    alone = [texts.session.write(**each, draft="none", chat=False).text for _, each in asked]
+    alone = [session.write(**each, draft="none", chat=False).text for _, each in asked]
     with (
         serving("--model", MODEL, "--draft", "auto", "--together", "8") as served,
         ThreadPoolExecutor(8) as pool,

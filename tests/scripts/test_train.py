@@ -1,7 +1,9 @@
 """Runs of training: reproducible, resumable, shared."""
 
+import filecmp
 import json
 import math
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import started
 from weights.load import load_model
 
-SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+CONFIG = {**LLAMA, **SHAPE}
 TEXT = "\n".join(
     json.dumps({"text": f"The {a} hen saw {b * b} of the {c} foxes by the {b + 7} old trees."})
     for a in ("brown", "small", "clever", "old")
@@ -25,19 +28,18 @@ TEXT = "\n".join(
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
+    """The text, beside a config."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     path = tmp_path / "text.jsonl"
     path.write_text(TEXT, encoding="utf-8")
     return path
 
 
 def arguments(text: Path, out: Path, **changed: Any) -> list[str]:
-    config = text.parent / "config.json"
-    if not config.exists():
-        config.write_text(json.dumps({**LLAMA, **SHAPE, "head_dim": 8}), encoding="utf-8")
     options = {
         "data": text,
         "out": out,
-        "config": config,
+        "config": text.parent / "config.json",
         "vocab_size": 300,
         "steps": 6,
         "batch": 2,
@@ -51,18 +53,20 @@ def arguments(text: Path, out: Path, **changed: Any) -> list[str]:
         **changed,
     }
     given = (
-        (f"--{name.replace('_', '-')}", str(value))
+        f"--{name.replace('_', '-')}={value}"
         for name, value in options.items()
         if value is not None
     )
-    return [*(part for pair in given for part in pair), "--no-autocast"]
+    return [*given, "--no-autocast"]
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (out / "training" / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = (out / "training" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [*map(json.loads, lines)]
+
+
+def losses_of(out: Path) -> list[float]:
+    return [row["loss"] for row in log_of(out) if "loss" in row]
 
 
 def state_of(out: Path) -> dict[str, Any]:
@@ -82,15 +86,12 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
 ) -> None:
     out = tmp_path / "run"
     assert train.main(arguments(data, out, steps=40, save_every=20, learning_rate=0.01)) == 0
-    losses = [row["loss"] for row in log_of(out) if "loss" in row]
+    losses = losses_of(out)
     assert len(losses) == 40 and losses[-1] < 0.7 * losses[0]
-    judged = [row for row in log_of(out) if "agreement" in row][-1]
-    assert (
-        judged["step"] == 40 and len(judged["held_out_loss"]) == 3 and judged["agreement"][-1] == 1
-    )
-    model = load_model(out)
-    assert model.dtype == torch.bfloat16 and model.num_layers == 3
-    assert "loss" in capsys.readouterr().err
+    *_, judged = (row for row in log_of(out) if "agreement" in row)
+    assert judged["step"] == 40 and len(judged["held_out_loss"]) == 3
+    assert judged["agreement"][-1] == 1 and "loss" in capsys.readouterr().err
+    assert (load_model(out).dtype, load_model(out).num_layers) == (torch.bfloat16, 3)
 
 
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
@@ -98,17 +99,17 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
 ) -> None:
     """By AdamW and Muon; after a step that was not saved."""
     assert train.main(arguments(data, tmp_path / "whole", muon_rate=0.02)) == 0
-    backward = train.backward
+    again, backward = arguments(data, tmp_path / "killed", muon_rate=0.02), train.backward
 
     def killed(*inputs: Any) -> Tensor:
         if inputs[3] == 3:
             raise KeyboardInterrupt
         return backward(*inputs)
 
-    monkeypatch.setattr(train, "backward", killed)
-    assert train.main(arguments(data, tmp_path / "killed", muon_rate=0.02)) == 130
-    monkeypatch.setattr(train, "backward", backward)
-    assert train.main(arguments(data, tmp_path / "killed", muon_rate=0.02)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "backward", killed)
+        assert train.main(again) == 130
+    assert train.main(again) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
     assert_same_state(tmp_path / "killed", tmp_path / "whole")
 
@@ -116,7 +117,7 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
 def test_a_run_never_replaces_a_model_that_it_did_not_make(
     data: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    other = write_folder(tmp_path / "other", {**LLAMA, **SHAPE, "head_dim": 8}, eos_ids=(263,))
+    other = write_folder(tmp_path / "other", CONFIG, eos_ids=(263,))
     before = (other / "model.safetensors").read_bytes()
     for start in ({}, {"tokenizer": other}, {"config": None, "start_from": other}):
         assert train.main(arguments(data, other, **start)) == 2
@@ -126,16 +127,17 @@ def test_a_run_never_replaces_a_model_that_it_did_not_make(
 
 def test_a_run_is_not_continued_with_other_options(data: Path, tmp_path: Path, capsys: Any) -> None:
     assert train.main(arguments(data, tmp_path / "run", steps=1)) == 0
-    for changed in ({"learning_rate": 0.5}, {"tokenizer": write_folder(tmp_path / "other")}):
-        assert train.main(arguments(data, tmp_path / "run", steps=1, **changed)) == 2
-        (name,) = changed
+    for name, value in (
+        ("learning_rate", 0.5),
+        ("tokenizer", write_folder(tmp_path / "other")),
+    ):
+        assert train.main(arguments(data, tmp_path / "run", steps=1, **{name: value})) == 2
         assert f"holds a run with {name} " in one_line(capsys)
     state = tmp_path / "run" / train.STATE
     whole = state.read_bytes()
     state.write_bytes(whole[:99])
-    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2 and "is damaged" in one_line(
-        capsys
-    )
+    assert train.main(arguments(data, tmp_path / "run", steps=1)) == 2
+    assert "is damaged" in one_line(capsys)
     state.write_bytes(whole)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert train.main(arguments(data, tmp_path / "moved", steps=1, save_every=7)) == 0, (
@@ -150,25 +152,18 @@ def test_two_processes_train_as_one_that_accumulates(data: Path, tmp_path: Path)
     assert [each.status for each in ended] == [0, 0], ended
     one, two = (state_of(tmp_path / run)["parts"][0] for run in ("one", "two"))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
-    assert [row["loss"] for row in log_of(tmp_path / "two") if "loss" in row] == pytest.approx(
-        [row["loss"] for row in log_of(tmp_path / "one") if "loss" in row], rel=1e-5
-    )
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
 
 
 def test_training_goes_on_from_a_checkpoint_of_either_family_with_its_tokenizer(
     data: Path, tmp_path: Path
 ) -> None:
-    start = write_folder(tmp_path / "start", {**GEMMA2, **SHAPE, "head_dim": 8}, eos_ids=(263,))
-    options = arguments(
-        data, tmp_path / "run", config=None, start_from=start, learning_rate=1e-9, steps=2
-    )
-    assert train.main(options) == 0
-    before, after = load_model(start, torch.float32), load_model(tmp_path / "run", torch.float32)
-    for name, parameter in before.named_parameters():
-        torch.testing.assert_close(after.get_parameter(name), parameter, rtol=1e-2, atol=1e-2)
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (
-        start / "tokenizer.json"
-    ).read_bytes()
+    start, out = write_folder(tmp_path / "start", GEMMA2 | SHAPE, eos_ids=(263,)), tmp_path / "run"
+    changed = {"config": None, "start_from": start, "learning_rate": 1e-9, "steps": 2}
+    assert train.main(arguments(data, out, **changed)) == 0
+    before, after = (load_model(each, torch.float32).state_dict() for each in (start, out))
+    torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
+    assert filecmp.cmp(out / "tokenizer.json", start / "tokenizer.json", shallow=False)
 
 
 def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
@@ -177,13 +172,8 @@ def test_a_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(
     out = tmp_path / "run"
     assert train.main(arguments(data, out)) == 0
     (out / "training" / "state.pt").rename(tmp_path / "kept")
-    loss = train.recipe_loss
-    calls = iter(range(1000))
-
-    def breaks(*inputs: Any) -> Tensor:
-        return loss(*inputs) * (math.nan if next(calls) == 7 else 1)
-
-    monkeypatch.setattr(train, "recipe_loss", breaks)
+    loss, factors = train.recipe_loss, chain([1] * 7, [math.nan], repeat(1))
+    monkeypatch.setattr(train, "recipe_loss", lambda *inputs: loss(*inputs) * next(factors))
     assert train.main(arguments(data, out)) == 2
     assert one_line(capsys).startswith("error: the loss or its gradient is non-finite in step")
     assert all(tensor.isfinite().all() for tensor in state_of(out)["parts"][0].values())
@@ -228,6 +218,5 @@ def test_wrong_input_is_refused_in_one_line(
         status = train.main(arguments(data, **{"out": Path("deep/in/run"), **changed}))
     except SystemExit as end:  # argparse's
         status = end.code
-    assert status == 2
-    assert complaint in one_line(capsys)
+    assert status == 2 and complaint in one_line(capsys)
     assert not (tmp_path / "deep" / "in" / "run" / "model.safetensors").exists()

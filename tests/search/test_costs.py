@@ -19,6 +19,7 @@ from model.fast.gpu import StaticDecoder
 from search import costs as costs_module
 from search.costs import CostTable, expected_tokens, measure_costs, predicted_speedup
 from search.study import drafting_under
+from tests.calls import recorded
 from tests.folders import byte_tokenizer
 from tests.laws import tiny_model
 
@@ -56,13 +57,11 @@ def test_costs_are_in_units_of_a_plain_round(
     """3 per row of the target, 1 per draft step under a plan of one layer, however many drafts are
     accepted.
     """
-    model = counting(work)
-    setting = setting_of(model, temperature, coupling)
+    setting = setting_of(counting(work), temperature, coupling)
     exit_1 = LayerPlan.early_exit(3, 1)
-    lookup = Drafting("lookup", lambda cache: PromptLookup(VOCAB))
     drafts = [
         drafting_under(setting, exit_1, FixedLength(3)),
-        lookup,
+        Drafting("lookup", lambda cache: PromptLookup(VOCAB)),
         drafting_under(setting, exit_1, AdaptiveExit(1.0, 2, step=0.0)),  # would stop at once
     ]
     tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
@@ -74,14 +73,7 @@ def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
     work: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their reading is a part of the costs of a plan with a threshold."""
-    read = []
-    keep_drafting = AdaptiveExit.keep_drafting
-
-    def recording(policy: AdaptiveExit, confidence: float) -> bool:
-        read.append(confidence)
-        return keep_drafting(policy, confidence)
-
-    monkeypatch.setattr(AdaptiveExit, "keep_drafting", recording)
+    read = recorded(monkeypatch, AdaptiveExit, "keep_drafting", lambda _, confidence: confidence)
     setting = setting_of(counting(work))
     for policy in (FixedLength(2), AdaptiveExit(1.0, 2, step=0.0)):
         assert not read
@@ -107,14 +99,8 @@ def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch
 def test_prompts_take_turns_and_are_cut_to_the_context(
     work: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, seen = counting(work), []
-    begin = Writer.begin
-
-    def recording(writer: Writer, prompt: list[int]) -> float:
-        seen.append(len(prompt))
-        return begin(writer, prompt)
-
-    monkeypatch.setattr(Writer, "begin", recording)
+    model = counting(work)
+    seen = recorded(monkeypatch, Writer, "begin", lambda _, prompt: len(prompt))
     measure_costs(setting_of(model), [[1] * 3, [1] * model.max_positions], [], longest=1)
     cut = model.max_positions - 2 * costs_module.ROUNDS
     assert {*seen[:2]} == {3, cut} and seen[:2] == seen[2:4]
@@ -126,10 +112,9 @@ def test_measuring_ends_when_patience_does(
     counts = []
     for patience in (0.0, math.inf):
         monkeypatch.setattr(costs_module, "PATIENCE", patience)
-        model = counting(work)
-        before = len(work)
-        measure_costs(setting_of(model), [(1, 2)], [], longest=1)
-        counts.append(len(work) - before)
+        work.clear()
+        measure_costs(setting_of(counting(work)), [(1, 2)], [], longest=1)
+        counts.append(len(work))
     least, most = costs_module.LEAST_TURNS, costs_module.MOST_TURNS
     assert counts[0] * most == counts[1] * least
 
@@ -140,8 +125,7 @@ def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
     setting = setting_of(model)
     draft = drafting_under(setting, LayerPlan.early_exit(model.num_layers, 1), FixedLength(2))
     measure_costs(setting, [(1, 2, 3)], [draft], longest=2)
-    cache = model.new_cache(8)
-    assert not cache.keys[0].is_inference() and len(model.caches) <= 2
+    assert not model.new_cache(8).keys[0].is_inference() and len(model.caches) <= 2
     writer = Writer(model, 12)
     writer.begin([1, 2, 3])
     text = writer.new_text(Rules(5))

@@ -3,10 +3,12 @@ itself.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit, FixedLength, Policy
@@ -15,7 +17,6 @@ from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.run.calibration import Continuation
 from decoding.sampling import SamplingParams
-from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio
 from model import Decoder, LayerPlan
@@ -24,7 +25,7 @@ from model.plan import FULL
 from search.acceptance import Acceptance, Calibration, accepted_by_race
 from search.costs import CostTable
 from search.prediction import expected_rounds, predict
-from tests.laws import tiny_model
+from tests.laws import speculated, tiny_model
 
 BUDGET = 11
 PROMPTS = [(1, 2, 0), (2,), (0, 1, 1, 2, 2, 1)]
@@ -42,32 +43,33 @@ def run(
     verify: Verify = verify_by_ratio,
 ) -> list[Round]:
     """The rounds of the production loop."""
-    cache = model.new_cache(len(prompt) + budget)
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]], dtype=torch.int64), cache)
-    drafter = ModelDrafter(model, cache, plan)
     text = Text(prompt, Rules(budget, eos_ids), model)
-    return list(speculate(model, cache, text, drafter, policy, params, randomness, verify))
+    how = policy, params, randomness, verify
+    return list(speculated(model, text, lambda *of: ModelDrafter(*of, plan), *how))
+
+
+def greedily(
+    model: Decoder,
+    prompt: Sequence[int],
+    plan: LayerPlan,
+    policy: Policy,
+    eos_ids: frozenset[int] = frozenset(),
+) -> list[Round]:
+    rest = SamplingParams(), SeededRandomness(0), BUDGET, eos_ids
+    return run(model, prompt, plan, policy, *rest)
 
 
 def written(model: Decoder, eos_ids: frozenset[int] = frozenset()) -> list[Continuation]:
     """What the model writes greedily after each prompt."""
-    texts = []
-    for prompt in PROMPTS:
-        plan = LayerPlan.full(model.num_layers)
-        rounds = run(
-            model,
-            prompt,
-            plan,
-            FixedLength(0),
-            SamplingParams(),
-            SeededRandomness(0),
-            BUDGET,
-            eos_ids,
-        )
-        tokens = tuple(token for round in rounds for token in round.emitted)
-        texts.append(Continuation(prompt, tokens, BUDGET - len(tokens)))
-    return texts
+    full = LayerPlan.full(model.num_layers)
+    texts = [
+        (each, emitted(greedily(model, each, full, FixedLength(0), eos_ids))) for each in PROMPTS
+    ]
+    return [Continuation(prompt, text, BUDGET - len(text)) for prompt, text in texts]
+
+
+def emitted(rounds: Sequence[Round]) -> tuple[int, ...]:
+    return tuple(token for round in rounds for token in round.emitted)
 
 
 def counts(rounds: Sequence[Round], longest: int) -> list[int]:
@@ -99,28 +101,38 @@ def test_greedy_rounds_are_predicted_exactly(family: str, eos_ids: frozenset[int
     for plan in PLANS:
         predicted = expected_rounds(calibration.acceptance(plan), range(1, 5), [0.0])
         for gamma in range(1, 5):
-            expected, accepted, rejections = torch.zeros(gamma + 1), 0, 0
-            for text in texts:
-                randomness = SeededRandomness(0)
-                rounds = run(
-                    model,
-                    text.prompt,
-                    plan,
-                    FixedLength(gamma),
-                    SamplingParams(),
-                    randomness,
-                    BUDGET,
-                    eos_ids,
-                )
-                expected += torch.tensor(counts(rounds, gamma))
-                accepted += sum(min(round.accepted, len(round.emitted)) for round in rounds)
-                rejections += sum(
-                    round.accepted < min(len(round.drafted), len(round.emitted)) for round in rounds
-                )
-            found = predicted.drafted[0, gamma - 1, : gamma + 1]
-            assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-9), (plan, gamma)
-            assert predicted.accepted[0, gamma - 1].sum() == pytest.approx(accepted, abs=1e-9)
-            assert predicted.rejected[0, gamma - 1].sum() == pytest.approx(rejections, abs=1e-9)
+            rounds = [
+                round
+                for text in texts
+                for round in greedily(model, text.prompt, plan, FixedLength(gamma), eos_ids)
+            ]
+            accepted = sum(min(round.accepted, len(round.emitted)) for round in rounds)
+            rejections = sum(
+                round.accepted < min(len(round.drafted), len(round.emitted)) for round in rounds
+            )
+            found = [
+                *predicted.drafted[0, gamma - 1, : gamma + 1],
+                predicted.accepted[0, gamma - 1].sum(),
+                predicted.rejected[0, gamma - 1].sum(),
+            ]
+            expected = [*counts(rounds, gamma), accepted, rejections]
+            assert found == pytest.approx(expected, abs=1e-9), (plan, gamma)
+
+
+def given_each_text(
+    enumerator: Enumerator, write: Callable[[], list[Round]], numbers: Callable[..., list[float]]
+) -> dict[tuple[int, ...], list[float]]:
+    """Per text, the expected ``numbers`` of its rounds, over every outcome of every draw."""
+    weights: dict[tuple[int, ...], float] = defaultdict(float)
+    sums: dict[tuple[int, ...], Tensor] = defaultdict(lambda: torch.zeros(1, dtype=torch.float64))
+    more = True
+    while more:
+        rounds = write()
+        weights[emitted(rounds)] += enumerator.weight
+        found = enumerator.weight * torch.tensor(numbers(rounds), dtype=torch.float64)
+        sums[emitted(rounds)] = sums[emitted(rounds)] + found
+        more = enumerator.next_path()
+    return {text: (sums[text] / weight).tolist() for text, weight in weights.items()}
 
 
 @pytest.mark.parametrize(
@@ -136,29 +148,20 @@ def test_sampled_rounds_are_predicted_exactly_for_every_text(
     """The production loop under enumeration: its expected draft lengths given each text that it may
     write.
     """
-    model, prompt, gamma, budget = tiny_model("llama", vocab=3, layers=4), (1, 2, 0), 2, 3
-    weights: dict[tuple[int, ...], float] = {}
-    expected: dict[tuple[int, ...], torch.Tensor] = {}
+    model, prompt, gamma = tiny_model("llama", vocab=3, layers=4), (1, 2, 0), 2
     enumerator = Enumerator()
-    while True:
-        rounds = run(model, prompt, plan, FixedLength(gamma), params, enumerator, budget)
-        text = tuple(token for round in rounds for token in round.emitted)
-        found = torch.tensor(
-            [*counts(rounds, gamma), sum(round.accepted for round in rounds)]
-        ).double()
-        weights[text] = weights.get(text, 0.0) + enumerator.weight
-        expected[text] = expected.get(text, torch.zeros(gamma + 2)) + enumerator.weight * found
-        if not enumerator.next_path():
-            break
-    texts = [Continuation(prompt, text) for text in weights]
+    expected = given_each_text(
+        enumerator,
+        lambda: run(model, prompt, plan, FixedLength(gamma), params, enumerator, budget=3),
+        lambda rounds: [*counts(rounds, gamma), sum(round.accepted for round in rounds)],
+    )
+    texts = [Continuation(prompt, text) for text in expected]
     acceptance = Calibration(model, texts, params, depths=gamma).acceptance(plan)
-    for number, text in enumerate(texts):
+    for number, numbers in enumerate(expected.values()):
         one = Acceptance(*(values[number : number + 1] for values in vars(acceptance).values()))
         predicted = expected_rounds(one, [gamma], [0.0])
-        law = expected[text.written] / weights[text.written]
-        assert [*predicted.drafted[0, 0], predicted.accepted[0, 0].sum()] == pytest.approx(
-            law.tolist(), abs=1e-9
-        )
+        found = [*predicted.drafted[0, 0], predicted.accepted[0, 0].sum()]
+        assert found == pytest.approx(numbers, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -168,45 +171,34 @@ def test_rounds_of_the_race_are_predicted_exactly_for_every_text(params: Samplin
     """Two tokens, one drafted a round, so that the draft's own first token decides: enumerated,
     given each text.
     """
-    model, prompt, budget, plan = tiny_model("llama", vocab=2, layers=4), (1, 0, 0), 3, PLANS[1]
-    weights: dict[tuple[int, ...], float] = {}
-    accepted: dict[tuple[int, ...], float] = {}
+    model, prompt, plan = tiny_model("llama", vocab=2, layers=4), (1, 0, 0), PLANS[1]
     enumerator = RaceEnumerator()
-    while True:
-        rounds = run(
-            model, prompt, plan, FixedLength(1), params, enumerator, budget, verify=verify_by_race
-        )
-        text = tuple(token for round in rounds for token in round.emitted)
-        weights[text] = weights.get(text, 0.0) + enumerator.weight
-        accepted[text] = accepted.get(text, 0.0) + enumerator.weight * rounds[0].accepted
-        if not enumerator.next_path():
-            break
-    texts = [Continuation(prompt, text) for text in weights]
+    how = FixedLength(1), params, enumerator, 3, frozenset(), verify_by_race
+    accepted = given_each_text(
+        enumerator,
+        lambda: run(model, prompt, plan, *how),
+        lambda rounds: [rounds[0].accepted],
+    )
+    texts = [Continuation(prompt, text) for text in accepted]
     found = Calibration(model, texts, params, depths=1, coupling="race").acceptance(plan)
-    for number, text in enumerate(weights):
-        assert found.accept[number, 0, 0].item() == pytest.approx(
-            accepted[text] / weights[text], abs=1e-9
-        )
+    expected = [rate for [rate] in accepted.values()]
+    assert found.accept[:, 0, 0].tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_acceptance_is_measured_alike_in_the_longer_cache_of_a_static_step() -> None:
-    found = [
-        Calibration(model, [Continuation((0, 1, 2), (2, 1, 0, 1))], SamplingParams(1.0))
-        .acceptance(PLANS[0])
-        .accept
-        for model in (
-            tiny_model("llama", layers=4),
-            StaticDecoder(tiny_model("llama", layers=4), compiled=False),
-        )
-    ]
-    assert torch.equal(*found)
+    models = (
+        tiny_model("llama", layers=4),
+        StaticDecoder(tiny_model("llama", layers=4), compiled=False),
+    )
+    texts = [Continuation((0, 1, 2), (2, 1, 0, 1))]
+    calibrations = [Calibration(model, texts, SamplingParams(1.0)) for model in models]
+    assert torch.equal(*(each.acceptance(PLANS[0]).accept for each in calibrations))
 
 
 def test_a_token_that_the_draft_cannot_draw_is_never_accepted_by_race() -> None:
     p, q = torch.tensor([[0.25, 0.75]]).double(), torch.tensor([[0.0, 1.0]]).double()
-    assert accepted_by_race(p, q, torch.tensor([[0]])).item() == 0
-    assert accepted_by_race(p, q, torch.tensor([[1]])).item() == 1
-    assert accepted_by_race(p, p, torch.tensor([[0]])).item() == 1
+    for draft, token, accepted in ((q, 0, 0), (q, 1, 1), (p, 0, 1)):
+        assert accepted_by_race(p, draft, torch.tensor([[token]])).item() == accepted
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.7])
@@ -222,21 +214,12 @@ def test_an_exit_threshold_predicts_rounds_and_acceptances_exactly(threshold: fl
         rounds = [
             round
             for text in texts
-            for round in run(
-                model,
-                text.prompt,
-                plan,
-                AdaptiveExit(threshold, 4, step=0.0),
-                SamplingParams(),
-                SeededRandomness(0),
-            )
+            for round in greedily(model, text.prompt, plan, AdaptiveExit(threshold, 4, step=0.0))
         ]
-        assert predicted.drafted[1, 0].sum() == pytest.approx(len(rounds), abs=1e-9)
-        assert predicted.accepted[1, 0].sum() == pytest.approx(
-            sum(round.accepted for round in rounds), abs=1e-9
-        )
-        kept = [round for round in rounds if round.accepted == len(round.drafted)]
-        if len(kept) == len(rounds):  # no draft left the text
+        found = [predicted.drafted[1, 0].sum(), predicted.accepted[1, 0].sum()]
+        expected = [len(rounds), sum(round.accepted for round in rounds)]
+        assert found == pytest.approx(expected, abs=1e-9)
+        if all(round.accepted == len(round.drafted) for round in rounds):  # none left the text
             assert predicted.drafted[1, 0].tolist() == pytest.approx(counts(rounds, 4), abs=1e-9)
 
 
@@ -265,13 +248,11 @@ def test_the_dynamic_programme_is_the_walk_through_every_outcome() -> None:
     generator = torch.Generator().manual_seed(0)
     for gamma, length in [(1, 5), (2, 5), (3, 4)]:
         accept = torch.rand(1, gamma, length, generator=generator, dtype=torch.float64)
-        certain = torch.ones_like(accept)
-        lengths = torch.tensor([length])
+        certain, lengths = torch.ones_like(accept), torch.tensor([length])
         acceptance = Acceptance(accept, certain, certain, certain, lengths, lengths)
         rounds = expected_rounds(acceptance, [gamma], [0.0])
-        assert rounds.drafted[0, 0].tolist() == pytest.approx(
-            walk(accept[0].tolist(), gamma), abs=1e-12
-        )
+        expected = walk(accept[0].tolist(), gamma)
+        assert rounds.drafted[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:

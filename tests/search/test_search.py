@@ -3,10 +3,12 @@
 import functools
 import itertools
 import json
+import operator
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -51,6 +53,7 @@ from search.study import (
     starts,
     tried,
 )
+from tests.calls import status_of
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
 from tests.laws import tiny_model
 from tests.pictures import faults
@@ -72,10 +75,8 @@ SPACE = space_of(4, (0, *LOW_BITS))
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def texts_of(vocab: int, count: int = 2, length: int = 12) -> list[Continuation]:
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randint(0, vocab, (count, 3 + length), generator=generator).tolist()
-    return [Continuation(tuple(row[:3]), tuple(row[3:])) for row in draw]
+DRAWN = torch.randint(0, 7, (2, 15), generator=torch.Generator().manual_seed(0)).tolist()
+WRITTEN = [Continuation(tuple(row[:3]), tuple(row[3:])) for row in DRAWN]
 
 
 def in_memory(sampler: str = "tpe", seed: int = 0, first: Sequence[LayerPlan] = ()) -> optuna.Study:
@@ -88,11 +89,12 @@ def in_memory(sampler: str = "tpe", seed: int = 0, first: Sequence[LayerPlan] = 
 def toy(plan: LayerPlan) -> Prediction:
     """A speed-up that prefers one plan, without a model."""
     wanted = LayerPlan.skipping(plan.num_layers, [0], [0, plan.num_layers - 1])
-    equal = sum(
-        a == b
-        for a, b in zip(plan.attention + plan.mlp, wanted.attention + wanted.mlp, strict=True)
-    )
-    return Prediction(equal / 4, 4, 0.0, 0.5, 0.6)
+    equal = map(operator.eq, plan.attention + plan.mlp, wanted.attention + wanted.mlp)
+    return Prediction(sum(equal) / 4, 4, 0.0, 0.5, 0.6)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_parameters_and_plan_are_inverse() -> None:
@@ -102,10 +104,10 @@ def test_parameters_and_plan_are_inverse() -> None:
 
 
 def test_a_space_offers_every_sublayer_its_bits_and_the_head_those_that_are_not_0() -> None:
-    assert set(SPACE["attn 0"]) == set(SPACE["mlp 3"]) == {0, *LOW_BITS, FULL}
-    assert set(SPACE["head"]) == {*LOW_BITS, FULL}
+    for bits, offered in (([8], [FULL, 8]), ([0, 8], [FULL, 8, 0])):
+        sublayers = {"attn 0": offered, "mlp 0": offered}
+        assert space_of(1, bits) == {**sublayers, "head": [FULL, 8]}
     assert len(SPACE) == 9
-    assert space_of(1, [8]) == {"attn 0": [FULL, 8], "mlp 0": [FULL, 8], "head": [FULL, 8]}
 
 
 def test_the_costs_of_all_sublayers_follow_from_the_measured_plans() -> None:
@@ -117,10 +119,9 @@ def test_the_costs_of_all_sublayers_follow_from_the_measured_plans() -> None:
 
 
 def test_sublayer_costs_add_up() -> None:
-    plan = LayerPlan((4, 8, 0), (0, FULL, 4), head=8)
-    table = COSTS.table(plan)
-    assert table.draft == pytest.approx(0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12)
-    assert table.verify == COSTS.verify
+    draft = 0.5 * 0.1 + (0.25 + 0.5) * 0.1 + (1 + 0.25) * 0.12
+    table = COSTS.table(LayerPlan((4, 8, 0), (0, FULL, 4), head=8))
+    assert (table.draft, table.verify) == (pytest.approx(draft), COSTS.verify)
 
 
 def test_sublayer_costs_are_solved_from_the_costs_of_plans(
@@ -135,70 +136,59 @@ def test_sublayer_costs_are_solved_from_the_costs_of_plans(
     monkeypatch.setattr("search.study.measure_costs", known)
     model = tiny_model("llama", vocab=7, layers=4)
     setting = Setting(tmp_path, model, byte_tokenizer(), GREEDY, 64)
-    found = measure_sublayers(setting, texts_of(7), BITS)
-    assert found.parts == pytest.approx(PARTS)
-    assert found.confidence == pytest.approx(COSTS.confidence) and found.verify == COSTS.verify
-    some = measure_sublayers(setting, texts_of(7), [FULL])
-    assert some.parts == pytest.approx({name: PARTS[name] for name in PARTS if "16" in name})
+    for bits in (BITS, [FULL]):
+        found = measure_sublayers(setting, WRITTEN, bits)
+        parts = {name: cost for name, cost in PARTS.items() if int(name.split()[1]) in bits}
+        assert found.parts == pytest.approx(parts)
+        assert found.confidence == pytest.approx(COSTS.confidence) and found.verify == COSTS.verify
 
 
 def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> None:
     """All 64 plans of a 3-layer model with or without each sublayer, against half as many trials of
     the search.
     """
-    calibration = Calibration(tiny_model("llama", vocab=7, layers=3), texts_of(7), GREEDY)
+    calibration = Calibration(tiny_model("llama", vocab=7, layers=3), WRITTEN, GREEDY)
     predict_once = functools.cache(functools.partial(predicted, calibration, COSTS))
     space = {**space_of(3, [0]), "head": [FULL]}
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
     study = in_memory(first=starts(importances(calibration), space))
     optimise(study, predict_once, space, 32)
-    assert next(iter(tried(study).values())).speedup == max(
-        predict_once(plan).speedup for plan in plans
-    )
+    best = max(predict_once(plan).speedup for plan in plans)
+    assert next(iter(tried(study).values())).speedup == best
 
 
 def test_the_same_seed_finds_the_same_plans() -> None:
-    found = []
-    for _ in range(2):
-        study = in_memory(seed=3, first=[LayerPlan.early_exit(4, 2)])
+    studies = [in_memory(seed=3, first=[LayerPlan.early_exit(4, 2)]) for _ in range(2)]
+    for study in studies:
         optimise(study, toy, SPACE, 25)
-        found.append([trial.params for trial in finished(study)])
-    assert found[0] == found[1]
+    first, second = ([trial.params for trial in finished(study)] for study in studies)
+    assert first == second
 
 
 def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
-    seen: list[LayerPlan] = []
-
-    def counting(plan: LayerPlan) -> Prediction:
-        seen.append(plan)
-        return toy(plan)
-
-    study = in_memory("random")
-    optimise(study, counting, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
-    assert len(seen) == len(set(seen)) <= 18
-    assert len(finished(study)) == 40
-    assert len(tried(study)) == len(seen)
+    study, evaluate = in_memory("random"), Mock(side_effect=toy)
+    optimise(study, evaluate, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
+    assert evaluate.call_count == len(tried(study)) <= 18 and len(finished(study)) == 40
 
 
 def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first() -> None:
     lost = {name: 0.5 for name in SPACE if name != "head"} | {"attn 2": 0.01, "mlp 1": 0.02}
     plans, low = starts(lost, SPACE), sorted(LOW_BITS)
     full, most = LayerPlan.full(4), low[-1]
-    assert plans[: len(low)] == [full.in_bits(bits, head=most) for bits in low]
     thinned = [LayerPlan.skipping(4, [2], []), LayerPlan.skipping(4, [2], [1])]
+    first = [full.in_bits(bits, head=most) for bits in low]
+    first += [plan.in_bits(low[0], head=most) for plan in thinned]
+    assert plans[: len(first)] == first
     assert [plan for plan in plans if not plan.has_low_bits][:2] == thinned
-    assert plans[len(low) : len(low) + 2] == [plan.in_bits(low[0], head=most) for plan in thinned]
     exits = {LayerPlan.early_exit(4, layer) for layer in (1, 2, 3)}
     assert exits | {LayerPlan.early_exit(4, 2).in_bits(low[0], head=most)} <= set(plans)
     assert {plan for plan in plans if is_exit(plan)} == exits
     assert len(set(plans)) == len(plans) and full not in plans
     # a model of one layer has some, too
     assert starts({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
-    for bits in ([0], [8, 4]):  # none but those that may be tried
-        found = starts(lost, space_of(4, bits))
-        assert found and all(
-            {*plan.attention, *plan.mlp, plan.head} <= {*bits, FULL} for plan in found
-        )
+    for bits in ([0], [8, 4]):
+        used = [{*plan.attention, *plan.mlp, plan.head} for plan in starts(lost, space_of(4, bits))]
+        assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
 
 
 def test_an_interrupted_search_resumes_without_losing_a_finished_trial(tmp_path: Path) -> None:
@@ -214,11 +204,11 @@ def test_an_interrupted_search_resumes_without_losing_a_finished_trial(tmp_path:
         optimise(study, evaluate, SPACE, 100)
     again = open_study(path, IDENTITY, "tpe", 0, resume=True)
     optimise(again, toy, SPACE, 9)
-    trials = [
+    before, after = (
         [(trial.number, trial.params, trial.value) for trial in finished(each)]
         for each in (study, again)
-    ]
-    assert trials[1][:5] == trials[0][:5] and len(trials[1]) == 9
+    )
+    assert after[:5] == before[:5] and len(after) == 9
 
 
 def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
@@ -232,34 +222,27 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
     assert all(len(text.written) + text.unused == 20 for text in held_out)
     chosen = {LayerPlan.early_exit(4, 2): (3, 0.0), LayerPlan.skipping(4, [1], [2]): (5, 0.0)}
     plans = [DraftPlan(plan, *policy) for plan, policy in chosen.items()]
-    rules = Rules(20, setting.tokenizer.eos_ids)
-    results = confirm(setting, held_out, plans, rules, coupling)
+    results = confirm(setting, held_out, plans, Rules(20, setting.tokenizer.eos_ids), coupling)
     assert {found.plan: (found.gamma, found.threshold) for found, _ in results} == chosen
-    speeds = [row["speed-up"] for _, row in results]
-    assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
-    for _, row in results:
+    first, second = (row for _, row in results)
+    assert first["speed-up"] >= second["speed-up"] > 0
+    for row in (first, second):
         assert row["accepted"] == pytest.approx(row["acceptance predicted"], abs=1e-9)
 
 
 def test_the_best_plans_are_judged_on_other_texts_beside_the_best_early_exit() -> None:
     """Values of the search are not used again: they may be luck on its texts."""
-    model = tiny_model("llama", vocab=7, layers=4)
-    calibration = Calibration(model, texts_of(7), GREEDY)
-    plans = [*starts({name: 0.5 for name in SPACE if name != "head"}, SPACE)]
+    calibration = Calibration(tiny_model("llama", vocab=7, layers=4), WRITTEN, GREEDY)
+    plans = starts({name: 0.5 for name in SPACE if name != "head"}, SPACE)
     lucky = {plan: Prediction(9.0 - at, 1, 0.0, 1.0, 1.0) for at, plan in enumerate(plans)}
-    found = judge(calibration, COSTS, lucky)
+    found = {chosen.plan: chosen for chosen in judge(calibration, COSTS, lucky)}
     again = {plan: predicted(calibration, COSTS, plan) for plan in plans}
     best = sorted(plans, key=lambda plan: -again[plan].speedup)
-    assert [plan.plan for plan in found[:3]] == best[:3]
-    exits = [plan for plan in best if is_exit(plan)]
-    assert exits[0] in [plan.plan for plan in found] and len(found) <= 4
-    for plan in found:
-        told = again[plan.plan]
-        assert (plan.gamma, plan.threshold, plan.kept_share) == (
-            told.gamma,
-            told.threshold,
-            told.kept_share,
-        )
+    assert [*found][:3] == best[:3] and len(found) <= 4
+    assert next(plan for plan in best if is_exit(plan)) in found
+    for plan, chosen in found.items():
+        for name in ("gamma", "threshold", "kept_share"):
+            assert getattr(chosen, name) == getattr(again[plan], name)
 
 
 def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -> None:
@@ -278,8 +261,7 @@ def test_a_plan_file_comes_back_as_it_was_and_only_for_its_model(tmp_path: Path)
     path = tmp_path / "plan.json"
     chosen = DraftPlan(LayerPlan.skipping(4, [1], [0, 3]), 5, 0.6)
     write_plan(path, chosen, model_fingerprint(model), {"measured_speedup": 1.2})
-    assert read_plan(path, 4, model) == chosen
-    assert read_plan(path, 4) == chosen
+    assert read_plan(path, 4, model) == chosen and read_plan(path, 4) == chosen
     with pytest.raises(InputError, match="made for another model"):
         read_plan(path, 4, other)
     write_json(path, {"attn": [1]})
@@ -289,21 +271,21 @@ def test_a_plan_file_comes_back_as_it_was_and_only_for_its_model(tmp_path: Path)
 
 
 def test_a_fingerprint_is_of_config_and_numbers(tmp_path: Path) -> None:
-    same = [model_fingerprint(write_folder(tmp_path / name)) for name in ("a", "b")]
-    assert same[0] == same[1]
-    write_json(tmp_path / "b" / "config.json", {**LLAMA, "rope_theta": 20000.0})
-    assert model_fingerprint(tmp_path / "b") != same[0]
-    assert model_fingerprint(write_folder(tmp_path / "c", seed=5)) != same[0]
-    assert model_fingerprint(write_folder(tmp_path / "d", dtype=torch.bfloat16)) != same[0]
+    mine = model_fingerprint(write_folder(tmp_path / "a"))
+    assert model_fingerprint(write_folder(tmp_path / "b")) == mine
+    for changed in ({"seed": 5}, {"dtype": torch.bfloat16}):
+        assert model_fingerprint(write_folder(tmp_path / "c", **changed)) != mine
+    write_json(tmp_path / "a" / "config.json", {**LLAMA, "rope_theta": 20000.0})
+    assert model_fingerprint(tmp_path / "a") != mine
 
 
 def test_the_plans_policy_is_the_one_it_was_chosen_with() -> None:
     plan = LayerPlan.full(2)
     fixed, unset = DraftPlan(plan, 3).new_policy(4), DraftPlan(plan).new_policy(4)
     assert isinstance(fixed, FixedLength) and (fixed.gamma, unset.gamma) == (3, 4)
-    exit_policy = DraftPlan(plan, 6, 0.45).new_policy(4)
-    assert isinstance(exit_policy, AdaptiveExit)
-    assert (exit_policy.gamma, exit_policy.threshold, exit_policy.step) == (6, 0.45, 0.0)
+    policy = DraftPlan(plan, 6, 0.45).new_policy(4)
+    assert isinstance(policy, AdaptiveExit)
+    assert (policy.gamma, policy.threshold, policy.step) == (6, 0.45, 0.0)
 
 
 def test_every_prompt_is_searched_on_or_judged_on_or_held_out() -> None:
@@ -323,15 +305,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def arguments(folder: Path, *more: object) -> list[str]:
-    fixed = [
-        "--model",
-        folder,
-        "--calibration",
-        folder.parent / "prompts.txt",
-        "--max-new-tokens",
-        16,
-    ]
-    return [str(word) for word in [*fixed, "--device", "cpu", *more]]
+    prompts = folder.parent / "prompts.txt"
+    fixed = f"--model {folder} --calibration {prompts} --max-new-tokens 16 --device cpu".split()
+    return [*fixed, *map(str, more)]
 
 
 @pytest.fixture
@@ -348,11 +324,10 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert command.main(arguments(folder, "--out", out, "--trials", 10, "--plots", plots)) == 0
     written = json.loads(out.read_text())
     assert written["model"] == model_fingerprint(folder)
-    assert written["measured_speedup"] is not None
     assert written["sampling"]["coupling"] == "race", "as the texts of generate.py"
-    assert (written["gamma"] > 0) == (written["measured_speedup"] > 1)
-    assert read_plan(out, 2, folder).gamma == written["gamma"]
-    assert sorted(path.name for path in plots.iterdir()) == ["front.svg"]
+    gamma = read_plan(out, 2, folder).gamma
+    assert gamma == written["gamma"] and (gamma > 0) == (written["measured_speedup"] > 1)
+    assert [path.name for path in plots.iterdir()] == ["front.svg"]
     said = " ".join(capfd.readouterr().err.split())
     assert "trying plans" in said and "best predicted speed-up" in said
     assert f'python generate.py "Your prompt" --model {folder} --draft skip --plan {out}' in said
@@ -377,40 +352,36 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
 ) -> None:
     calls = itertools.count()
 
-    def interrupted(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
-        if next(calls) == 5:  # in the search
-            raise KeyboardInterrupt
-        return toy(plan)
-
     def half_as_fast(*given: object) -> object:
         return [(chosen, {**row, "speed-up": 0.5}) for chosen, row in confirm(*given)]
 
-    monkeypatch.setattr(command, "predicted", interrupted)
+    monkeypatch.setattr(
+        command,
+        "predicted",
+        lambda calibration, costs, plan: interrupted() if next(calls) == 5 else toy(plan),
+    )
     monkeypatch.setattr(command, "confirm", half_as_fast)
     out = tmp_path / "plan.json"
     given = arguments(folder, "--out", out, "--trials", 100, "--seed", 16)
     assert command.main(given) == 130
-    assert (
-        json.loads(out.read_text())["measured_speedup"] == 0.5
-        and read_plan(out, 2, folder).gamma == 0
-    )
+    assert json.loads(out.read_text())["measured_speedup"] == 0.5
+    assert read_plan(out, 2, folder).gamma == 0
     said = " ".join(capfd.readouterr().err.split())
-    assert "no plan beats plain decoding" in said
+    assert "no plan beats plain decoding" in said and how_to_continue(given) in said
+
+
+def how_to_continue(given: list[str]) -> str:
     resuming = shlex.join(["python", "-m", "search", *given, "--resume"])
-    assert f"interrupted; to continue: {resuming}" in said
+    return f"interrupted; to continue: {resuming}"
 
 
 def test_ctrl_c_before_the_first_trial_says_how_to_continue(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*of: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("search.study.importances", interrupted)
     given = arguments(folder, "--out", tmp_path / "plan.json")
     assert command.main(given) == 130
-    resuming = shlex.join(["python", "-m", "search", *given, "--resume"])
-    assert f"interrupted; to continue: {resuming}" in capfd.readouterr().err
+    assert how_to_continue(given) in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -433,14 +404,9 @@ def test_ctrl_c_before_the_first_trial_says_how_to_continue(
 def test_bad_input_is_refused_in_one_line(
     options: list[object], complaint: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = command.main(arguments(folder, *options))
-    except SystemExit as end:  # argparse's
-        status = end.code
-    assert status == 2
+    assert status_of(command.main, arguments(folder, *options)) == 2
     said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[")]
-    assert len(said) == 1
-    assert said[0].startswith("error: ") and complaint in said[0]
+    assert len(said) == 1 and said[0].startswith("error: ") and complaint in said[0]
 
 
 def test_a_journal_that_is_none_or_of_another_model_is_refused(tmp_path: Path) -> None:

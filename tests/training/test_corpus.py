@@ -8,9 +8,9 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import count
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from decoding.proof.plain_law import Request
 from decoding.randomness import Place
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
+from tests.calls import recorded, status_of
 from tests.folders import VOCAB_SIZE, write_folder
 from tests.laws import no_draft, tiny_model
 from training.corpus import __main__ as corpus
@@ -65,18 +66,24 @@ def test_each_row_is_what_the_loop_writes_for_its_prompt_alone(family: str, pena
     in order.
     """
     params = SamplingParams(repetition_penalty=penalty)
-    endings: Counter[str] = Counter()
+    texts = []
     for seed in (2, 3):
         model = tiny_model(family, vocab=6, seed=seed)
         expected = [alone(model, prompt, params, 20) for prompt in PROMPTS]
-        assert (
-            sample_texts(model, PROMPTS, max_new_tokens=20, params=params, eos_ids=[EOS], seed=0)
-            == expected
-        )
-        endings.update(
-            "eos" if EOS in text else "full" if len(text) < 20 else "budget" for text in expected
-        )
+        assert sampled(model, PROMPTS, params, 20) == expected
+        texts += expected
+    endings = Counter(
+        "eos" if EOS in text else "full" if len(text) < 20 else "budget" for text in texts
+    )
     assert min(endings[why] for why in ("eos", "full", "budget")) > 1
+
+
+def sampled(
+    model: Decoder, prompts: list[list[int]], params: SamplingParams, budget: int = 3, seed: int = 0
+) -> list[list[int]]:
+    return sample_texts(
+        model, prompts, max_new_tokens=budget, params=params, eos_ids=[EOS], seed=seed
+    )
 
 
 def replayed(
@@ -87,12 +94,9 @@ def replayed(
     """
     tokens = list(prompt)
     for number in numbers:
-        probs = distribution(model(torch.tensor([tokens]))[0, -1:], torch.tensor(tokens), params)[
-            0
-        ].tolist()
-        tokens.append(
-            next(token for token, reached in enumerate(accumulate(probs)) if reached > number)
-        )
+        logits = model(torch.tensor([tokens]))[0, -1:]
+        reached = distribution(logits, torch.tensor(tokens), params)[0].double().cumsum(0)
+        tokens.append(int((reached > number).nonzero()[0]))
         if tokens[-1] == EOS or len(tokens) == model.max_positions:
             break
     return tokens[len(prompt) :]
@@ -115,14 +119,8 @@ def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(
     expected = [
         replayed(model, prompt, params, row) for prompt, row in zip(PROMPTS, numbers, strict=True)
     ]
-    assert (
-        sample_texts(model, PROMPTS, max_new_tokens=12, params=params, eos_ids=[EOS], seed=7)
-        == expected
-    )
-    assert (
-        sample_texts(model, PROMPTS[:1], max_new_tokens=12, params=params, eos_ids=[EOS], seed=7)
-        == expected[:1]
-    )
+    for rows in (len(PROMPTS), 1):
+        assert sampled(model, PROMPTS[:rows], params, 12, seed=7) == expected[:rows]
     assert len({len(text) for text in expected}) > 2
 
 
@@ -130,23 +128,13 @@ def test_a_model_with_non_finite_logits_is_refused() -> None:
     model = tiny_model("llama", vocab=6)
     model.layers[1].mlp.up_proj.weight[0] = float("nan")
     with pytest.raises(InputError, match="stop being finite"):
-        sample_texts(
-            model, PROMPTS, max_new_tokens=3, params=SamplingParams(1.0), eos_ids=[], seed=0
-        )
+        sampled(model, PROMPTS, SamplingParams(1.0))
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    with pytest.raises(
-        InputError, match="a prompt has 64 tokens: the model's context ends after 64"
-    ):
-        sample_texts(
-            tiny_model("llama"),
-            [[0] * 64],
-            max_new_tokens=3,
-            params=SamplingParams(),
-            eos_ids=[],
-            seed=0,
-        )
+    full = "a prompt has 64 tokens: the model's context ends after 64"
+    with pytest.raises(InputError, match=full):
+        sampled(tiny_model("llama"), [[0] * 64], SamplingParams())
 
 
 # The file.
@@ -167,10 +155,9 @@ def test_a_file_is_continued_without_loss_or_repetition(tmp_path: Path) -> None:
     path, stories = tmp_path / "texts.jsonl", {}
     corpus.add(stories, TEXTS[:2], path)
     assert read(path) == TEXTS[:2]
-    beginning = "x" * corpus.DISTINCT_CHARACTERS
+    same = "x" * corpus.DISTINCT_CHARACTERS
     first, alike, other = (
-        {"prompt": "", "response": text}
-        for text in (beginning + "a", beginning + "b", beginning[1:])
+        {"prompt": "", "response": text} for text in (same + "a", same + "b", same[1:])
     )
     corpus.add(stories, [*TEXTS, first, alike, other], path)
     assert read(path) == [*TEXTS, first, other]
@@ -222,22 +209,8 @@ def write(
     monkeypatch.setattr(corpus, "worth_learning", lambda text, subjects: text)
 
     def command(*arguments: object) -> tuple[int, str]:
-        options = [
-            "--model",
-            folder,
-            "--temperature",
-            2,
-            "--top-k",
-            0,
-            "--max-new-tokens",
-            9,
-            "--batch",
-            12,
-        ]
-        try:
-            status = corpus.main([str(argument) for argument in [*options, *arguments]])
-        except SystemExit as end:  # argparse's
-            status = end.code
+        options = f"--model {folder} --temperature 2 --top-k 0 --max-new-tokens 9 --batch 12"
+        status = status_of(corpus.main, [*options.split(), *map(str, arguments)])
         return status, capsys.readouterr().err
 
     return command
@@ -252,11 +225,11 @@ def test_the_command_writes_stories_until_there_are_tokens_enough(
     assert status == 0 and "of 500 tokens" in said
     rows = read(out)
     for row in rows:
-        subjects = [who for who in templates.TEMPLATES["who"] if who in row["prompt"]]
         beginnings = [
             opening.format(who=who)
             for opening in templates.TEMPLATES["opening"]
-            for who in subjects
+            for who in templates.TEMPLATES["who"]
+            if who in row["prompt"]
         ]
         assert list(row) == ["prompt", "response"] and row["response"].startswith(tuple(beginnings))
     assert len({row["response"][: corpus.DISTINCT_CHARACTERS] for row in rows}) == len(rows)
@@ -270,18 +243,15 @@ def test_a_run_that_is_interrupted_writes_what_an_uninterrupted_one_writes(
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert write("--tokens", 700, "--out", whole)[0] == 0
-    production, calls = corpus.write_stories, []
+    calls = count(1)
 
-    def interrupted(*arguments: Any) -> list[dict[str, str]]:
-        calls.append(parts.stat().st_size)
-        if len(calls) in (1, 3, 4):
+    def interrupt(*_: object) -> None:
+        if next(calls) in (1, 3, 4):
             raise KeyboardInterrupt
-        return production(*arguments)
 
-    monkeypatch.setattr(corpus, "write_stories", interrupted)
-    while (status := write("--tokens", 700, "--out", parts)[0]) == 130:
-        pass
-    assert status == 0 and len(calls) > 4 and parts.read_bytes() == whole.read_bytes()
+    recorded(monkeypatch, corpus, "write_stories", interrupt)
+    statuses = [write("--tokens", 700, "--out", parts)[0] for _ in range(4)]
+    assert statuses == [130, 130, 130, 0] and parts.read_bytes() == whole.read_bytes()
 
 
 def test_a_model_in_a_loop_is_given_up(
@@ -307,16 +277,14 @@ def test_what_the_command_cannot_do_is_refused_in_one_line(
     arguments: list[object], complaint: str, write: Command, tmp_path: Path
 ) -> None:
     status, said = write("--tokens", 10, "--out", tmp_path / "out.jsonl", *arguments)
-    assert status == 2
+    assert (status, said.count("\n")) == (2, 1)
     assert said.startswith("error: ") and complaint in said
-    assert said.count("\n") == 1
 
 
 def test_there_are_thousands_of_stories_and_no_blank_is_left() -> None:
     rng = random.Random(0)
     prompts = {templates.story_request(rng)[0] for _ in range(5_000)}
-    assert len(prompts) > 3_000
-    assert not any("{" in prompt for prompt in prompts)
+    assert len(prompts) > 3_000 and not any("{" in prompt for prompt in prompts)
     assert all(prompt[0].isupper() and prompt[-1] == "." for prompt in prompts)
 
 
@@ -329,17 +297,10 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
 def test_a_narrator_speaks_where_the_template_lets_one(
     template: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = []
-    tokenizer = Tokenizer(folder)
+    tokenizer, sampling = Tokenizer(folder), Mock(return_value=[[65]] * 3)
     tokenizer.chat_template = template
-
-    def reading(model: Decoder, prompts: list[list[int]], **how: object) -> list[list[int]]:
-        read.extend(prompts)
-        return [[65]] * len(prompts)
-
-    monkeypatch.setattr(corpus, "sample_texts", reading)
+    monkeypatch.setattr(corpus, "sample_texts", sampling)
     corpus.write_stories(tiny_model("llama"), tokenizer, SamplingParams(), 3, 9, random.Random(0))
-    assert len(read) == 3
-    assert all(
-        (corpus.NARRATOR in tokenizer.decode(prompt)) == (template == TEMPLATE) for prompt in read
-    )
+    _, prompts = sampling.call_args.args
+    narrated = [corpus.NARRATOR in tokenizer.decode(prompt) for prompt in prompts]
+    assert narrated == [template == TEMPLATE] * 3

@@ -47,8 +47,7 @@ def test_the_rotational_curriculum_takes_every_rth_exit_and_shifts_by_one_a_step
     # layer 0 weighs nothing by its sum
     assert on[0] == [False, False, False, True, False, False, True, True]
     assert on[1] == [False, True, False, False, True, False, False, True]
-    assert on[2] == [False, False, True, False, False, True, False, True]
-    assert on[3] == on[0]
+    assert on[2] == [False, False, True, False, False, True, False, True] and on[3] == on[0]
 
 
 def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_the_run() -> None:

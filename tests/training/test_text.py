@@ -74,8 +74,7 @@ def test_a_document_is_coded_as_chat_would_code_its_prompt(learnt: Path) -> None
 def test_a_learnt_tokenizer_codes_any_text_and_transformers_agrees(learnt: Path, text: str) -> None:
     tokenizer, theirs = Tokenizer(learnt), AutoTokenizer.from_pretrained(learnt)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert theirs(text).input_ids == ids
+    assert tokenizer.decode(ids) == text and theirs(text).input_ids == ids
     assert theirs.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True
     )["input_ids"] == tokenizer.encode_chat([{"role": "user", "content": text}])

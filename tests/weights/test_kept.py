@@ -2,12 +2,13 @@
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from model.places import cache_folder, version
 from tests.folders import LLAMA, write_folder
@@ -33,9 +34,15 @@ def keep(model: Path, dtype: torch.dtype = torch.bfloat16, version: str = "1") -
     return KeptTensors(model, dtype, version)
 
 
+def with_codes(model: Path) -> KeptTensors:
+    """The kept tensors of a model: one, by the name "a"."""
+    kept = keep(model)
+    kept.write("a", CODES)
+    return kept
+
+
 def test_a_kept_tensor_is_read_bit_for_bit_and_aligned(model: Path) -> None:
-    keep(model).write("a", CODES)
-    keep(model).write("b", CODES.float())
+    with_codes(model).write("b", CODES.float())
     found = keep(model).read("a")
     assert torch.equal(found, CODES.flatten()) and found.data_ptr() % 64 == 0
     assert torch.equal(keep(model).read("b").view(torch.float32), CODES.float().flatten())
@@ -43,8 +50,7 @@ def test_a_kept_tensor_is_read_bit_for_bit_and_aligned(model: Path) -> None:
 
 
 def test_a_read_tensor_outlives_its_file_and_does_not_change_it(model: Path) -> None:
-    kept = keep(model)
-    kept.write("a", CODES)
+    kept = with_codes(model)
     found = kept.read("a")
     found[0] = 7
     assert kept.read("a")[0] == 0
@@ -67,34 +73,31 @@ def test_a_read_tensor_outlives_its_file_and_does_not_change_it(model: Path) -> 
 def test_a_damaged_or_short_file_is_not_read_and_made_again(
     model: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    kept = keep(model)
-    kept.write("a", CODES)
+    kept = with_codes(model)
     content = (kept.folder / "a").read_bytes()
     (kept.folder / "a").write_bytes(damage(content))
     assert kept.read("a") is None
-    kept.write("a", CODES)
-    assert (kept.folder / "a").read_bytes() == content
+    assert (with_codes(model).folder / "a").read_bytes() == content
 
 
 def test_a_copy_of_another_file_is_not_read(model: Path) -> None:
-    kept = keep(model)
-    kept.write("a", CODES)
-    (kept.folder / "b").write_bytes((kept.folder / "a").read_bytes())
+    kept = with_codes(model)
+    shutil.copy(kept.folder / "a", kept.folder / "b")
     (kept.folder / "c").mkdir()
     assert kept.read("b") is None and kept.read("c") is None
 
 
 def test_the_folder_is_another_for_each_determinant(tmp_path: Path, model: Path) -> None:
-    folders = [
-        keep(model),
-        keep(model, dtype=torch.float16),
-        keep(model, version="2"),
-        keep(write_folder(tmp_path / "retrained", seed=1)),
-        keep(write_folder(tmp_path / "other config", LLAMA | {"rms_norm_eps": 1e-3})),
-    ]
-    assert len({kept.folder for kept in folders}) == len(folders)
-    again = write_folder(tmp_path / "elsewhere")
-    assert keep(again).folder == folders[0].folder, "the model's place is not one of them"
+    first, *others = (
+        keep(model).folder,
+        keep(model, dtype=torch.float16).folder,
+        keep(model, version="2").folder,
+        keep(write_folder(tmp_path / "retrained", seed=1)).folder,
+        keep(write_folder(tmp_path / "other config", LLAMA | {"rms_norm_eps": 1e-3})).folder,
+    )
+    assert len({first, *others}) == 5
+    again = keep(write_folder(tmp_path / "elsewhere"))
+    assert again.folder == first, "the model's place is not one of them"
 
 
 def test_the_version_is_that_of_the_code(tmp_path: Path) -> None:
@@ -105,10 +108,6 @@ def test_the_version_is_that_of_the_code(tmp_path: Path) -> None:
     assert version(reversed(files)) == first
     files[1].write_text("x = 2")
     assert version(files) != first
-
-
-def no_space(content: Tensor) -> int:
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("fault", ["read-only", "a file in its place", "a full disk"])
@@ -123,26 +122,24 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
         cache.write_text("")
     if fault == "read-only":
         monkeypatch.setattr(os, "access", lambda *_: False)
+    full = OSError(28, "No space left on device")
     if fault == "a full disk":
-        monkeypatch.setattr(kept_module.zlib, "crc32", no_space)
+        monkeypatch.setattr(kept_module.zlib, "crc32", Mock(side_effect=full))
     kept = keep(model)
     for name in ("a", "b"):
         kept.write(name, CODES)
-        assert kept.read(name) is None if fault != "a full disk" else True
+        assert fault == "a full disk" or kept.read(name) is None
     kept.drop_oldest(0)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "not kept" in lines[0]
-    if fault == "a full disk":
-        assert [file.name for file in kept.folder.iterdir()] == ["used"]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "not kept" in said
+    assert fault != "a full disk" or [file.name for file in kept.folder.iterdir()] == ["used"]
 
 
 def test_the_least_recently_used_are_dropped_first_but_not_those_in_use(
     tmp_path: Path,
 ) -> None:
-    models = [write_folder(tmp_path / str(seed), seed=seed) for seed in range(4)]
-    stores = [keep(model) for model in models]
+    stores = [with_codes(write_folder(tmp_path / str(seed), seed=seed)) for seed in range(4)]
     for time, kept in enumerate(stores):
-        kept.write("a", CODES)
         os.utime(kept.folder / "used", (time, time))
     places = [kept.folder for kept in stores]
     own, in_use = stores.pop(), stores.pop(1)
@@ -159,11 +156,9 @@ def test_the_least_recently_used_are_dropped_first_but_not_those_in_use(
 
 def test_reading_counts_as_use(tmp_path: Path) -> None:
     first, second = (write_folder(tmp_path / str(seed), seed=seed) for seed in range(2))
-    for model in (first, second):
-        keep(model).write("a", CODES)
-    os.utime(keep(second).folder / "used", (1, 1))
-    own = keep(write_folder(tmp_path / "own", seed=9))
-    own.drop_oldest(FILE_BYTES)
+    with_codes(first)
+    os.utime(with_codes(second).folder / "used", (1, 1))
+    keep(write_folder(tmp_path / "own", seed=9)).drop_oldest(FILE_BYTES)
     assert keep(first).read("a") is not None and keep(second).read("a") is None
 
 
@@ -171,7 +166,7 @@ def test_place_and_size_are_said(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "0 bytes" in kept_in_words() and str(copies_folder()) in kept_in_words()
-    keep(model).write("a", CODES)
+    with_codes(model)
     assert "1.0 kB" in kept_in_words()
     monkeypatch.delenv("SPECDEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -22,24 +21,15 @@ from torch import Tensor
 from decoding.run import plan_file
 from decoding.run.plan_file import DraftPlan, read_plan
 from model import InputError, LayerPlan
+from tests.configs import LLAMA3_ROPE
 from tests.folders import GEMMA2, LLAMA, random_state
 from tests.laws import plans
+from tests.refusal import line_of, refusal
 from weights import load
 from weights.load import load_model, model_folder
 
-ROOT = Path(__file__).parents[2]
-SMALL = LLAMA | {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-}
-SMALL_GEMMA2 = GEMMA2 | {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-}
+SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SMALL, SMALL_GEMMA2 = LLAMA | SIZES, GEMMA2 | SIZES
 TIED = SMALL | {"tie_word_embeddings": True}
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -75,19 +65,6 @@ def assert_holds(model: torch.nn.Module, state: dict[str, Tensor], dtype: torch.
         assert torch.equal(parameter, tensor.to(dtype)), name
 
 
-def refusal(folder: Path) -> str:
-    """The message of the InputError that loading the folder raises: one line."""
-    with pytest.raises(InputError) as caught:
-        load_model(folder)
-    return one_line(caught.value)
-
-
-def one_line(error: InputError) -> str:
-    message = str(error)
-    assert message.strip() and len(message.splitlines()) == 1
-    return message
-
-
 # Layouts and dtypes
 
 
@@ -104,12 +81,9 @@ def test_a_single_file_gives_copies_of_the_tensors_it_holds(
     assert_holds(load_model(write_weights(tmp_path, config, state)), state, torch.float32)
     bare = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    model, file = (
-        load_model(write_weights(tmp_path, config, bare | buffer)),
-        tmp_path / "model.safetensors",
-    )
-    with file.open("r+b") as written:
-        written.write(bytes(file.stat().st_size))
+    model = load_model(write_weights(tmp_path, config, bare | buffer))
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
     assert_holds(model, state, torch.float32)
 
 
@@ -117,15 +91,14 @@ def test_a_stored_head_that_equals_the_tied_embedding_is_accepted_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In its dtype or another; and one that differs is refused, since libraries disagree on it."""
-    state = random_state(TIED)
-    embedding = state["model.embed_tokens.weight"].bfloat16()
-    state["model.embed_tokens.weight"] = embedding
+    embedding = torch.randn(24, 16).bfloat16()
+    state = random_state(TIED) | {"model.embed_tokens.weight": embedding}
     for head in (embedding.clone(), embedding.float()):
         folder = write_weights(tmp_path, TIED, state | {"lm_head.weight": head})
         assert_holds(load_model(folder), state, torch.bfloat16)
         assert "equals the tied embed_tokens.weight" in capsys.readouterr().err
     write_weights(tmp_path, TIED, state | {"lm_head.weight": embedding + 1})
-    assert "set tie_word_embeddings to false there" in refusal(tmp_path)
+    assert "set tie_word_embeddings to false there" in refusal(load_model, tmp_path)
 
 
 def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
@@ -133,7 +106,7 @@ def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, state)
     assert_holds(load_model(folder), state, torch.float32)
     min(folder.glob("*.safetensors")).unlink()
-    assert "Missing key" in refusal(folder)
+    assert "Missing key" in refusal(load_model, folder)
 
 
 @pytest.mark.parametrize("wanted", [None, torch.float32, torch.bfloat16], ids=str)
@@ -156,20 +129,18 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
         "intermediate_size": 4096,
         "vocab_size": 16000,
         "num_attention_heads": 16,
+        "head_dim": 64,
     }
-    config |= {"head_dim": 64}
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in random_state(config).items()}
-    folder = write_weights(
-        tmp_path / "large", config, {name: torch.zeros(shape) for name, shape in shapes.items()}
-    )
+    state = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    folder = write_weights(tmp_path / "large", config, state)
     small = write_weights(tmp_path / "small", SMALL, random_state(SMALL))
     command = [sys.executable, "-m", "tests.peak", folder, "bfloat16", small]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    taken, size = map(int, run.stdout.split())
+    root = Path(__file__).parents[2]
+    taken, size = map(int, subprocess.check_output(command, cwd=root, text=True).split())
     largest = 4 * max(map(math.prod, shapes.values()))
-    assert size > 100e6
-    assert size <= taken <= 1.1 * (size + largest)
+    assert 100e6 < size <= taken <= 1.1 * (size + largest)
 
 
 # Faults of a checkpoint
@@ -195,7 +166,7 @@ def test_a_wrong_tensor_is_named(
 ) -> None:
     state = random_state(TIED) | change
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    message = refusal(write_weights(tmp_path, TIED, state))
+    message = refusal(load_model, write_weights(tmp_path, TIED, state))
     assert all(part in message for part in said), message
 
 
@@ -203,7 +174,7 @@ def test_a_wrong_tensor_is_named(
 def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
     file = write_weights(tmp_path, SMALL, random_state(SMALL)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    assert "model.safetensors is not a whole safetensors file" in refusal(tmp_path)
+    assert "model.safetensors is not a whole safetensors file" in refusal(load_model, tmp_path)
 
 
 class Trap:
@@ -219,7 +190,7 @@ class Trap:
 def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "model", SMALL)
     torch.save(Trap(tmp_path / "mark"), folder / "pytorch_model.bin")
-    assert "holds no model.safetensors and no shards" in refusal(folder)
+    assert "holds no model.safetensors and no shards" in refusal(load_model, folder)
     assert not (tmp_path / "mark").exists()
 
 
@@ -229,9 +200,7 @@ def test_a_name_that_is_no_folder_says_which_are(
 ) -> None:
     monkeypatch.setattr("weights.load.WEIGHTS", tmp_path / "weights")
     write_config(tmp_path / "weights" / "offered", SMALL)
-    with pytest.raises(InputError, match="offered") as caught:
-        model_folder(name)
-    assert one_line(caught.value)
+    assert "offered" in refusal(model_folder, name)
 
 
 # Plan files
@@ -243,33 +212,34 @@ def write_plan(tmp_path: Path, value: Any) -> Path:
     return path
 
 
-def test_a_plan_file_is_read_with_all_it_says(tmp_path: Path) -> None:
-    plan = {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "score": 1.2}
-    expected = DraftPlan(LayerPlan.skipping(4, [1, 3], [2]), 5, 0.6)
-    assert read_plan(write_plan(tmp_path, plan), 4) == expected
-    assert read_plan(write_plan(tmp_path, {"mlp": [0]}), 4) == DraftPlan(
-        LayerPlan.skipping(4, [], [0])
-    )
-
-
 @pytest.mark.parametrize(
-    ("value", "attention", "mlp", "head"),
+    ("value", "expected"),
     [
-        ({"bits": 4}, (4, 4, 4, 4), (4, 4, 4, 4), 16),
-        ({"attn": [1], "bits": 8, "head_bits": 8}, (8, 0, 8, 8), (8, 8, 8, 8), 8),
+        (
+            {"attn": [3, 1], "mlp": [2], "gamma": 5, "threshold": 0.6, "model": "x", "score": 1.2},
+            DraftPlan(LayerPlan.skipping(4, [1, 3], [2]), 5, 0.6),
+        ),
+        ({"mlp": [0]}, DraftPlan(LayerPlan.skipping(4, [], [0]))),
+        ({"bits": 4}, DraftPlan(LayerPlan((4, 4, 4, 4), (4, 4, 4, 4), 16))),
+        (
+            {"attn": [1], "bits": 8, "head_bits": 8},
+            DraftPlan(LayerPlan((8, 0, 8, 8), (8, 8, 8, 8), 8)),
+        ),
         (
             {"mlp": [0], "bits": {"attn": [4, 8, 16, 0], "mlp": [8, 4, 4, 16]}},
-            (4, 8, 16, 0),
-            (0, 4, 4, 16),
-            16,
+            DraftPlan(LayerPlan((4, 8, 16, 0), (0, 4, 4, 16), 16)),
         ),
-        ({"bits": {"mlp": [4, 4, 4, 4]}}, (16, 16, 16, 16), (4, 4, 4, 4), 16),
+        (
+            {"bits": {"mlp": [4, 4, 4, 4]}},
+            DraftPlan(LayerPlan((16, 16, 16, 16), (4, 4, 4, 4), 16)),
+        ),
     ],
+    ids=["skips, gamma and threshold", "an MLP", "bits", "and of the head", "of each", "of MLPs"],
 )
-def test_a_plan_file_says_the_bits_of_all_sublayers_or_of_each_and_of_the_head(
-    tmp_path: Path, value: Any, attention: tuple[int, ...], mlp: tuple[int, ...], head: int
+def test_a_plan_file_is_read_with_all_it_says(
+    tmp_path: Path, value: Any, expected: DraftPlan
 ) -> None:
-    assert read_plan(write_plan(tmp_path, value), 4).plan == LayerPlan(attention, mlp, head)
+    assert read_plan(write_plan(tmp_path, value), 4) == expected
 
 
 @given(plan=plans(4))
@@ -310,9 +280,8 @@ def test_a_plan_is_read_as_it_was_written(
     ids=lambda value: f"{value!s:.40}",
 )
 def test_a_wrong_plan_file_is_refused_with_its_name(tmp_path: Path, value: Any, said: str) -> None:
-    with pytest.raises(InputError) as caught:
-        read_plan(write_plan(tmp_path, value), 4)
-    assert said in one_line(caught.value) and "plan.json" in str(caught.value)
+    message = refusal(read_plan, write_plan(tmp_path, value), 4)
+    assert said in message and "plan.json" in message
 
 
 # Fuzz: whatever the files hold, a loaded model or one line
@@ -345,25 +314,21 @@ JUNK = st.recursive(
     ),
     max_leaves=8,
 )
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 2.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
 FULL_LLAMA = SMALL | {
-    "rope_scaling": ROPE | {"original_max_position_embeddings": 64},
+    "rope_scaling": {
+        **LLAMA3_ROPE,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+    },
     "rope_parameters": None,
-}
-FULL_LLAMA |= {
     "attention_bias": False,
     "mlp_bias": False,
     "quantization_config": None,
     "torch_dtype": "float32",
 }
-FULL_GEMMA2 = SMALL_GEMMA2 | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
-FULL_GEMMA2 |= {
+FULL_GEMMA2 = SMALL_GEMMA2 | {
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 30.0,
 }
@@ -394,16 +359,6 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
     return value
 
 
-def loads_or_says_why(folder: Path) -> None:
-    """The law of the fuzz."""
-    try:
-        model = load_model(folder)
-    except InputError as error:
-        one_line(error)
-    else:
-        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
 @settings(max_examples=80)
 @given(data=st.data())
@@ -414,7 +369,12 @@ def test_any_config_loads_or_is_refused_in_one_line(
     if not folder.exists():
         assert load_model(write_weights(folder, good, random_state(good))).num_layers == 2
     write_config(folder, data.draw(damaged(good)))
-    loads_or_says_why(folder)
+    try:
+        model = load_model(folder)
+    except InputError as error:
+        line_of(error)
+    else:
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 @settings(max_examples=150)
@@ -426,26 +386,9 @@ def test_any_plan_file_is_read_or_refused_in_one_line(
     try:
         read = read_plan(path, 4)
     except InputError as error:
-        one_line(error)
+        line_of(error)
     else:
         assert read.plan.num_layers == 4 and (read.gamma is None or read.gamma >= 0)
-
-
-@st.composite
-def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
-    """A safetensors file of which some bytes were cut out or put in, or with another header."""
-    (length,) = struct.unpack("<Q", good[:8])
-    if draw(st.booleans()):
-        header = json.loads(good[8 : 8 + length])
-        name, key = (
-            draw(st.sampled_from(sorted(header))),
-            draw(st.sampled_from(["dtype", "shape", "data_offsets"])),
-        )
-        header[name] = draw(JUNK | st.builds(lambda value: {**header[name], key: value}, JUNK))
-        text = json.dumps(header).encode()
-        return struct.pack("<Q", len(text)) + text + good[8 + length :]
-    at = draw(st.integers(0, 8 + length + 16) | st.integers(0, len(good)))
-    return good[:at] + draw(st.binary(max_size=16)) + good[at + draw(st.integers(0, 64)) :]
 
 
 def test_a_model_that_is_fetched_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,5 +396,4 @@ def test_a_model_that_is_fetched_says_how(tmp_path: Path, monkeypatch: pytest.Mo
     name = "smollm2-135m-instruct"
     shutil.copytree(load.WEIGHTS / "configs", tmp_path / "configs")
     monkeypatch.setattr(load, "WEIGHTS", tmp_path)
-    with pytest.raises(InputError, match=f"fetch it: python -m weights.fetch {name}"):
-        load.model_folder(name)
+    assert f"fetch it: python -m weights.fetch {name}" in refusal(model_folder, name)

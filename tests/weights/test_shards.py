@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.parallel import Cut, Shard
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.peak import held_bytes
+from tests.ranks import part_of
 from weights.load import StoredTensor, load_model
 from weights.memory import estimate
 
@@ -37,9 +39,7 @@ def test_a_process_reads_its_shard_as_estimated_and_nothing_more(
     for rank in range(2):
         shard, read = Shard(whole.config, rank, 2), {}
 
-        def counted(
-            tensor: StoredTensor, cut: Cut, read: dict[str, torch.Tensor] = read
-        ) -> torch.Tensor:
+        def counted(tensor: StoredTensor, cut: Cut, read: dict[str, Tensor] = read) -> Tensor:
             return read.setdefault(tensor.name, read_one(tensor, cut))
 
         with monkeypatch.context() as patch:
@@ -48,8 +48,7 @@ def test_a_process_reads_its_shard_as_estimated_and_nothing_more(
         mine = dict(model.named_parameters())
         assert mine.keys() == dict(whole.named_parameters()).keys()
         for name, parameter in whole.named_parameters():
-            cut = shard.cut(name)
-            kept = parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
+            kept = part_of(parameter, shard.cut(name))
             stored = name if name.startswith("lm_head") else f"model.{name}"
             assert torch.equal(mine[name], kept) and read[stored].numel() == kept.numel(), name
         memory, cache = estimate(shard.local, torch.bfloat16, 64, prompt=5), model.new_cache(64)

@@ -4,7 +4,6 @@ a user types.
 
 import io
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Library
 
-from model import InputError
+from tests.refusal import refusal
 from weights.tokenizer import Tokenizer
 
 CORPUS = [
@@ -110,14 +109,19 @@ def bpe_of(model: bytes) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """
     library = sentencepiece.SentencePieceProcessor(model_proto=model)
     vocabulary = {library.IdToPiece(number): number for number in range(library.GetPieceSize())}
-    merges = []
-    for piece, number in vocabulary.items():
-        if not (library.IsByte(number) or library.IsControl(number) or library.IsUnknown(number)):
-            pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-            merges += [
-                (-library.GetScore(number), pair) for pair in pairs if set(pair) <= set(vocabulary)
-            ]
-    return vocabulary, [pair for _, pair in sorted(merges, key=lambda entry: entry[0])]
+    plain = [
+        piece
+        for piece, number in vocabulary.items()
+        if not (library.IsByte(number) or library.IsControl(number) or library.IsUnknown(number))
+    ]
+    best_first = sorted(plain, key=lambda piece: -library.GetScore(vocabulary[piece]))
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in best_first
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+    return vocabulary, merges
 
 
 def llama_2_sentencepiece(folder: Path) -> None:
@@ -168,23 +172,19 @@ def llama_2_saved_by_transformers_5(folder: Path) -> None:
 
 def gemma_sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(gemma_model())
-    control = {
-        str(number): {"content": name, "special": True}
-        for number, name in enumerate(GEMMA_CONTROL, 4)
-    }
-    plain = {"6": {"content": "\n\n", "special": False}}
-    tokens = {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-    }
     write(
         folder,
         add_bos_token=True,
-        added_tokens_decoder=control | plain,
+        added_tokens_decoder={
+            "4": {"content": GEMMA_CONTROL[0], "special": True},
+            "5": {"content": GEMMA_CONTROL[1], "special": True},
+            "6": {"content": "\n\n", "special": False},
+        },
         chat_template=GEMMA_TURNS,
-        **tokens,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
     )
 
 
@@ -224,18 +224,18 @@ def llama_3(folder: Path) -> None:
     library = byte_level_library(words, control)
     # plain text that no piece spells like this
     library.add_tokens([AddedToken("日本", normalized=False)])
-    first = library.token_to_id(control[0])
-    library.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{control[0]} $A", special_tokens=[(control[0], first)]
-            ),
-        ]
+    begin = processors.TemplateProcessing(
+        single=f"{control[0]} $A", special_tokens=[(control[0], library.token_to_id(control[0]))]
     )
+    library.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
     library.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": control[0], "eos_token": control[-1]}
-    write(folder, tokenizer_class="PreTrainedTokenizerFast", chat_template=LLAMA_3_TURNS, **named)
+    write(
+        folder,
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template=LLAMA_3_TURNS,
+        bos_token=control[0],
+        eos_token=control[-1],
+    )
 
 
 def smollm(folder: Path) -> None:
@@ -245,11 +245,14 @@ def smollm(folder: Path) -> None:
     library = byte_level_library(digits, ["<|im_start|>", "<|im_end|>"])
     library.pre_tokenizer = digits
     library.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    write(
+        folder,
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
     )
-    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    write(folder, tokenizer_class="PreTrainedTokenizerFast", chat_template=template, **named)
 
 
 KINDS = {
@@ -265,15 +268,14 @@ SENTENCEPIECE_TWIN = {
     "llama-2, sentencepiece": "llama-2, json",
     "gemma, sentencepiece": "gemma, json",
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS, scope="module")
 over_texts = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    made = {}
+    made = {kind: tmp_path_factory.mktemp("tokenizer") for kind in KINDS}
     for kind, make in KINDS.items():
-        made[kind] = tmp_path_factory.mktemp("tokenizer")
         make(made[kind])
     return made
 
@@ -284,33 +286,38 @@ characters = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
 FRAGMENTS = ["the", " fox", "  ", "   ", "\n", "\n\n", " <b>", "<", "s>", "é", "日本", "語"]
 FRAGMENTS += ["👩\u200d👩\u200d👧", "\u0301", "<0x41>", "\0", "12345"]
 fragments = st.sampled_from(FRAGMENTS)
+USER = {"role": "user", "content": "a"}
 plain_texts = st.lists(fragments | st.text(characters, max_size=6), max_size=8).map("".join)
 
 
-@cache
-def loaded(folder: Path) -> Tokenizer:
-    return Tokenizer(folder)
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[str, Path], kind: str) -> Tokenizer:
+    return Tokenizer(folders[kind])
 
 
-@cache
-def loaded_oracle(folder: Path) -> Any:
-    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+@pytest.fixture
+def smollm_copy(folders: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+    """The settings of a copy of one tokenizer in ``tmp_path``."""
+    return copy_of(folders["smollm"], tmp_path)
 
 
+@pytest.fixture(scope="module")
 def oracle(folders: dict[str, Path], kind: str) -> Any:
     """transformers' tokenizer of the kind. It cannot read tokenizer.model alone, so the twin in
     json stands in.
     """
-    return loaded_oracle(folders[SENTENCEPIECE_TWIN.get(kind, kind)])
+    twin = folders[SENTENCEPIECE_TWIN.get(kind, kind)]
+    return transformers.PreTrainedTokenizerFast.from_pretrained(twin)
 
 
 @every_kind
 @over_texts
 @given(text=plain_texts)
-def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(folders, kind, text):
-    tokenizer = loaded(folders[kind])
+def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(
+    tokenizer, oracle, kind, text
+):
     ids = tokenizer.encode(text)
-    assert ids == oracle(folders, kind).encode(text, split_special_tokens=True)
+    assert ids == oracle.encode(text, split_special_tokens=True)
     # that one gives "a" and " a" equal ids
     assume(not (kind == "llama-2, transformers 5" and text.startswith(" ")))
     assert tokenizer.decode(ids) == text
@@ -318,32 +325,32 @@ def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(folde
     assert b"".join(tokenizer.token_bytes(token) for token in ids) == space + text.encode()
 
 
-@pytest.mark.parametrize("model", [llama_2_model, gemma_model])
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [("llama-2, sentencepiece", llama_2_model), ("gemma, sentencepiece", gemma_model)],
+    scope="module",
+)
 @settings(max_examples=150)
 @given(
     text=st.lists(
         fragments | st.sampled_from([*CORPUS, "▁", "<b>", "</s>"]) | st.text(max_size=6)
     ).map("".join)
 )
-def test_ids_of_a_text_are_those_of_the_sentencepiece_library(folders, model, text):
+def test_ids_of_a_text_are_those_of_the_sentencepiece_library(tokenizer, model, text):
     """Its own, but for the names of control tokens, which no text here holds."""
     library = sentencepiece.SentencePieceProcessor(model_proto=model())
-    folder = folders["gemma, sentencepiece" if model is gemma_model else "llama-2, sentencepiece"]
-    assert loaded(folder).encode_parts(text) == library.EncodeAsIds(text)
+    assert tokenizer.encode_parts(text) == library.EncodeAsIds(text)
 
 
 @every_kind
 @over_texts
 @given(data=st.data())
-def test_any_tokens_that_spell_a_text_spell_that_of_transformers(folders, kind, data):
-    tokenizer = loaded(folders[kind])
+def test_any_tokens_that_spell_a_text_spell_that_of_transformers(tokenizer, oracle, data):
     ids = data.draw(st.lists(st.integers(0, len(tokenizer.pieces) - 1), max_size=9))
     spelt = b"".join(map(tokenizer.token_bytes, ids))
     assume(spelt == spelt.decode(errors="replace").encode())
-    expected = oracle(folders, kind).decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    assert tokenizer.decode(ids) == expected
+    how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    assert tokenizer.decode(ids) == oracle.decode(ids, **how)
 
 
 def control_ids(tokenizer: Tokenizer) -> set[int]:
@@ -356,8 +363,8 @@ def test_add_bos_token_in_the_settings_wins(folders, kind, tmp_path):
     for adds in (True, False):
         write(tmp_path, **settings_, add_bos_token=adds)
         tokenizer = Tokenizer(tmp_path)
-        first = tokenizer.special[settings_["bos_token"]]
-        assert (tokenizer.encode("The fox")[0] == first) == adds
+        begin = tokenizer.special[settings_["bos_token"]]
+        assert (tokenizer.encode("The fox")[0] == begin) == adds
 
 
 def copy_of(source: Path, folder: Path) -> dict[str, Any]:
@@ -372,13 +379,9 @@ def copy_of(source: Path, folder: Path) -> dict[str, Any]:
 @every_kind
 @over_texts
 @given(data=st.data())
-def test_the_name_of_a_control_token_is_text_when_a_user_types_it(folders, kind, data):
-    tokenizer = loaded(folders[kind])
-    names = st.sampled_from(sorted(tokenizer.special))
-    pieces = st.lists(
-        names | st.sampled_from(["a", "the", "<", "|>", "\n"]), min_size=1, max_size=5
-    )
-    text = data.draw(pieces.map("".join))
+def test_the_name_of_a_control_token_is_text_when_a_user_types_it(tokenizer, data):
+    pieces = st.sampled_from([*sorted(tokenizer.special), "a", "the", "<", "|>", "\n"])
+    text = data.draw(st.lists(pieces, min_size=1, max_size=5).map("".join))
     ids = tokenizer.encode(text)
     assert not control_ids(tokenizer) & set(ids[1:])
     assert ids[0] not in control_ids(tokenizer) or tokenizer.encode("") == ids[:1]
@@ -396,35 +399,28 @@ conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
 @every_kind
 @over_texts
 @given(messages=conversations)
-def test_a_conversation_has_the_ids_that_transformers_gives_it(folders, kind, messages):
+def test_a_conversation_has_the_ids_that_transformers_gives_it(tokenizer, oracle, messages):
     """Not where the name of a control token is typed: transformers then makes it one, which ours
     must not.
     """
-    tokenizer = loaded(folders[kind])
     control = tokenizer.special
     assume(not any(name in message["content"] for message in messages for name in control))
-    expected = oracle(folders, kind).apply_chat_template(messages, add_generation_prompt=True)[
-        "input_ids"
-    ]
-    assert tokenizer.encode_chat(messages) == expected
+    expected = oracle.apply_chat_template(messages, add_generation_prompt=True)
+    assert tokenizer.encode_chat(messages) == expected["input_ids"]
 
 
 @every_kind
 @over_texts
 @given(data=st.data())
-def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
+def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
     """The control tokens of a conversation are those of the template; typed text stays whole."""
-    tokenizer = loaded(folders[kind])
-    names = st.sampled_from(sorted(tokenizer.special))
-    content = data.draw(
-        st.lists(names | fragments | st.sampled_from(["\ue000", "\ue001", "\uf8ff"]), min_size=1)
-    )
-    content = "a" + "".join(content) + "b"  # templates may trim
-    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
-    innocent = tokenizer.encode_chat([{"role": "user", "content": "ab"}])
+    hostile = st.sampled_from([*sorted(tokenizer.special), "\ue000", "\ue001", "\uf8ff"])
+    typed = data.draw(st.lists(hostile | fragments, min_size=1).map("".join))
+    content = f"a{typed}b"  # templates may trim
+    ids = tokenizer.encode_chat([USER | {"content": content}])
     control = control_ids(tokenizer)
     assert [token for token in ids if token in control] == [
-        token for token in innocent if token in control
+        token for token in tokenizer.encode_chat([USER]) if token in control
     ]
     assert content.encode() in b"".join(map(tokenizer.token_bytes, ids))
 
@@ -436,45 +432,40 @@ def test_no_content_of_a_message_can_end_its_turn(folders, kind, data):
         ("{{ ''.__class__.__mro__ }}", "chat template fails: "),
         ("{{ raise_exception('no system role') }}", "refuses this conversation: no system role"),
         (None, "has no chat template: leave out --chat"),
+        (r"{{ '\ud800' }}", "chat template fails: "),  # half a character
     ],
 )
-def test_a_template_that_fails_is_one_line(folders, tmp_path, template, message):
-    write(tmp_path, **copy_of(folders["smollm"], tmp_path) | {"chat_template": template})
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(InputError, match=message) as refusal:
-        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "a"}])
-    assert "\n" not in str(refusal.value)
+def test_a_template_that_fails_is_one_line(smollm_copy, tmp_path, template, message):
+    write(tmp_path, **smollm_copy | {"chat_template": template})
+    assert message in refusal(Tokenizer(tmp_path).encode_chat, [USER])
 
 
-def test_marks_of_answers_for_training_change_nothing(folders, tmp_path):
+def test_marks_of_answers_for_training_change_nothing(smollm_copy, tmp_path):
     """Neither the text between them nor the blanks around them; a name set within ends there."""
     marked = (
         "{% set x = 'a' %}{% for message in messages %}{{ message.role }}\n"
         "{%- generation %}{% set x = 'b' %}{{ message.content }}{% endgeneration %}{{ x }}\n"
         "{% endfor %}"
     )
-    settings_, ids = copy_of(folders["smollm"], tmp_path), []
-    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     plain = marked.replace("generation", "if true").replace("endif true", "endif")
+    ids = []
     for template in (marked, plain.replace("set x = 'b'", "set y = 'b'")):
-        write(tmp_path, **settings_ | {"chat_template": template})
-        ids.append(loaded(tmp_path).encode_chat([{"role": "user", "content": "why?"}]))
+        write(tmp_path, **smollm_copy | {"chat_template": template})
+        ids.append(Tokenizer(tmp_path).encode_chat([USER]))
     assert ids[0] == ids[1]
 
 
-def test_the_template_beside_the_settings_and_the_default_of_several(folders, tmp_path):
-    settings_ = copy_of(folders["smollm"], tmp_path)
+def test_the_template_beside_the_settings_and_the_default_of_several(smollm_copy, tmp_path):
     several = [
         {"name": "tool_use", "template": "x"},
         {"name": "default", "template": "{{ messages[0].content }}!"},
     ]
-    write(tmp_path, **settings_ | {"chat_template": several})
-    messages = [{"role": "user", "content": "fox"}]
+    write(tmp_path, **smollm_copy | {"chat_template": several})
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "fox!"
+    assert tokenizer.decode(tokenizer.encode_chat([USER])) == "a!"
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "fox?"
+    assert tokenizer.decode(tokenizer.encode_chat([USER])) == "a?"
 
 
 @pytest.mark.parametrize(
@@ -493,46 +484,45 @@ def test_the_template_beside_the_settings_and_the_default_of_several(folders, tm
         ({}, {"<|im_end|>"}),
     ],
 )
-def test_a_text_ends_at_every_id_that_the_folder_names(folders, tmp_path, files, expected):
-    write(tmp_path, **copy_of(folders["smollm"], tmp_path))
+def test_a_text_ends_at_every_id_that_the_folder_names(smollm_copy, tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.eos_ids == {tokenizer.special.get(end, end) for end in expected}
 
 
-def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(folders, tmp_path):
-    settings_ = copy_of(folders["llama-2, sentencepiece"], tmp_path)
-    size = len(loaded(folders["llama-2, sentencepiece"]).pieces)
-    added = {
-        str(size + n): {"content": name, "special": True}
-        for n, name in enumerate(["<|im_start|>", "<|im_end|>"])
+@pytest.mark.parametrize("kind", ["llama-2, sentencepiece"], scope="module")
+def test_tokens_added_to_a_sentencepiece_vocabulary_are_control_tokens(
+    folders, kind, tokenizer, tmp_path
+):
+    size = len(tokenizer.pieces)
+    more = {
+        "added_tokens_decoder": {
+            str(size): {"content": "<|im_start|>", "special": True},
+            str(size + 1): {"content": "<|im_end|>", "special": True},
+        },
+        "chat_template": "<|im_start|>{{ messages[0].content }}<|im_end|>",
     }
-    template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
-    write(tmp_path, **settings_ | {"added_tokens_decoder": added, "chat_template": template})
-    tokenizer = Tokenizer(tmp_path)
-    plain = loaded(folders["llama-2, sentencepiece"]).encode("The fox")[1:]
-    assert tokenizer.encode_chat([{"role": "user", "content": "The fox"}]) == [
-        size,
-        *plain,
-        size + 1,
-    ]
-    assert tokenizer.decode([size, *plain, size + 1]) == "The fox"
-    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "a<|im_end|>b"
-    assert size + 1 not in tokenizer.encode("a<|im_end|>b")
+    write(tmp_path, **copy_of(folders[kind], tmp_path) | more)
+    enlarged = Tokenizer(tmp_path)
+    ids = [size, *tokenizer.encode("The fox")[1:], size + 1]
+    assert enlarged.encode_chat([USER | {"content": "The fox"}]) == ids
+    assert enlarged.decode(ids) == "The fox"
+    typed = enlarged.encode("a<|im_end|>b")
+    assert enlarged.decode(typed) == "a<|im_end|>b" and size + 1 not in typed
 
 
-def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_path):
+@pytest.mark.parametrize("kind", ["gemma, json"], scope="module")
+def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, kind, tokenizer, tmp_path):
     """Published files disagree at times: a control token of either file cannot be typed."""
-    settings_ = copy_of(folders["gemma, json"], tmp_path)
-    before = loaded(folders["gemma, json"])
-    number = before.pieces.index(b"<b>")
+    number = tokenizer.pieces.index(b"<b>")
     listed = {str(number): {"content": "<b>", "special": True}}
-    write(tmp_path, **settings_ | {"added_tokens_decoder": listed})
+    write(tmp_path, **copy_of(folders[kind], tmp_path) | {"added_tokens_decoder": listed})
     after = Tokenizer(tmp_path)
-    assert number in before.encode("a<b>c") and number not in after.encode("a<b>c")
-    assert after.decode(after.encode("a<b>c")) == "a<b>c"
-    assert (before.token_bytes(number), after.token_bytes(number)) == (b"<b>", b"")
+    typed = after.encode("a<b>c")
+    assert number in tokenizer.encode("a<b>c") and number not in typed
+    assert after.decode(typed) == "a<b>c"
+    assert (tokenizer.token_bytes(number), after.token_bytes(number)) == (b"<b>", b"")
 
 
 @pytest.mark.parametrize(
@@ -566,27 +556,25 @@ def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, tmp_pat
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, content, message):
-    write(tmp_path, **copy_of(folders[kind], tmp_path))
+    copy_of(folders[kind], tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message) as refusal:
-        Tokenizer(tmp_path)
-    assert "\n" not in str(refusal.value)
-
-
-TEXT = "tokenizer_config.json is damaged: "
-EOS = "eos_token_id must be a token id or a list of them, found "
+    assert message in refusal(Tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         *(
-            (name, {"eos_token_id": eos}, f"{name}: {EOS}")
+            (
+                name,
+                {"eos_token_id": eos},
+                f"{name}: eos_token_id must be a token id or a list of them, found ",
+            )
             for name in ("config.json", "generation_config.json")
             for eos in ("2", [2.5], -1, {}, [[1]], True, 2**40)
         ),
         *(
-            ("tokenizer_config.json", {key: value}, TEXT)
+            ("tokenizer_config.json", {key: value}, "tokenizer_config.json is damaged: ")
             for key, value in [
                 ("chat_template", 5),
                 ("chat_template", [5]),
@@ -609,26 +597,14 @@ EOS = "eos_token_id must be a token id or a list of them, found "
     ],
     ids=str,
 )
-def test_a_side_file_with_wrong_values_is_one_line(folders, tmp_path, name, content, message):
-    settings_ = copy_of(folders["smollm"], tmp_path)
-    (tmp_path / name).write_text(json.dumps(settings_ | content))
-    with pytest.raises(InputError, match=re.escape(message)) as refusal:
-        Tokenizer(tmp_path)
-    assert "\n" not in str(refusal.value)
+def test_a_side_file_with_wrong_values_is_one_line(smollm_copy, tmp_path, name, content, message):
+    (tmp_path / name).write_text(json.dumps(smollm_copy | content))
+    assert message in refusal(Tokenizer, tmp_path)
 
 
-def test_a_template_that_writes_half_a_character_is_one_line(folders, tmp_path):
-    copy_of(folders["smollm"], tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(r"{{ '\ud800' }}")
-    with pytest.raises(InputError, match="chat template fails"):
-        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "a"}])
-
-
-def test_a_chat_may_hold_every_private_character(folders):
-    tokenizer = loaded(folders["smollm"])
+@pytest.mark.parametrize("kind", ["smollm"], scope="module")
+def test_a_chat_may_hold_every_private_character(tokenizer):
     content = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
-    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    ids, end = tokenizer.encode_chat([USER | {"content": content}]), tokenizer.special["<|im_end|>"]
     assert content in tokenizer.decode(ids)
-    assert ids.count(tokenizer.special["<|im_end|>"]) == tokenizer.encode_chat(
-        [{"role": "user", "content": "a"}]
-    ).count(tokenizer.special["<|im_end|>"])
+    assert ids.count(end) == tokenizer.encode_chat([USER]).count(end)

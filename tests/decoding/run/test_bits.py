@@ -1,16 +1,16 @@
 """Low-bit drafts: their plans; importance of inputs; calibration text."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmark.off_grid import TOKENS, own_texts
-from decoding.policies import FixedLength, Offer
+from decoding.policies import FixedLength
 from decoding.run import chooser
 from decoding.run.calibration import (
     PROMPTS,
@@ -32,6 +32,7 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from model.fast import accelerate
+from tests.calls import recorded
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -62,12 +63,11 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
     found = input_squares(model, few)
     assert set(found) == set(linear_layers(model))
     inputs = []
-    hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(
+    model.layers[1].mlp.down_proj.register_forward_pre_hook(
         lambda _, x: inputs.append(x[0][0].float())
     )
     for text in few:
         model.hidden(torch.tensor([[*text.prompt, *text.written]]))
-    hook.remove()
     torch.testing.assert_close(found["1.mlp.down_proj"], torch.cat(inputs).square().mean(0))
 
 
@@ -86,6 +86,13 @@ def copies_of(model: Decoder) -> dict[tuple[str, int], Tensor]:
     return {(names[layer], bits): copy for (layer, bits), copy in model.low_bits.items()}
 
 
+def same_copies(one: Decoder, other: Decoder) -> bool:
+    ours, theirs = copies_of(one), copies_of(other)
+    return ours.keys() == theirs.keys() and all(
+        map(torch.equal, ours.values(), map(theirs.get, ours))
+    )
+
+
 def prepared(tokenizer: Tokenizer, bits: int = 4) -> tuple[Decoder, int]:
     """A newly loaded model with its copies, and the number of steps that took."""
     model = accelerate(load_model(FOLDER))
@@ -102,9 +109,7 @@ def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
     assert "kept for later runs" in capsys.readouterr().err
     read, steps = prepared(tokenizer)
     assert steps == 0 and not capsys.readouterr().err
-    assert not read.importance
-    for key, copy in copies_of(made).items():
-        assert torch.equal(copies_of(read)[key], copy)
+    assert not read.importance and same_copies(made, read)
     ids = torch.arange(5)[None]
     logits = [each(ids, each.new_cache(5), 0, plan_of(each)) for each in (made, read)]
     assert torch.equal(*logits)
@@ -112,13 +117,11 @@ def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
 
 def test_only_missing_copies_are_made(tokenizer: Tokenizer) -> None:
     made, _ = prepared(tokenizer)
-    wanted = copies_of(made)
     kept = made.kept.folder / "1.mlp.up_proj.4"
     kept.write_bytes(kept.read_bytes()[:-10])
     again, steps = prepared(tokenizer)
     assert steps == 1, "the importance is kept too"
-    assert torch.equal(copies_of(again)["1.mlp.up_proj", 4], wanted["1.mlp.up_proj", 4])
-    assert prepared(tokenizer)[1] == 0
+    assert same_copies(made, again) and prepared(tokenizer)[1] == 0
 
 
 def test_eight_bits_need_no_calibration(tokenizer: Tokenizer) -> None:
@@ -133,10 +136,7 @@ def test_a_text_may_be_written_between_two_steps(tokenizer: Tokenizer, model: De
     for _ in low_bit_steps(model, plan, FOLDER, tokenizer):
         assert torch.equal(model(ids, model.new_cache(6), 0), expected)
         model.prefill(ids, model.new_cache(6))
-    whole = prepared(tokenizer)[0]
-    assert copies_of(whole).keys() == copies_of(model).keys()
-    for key, copy in copies_of(whole).items():
-        assert torch.equal(copy, copies_of(model)[key])
+    assert same_copies(prepared(tokenizer)[0], model)
 
 
 def test_where_nothing_can_be_kept_every_start_makes_the_same_copies(
@@ -145,11 +145,8 @@ def test_where_nothing_can_be_kept_every_start_makes_the_same_copies(
     cache.write_text("a file in place of the folder")
     first, steps = prepared(tokenizer)
     again, more = prepared(tokenizer)
-    assert steps == more > 0
-    for key, copy in copies_of(first).items():
-        assert torch.equal(copy, copies_of(again)[key])
-    said = capsys.readouterr().err
-    assert said.count("not kept") == 2, "one line per start"
+    assert steps == more > 0 and same_copies(first, again)
+    assert capsys.readouterr().err.count("not kept") == 2, "one line per start"
 
 
 def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
@@ -202,8 +199,7 @@ def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
 
 def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder) -> None:
     full = LayerPlan.full(model.num_layers)
-    plans = [full.in_bits(4), full.in_bits(8), full]
-    slopes = [first_slope(model, plan) for plan in plans]
+    slopes = [first_slope(model, plan) for plan in [full.in_bits(4), full.in_bits(8), full]]
     assert slopes == sorted(slopes) and slopes[-1] == pytest.approx(1 + VERIFY_SLOPE)
 
 
@@ -217,42 +213,31 @@ def drafting_and_writer(model: Decoder, tokenizer: Tokenizer) -> tuple[Drafting,
 
 
 def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
-    model: Decoder, tokenizer: Tokenizer
+    model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One piece of the work is done between two rounds."""
     drafting, writer = drafting_and_writer(model, tokenizer)
     assert not drafting.preparation.is_done
-    offers = []
     policy = drafting.new_policy()
-    choose_among = policy.choose
-
-    def watched(found: Sequence[Offer]) -> tuple[Offer, int]:
-        offers.append({each.name for each in found})
-        return choose_among(found)
-
-    policy.choose = watched
-    rules = Rules(150)
+    offers = recorded(monkeypatch, policy, "choose", lambda found: {each.name for each in found})
 
     def write(way: Drafting) -> list[int]:
-        watched_way = replace(way, new_policy=lambda: policy)
-        text = writer.new_text(rules)
-        return writer.write(text, watched_way, GREEDY, Coupling("race", 0)).tokens
+        text = writer.new_text(Rules(150))
+        return writer.write(text, way, GREEDY, Coupling("race", 0)).tokens
 
-    first = write(drafting)
+    watched = replace(drafting, new_policy=lambda: policy)
+    first = write(watched)
     assert "low bits" not in offers[0]
     drafting.preparation.finish()
-    assert first == write(drafting)
+    assert first == write(watched) == write(writer.plain)
     assert "low bits" in offers[-1]
-    plain = writer.write(writer.new_text(rules), writer.plain, GREEDY, Coupling("race", 0))
-    assert first == plain.tokens
 
 
 def test_a_text_under_the_ratio_rule_waits_for_the_copies(
     model: Decoder, tokenizer: Tokenizer
 ) -> None:
     drafting, writer = drafting_and_writer(model, tokenizer)
-    params = SamplingParams(1.0)
-    writer.write(writer.new_text(Rules(2)), drafting, params, Coupling("ratio", 0))
+    writer.write(writer.new_text(Rules(2)), drafting, SamplingParams(1.0), Coupling("ratio", 0))
     assert drafting.preparation.is_done
 
 
@@ -266,27 +251,13 @@ def test_the_clock_is_granted_where_no_draft_length_can_change_a_text(
     for target, rows_vary in ((model, False), (load_model(FOLDER), True)):
         writer = Writer(target, 64, tokenizer.token_bytes)
         writer.begin(tokenizer.encode("Once upon a time"))
-        policy = Watched(4)
-        params = SamplingParams(temperature)
-        coupling = Coupling(rule, 0)
+        policy = FixedLength(4)
+        policy.grant_clock, policy.observe_time = Mock(), Mock()
         way = replace(writer.plain, new_policy=lambda policy=policy: policy)
-        writer.write(writer.new_text(Rules(4)), way, params, coupling)
-        assert bool(policy.times) == policy.granted == (granted and not rows_vary)
-
-
-class Watched(FixedLength):
-    """Policy that notes whether it was given a clock, and the times of rounds."""
-
-    def __init__(self, gamma: int) -> None:
-        super().__init__(gamma)
-        self.granted = False
-        self.times: list[float] = []
-
-    def grant_clock(self, past: object, shares_steps: object) -> None:
-        self.granted = True
-
-    def observe_time(self, seconds: float) -> None:
-        self.times.append(seconds)
+        params = SamplingParams(temperature)
+        writer.write(writer.new_text(Rules(4)), way, params, Coupling(rule, 0))
+        timed = granted and not rows_vary
+        assert (policy.grant_clock.called, policy.observe_time.called) == (timed, timed)
 
 
 def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(

@@ -4,7 +4,9 @@ alone.
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from decoding.proof.judge import self_draft
 from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import Randomness
-from decoding.run.chooser import Drafting, plain
+from decoding.run.chooser import Drafting
 from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
@@ -29,6 +31,7 @@ from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Coupling, verify_by_ratio
 from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
+from tests.calls import recorded
 from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
 
@@ -87,6 +90,10 @@ class Wish:
     def drawn(self) -> Coupling:
         return Coupling(self.coupling, self.seed)
 
+    def task(self, model: Decoder, drafting: Drafting | None = None, **more: Any) -> Task:
+        way = drafting or self.drafting(model)
+        return Task(self.text(model), way, self.params, self.drawn, **more)
+
 
 Outcome = tuple[list[int], str | None, str]
 
@@ -99,17 +106,15 @@ def outcome(text: Text, error: BaseException | None = None) -> Outcome:
 def alone(model: Decoder, wish: Wish) -> Outcome:
     writer = Writer(model, CAPACITY, LETTERS.__getitem__)
     writer.begin(wish.prompt)
-    text, rounds = writer.new_text(wish.rules), []
+    text, rounds = writer.new_text(wish.rules), count(1)
 
     def read(*round: object) -> None:
-        rounds.append(round)
-        if len(rounds) == wish.leaves:
+        if next(rounds) == wish.leaves:
             raise KeyboardInterrupt
 
     try:
-        writer.write(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
-    except KeyboardInterrupt:
-        pass
+        with suppress(KeyboardInterrupt):
+            writer.write(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
     except InputError as error:
         return outcome(text, error)
     return outcome(text)
@@ -122,18 +127,16 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
     reported = 0
 
     def arrive(wish: Wish) -> None:
-        rounds = 0
+        rounds = count(1)
 
         def read(*round: object) -> None:
-            nonlocal reported, rounds
-            reported, rounds = reported + 1, rounds + 1
-            if rounds == wish.leaves:
+            nonlocal reported
+            reported += 1
+            if next(rounds) == wish.leaves:
                 task.cancelled = True
             arrive_if_time()
 
-        text = wish.text(model)
-        task = Task(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
-        tasks[id(wish)] = task
+        task = tasks[id(wish)] = wish.task(model, readers=[read])
         scheduler.submit(task)
 
     def arrive_if_time() -> None:
@@ -144,8 +147,7 @@ def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcom
         reported = max(reported, to_come[0].arrives)
         arrive_if_time()
         scheduler.run()
-    found = [tasks[id(wish)] for wish in wishes]
-    return [outcome(task.text, task.error) for task in found]
+    return [outcome(task.text, task.error) for task in [tasks[id(wish)] for wish in wishes]]
 
 
 rules = st.builds(
@@ -200,23 +202,15 @@ def test_draft_lengths_know_the_load_except_under_the_ratio_rule(coupling: str) 
     """There they follow from the text's past alone, and a seed repeats the very rounds in any
     company.
     """
-    model, scheduler = MODELS["bfloat16"], Scheduler(MODELS["bfloat16"], CAPACITY, 3)
-    wishes = [
-        Wish([1, 2, 3], Rules(30), "best of", "break-even", coupling=coupling, seed=seed)
-        for seed in range(3)
-    ]
-    tasks = [
-        Task(wish.text(model), wish.drafting(model), wish.params, wish.drawn) for wish in wishes
-    ]
+    model = MODELS["bfloat16"]
+    wish = Wish([1, 2, 3], Rules(30), "best of", "break-even", coupling=coupling)
+    tasks = [replace(wish, seed=seed).task(model) for seed in range(3)]
+    Scheduler(model, CAPACITY, 3).write_all(tasks)
     for task in tasks:
-        scheduler.submit(task)
-    scheduler.run()
-    for task, wish in zip(tasks, wishes, strict=True):
         writer = Writer(model, CAPACITY, LETTERS.__getitem__)
         writer.begin(wish.prompt)
-        alone = writer.write(
-            writer.new_text(wish.rules), wish.drafting(model), wish.params, wish.drawn
-        )
+        text = writer.new_text(wish.rules)
+        alone = writer.write(text, wish.drafting(model), wish.params, task.coupling)
         assert task.sample.tokens == alone.tokens
         assert (task.sample.rounds == alone.rounds) == (coupling == "ratio")
 
@@ -228,10 +222,7 @@ def test_a_users_drafter_may_have_attributes_of_any_name() -> None:
         return drafter
 
     model, wish = MODELS["bfloat16"], Wish([1, 2, 1, 2], Rules(8), params=SamplingParams())
-    tasks = [
-        Task(wish.text(model), Drafting("own", new_drafter), wish.params, wish.drawn)
-        for _ in range(2)
-    ]
+    tasks = [wish.task(model, Drafting("own", new_drafter)) for _ in range(2)]
     Scheduler(model, CAPACITY, 2).write_all(tasks)
     assert [task.text.generated for task in tasks] == [alone(model, wish)[0]] * 2
 
@@ -264,14 +255,12 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
     requests = [Request((0, 1), max_new_tokens=2), Request((1,), max_new_tokens=2, banned=("bb",))]
 
     def write(randomness: Randomness) -> tuple[object, ...]:
-        scheduler = Scheduler(model, 16, 2)
         coupling = SimpleNamespace(
             name="ratio", randomness=lambda device: randomness, verify=verify_by_ratio
         )
         texts = [Text(each.prompt, each.rules, model, TEXTS.__getitem__) for each in requests]
-        for text, request in zip(texts, requests, strict=True):
-            scheduler.submit(Task(text, drafting, request.params, coupling))
-        scheduler.run()
+        tasks = [Task(text, drafting, SamplingParams(1.0), coupling) for text in texts]
+        Scheduler(model, 16, 2).write_all(tasks)
         return tuple((tuple(text.generated), text.finish) for text in texts)
 
     first, second = (plain_law(model, request) for request in requests)
@@ -284,33 +273,25 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
 def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
-    step = model.step
-    hidden = model.model.hidden
-
-    def recording_step(*given: Any) -> Any:
-        seen.append(("step", len(given[1].tokens)))
-        return step(*given)
-
-    def recording_hidden(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        seen.append(("chunk", tokens.shape[1]))
-        return hidden(tokens, *more)
-
-    patch.setattr(model, "step", recording_step)
-    patch.setattr(model.model, "hidden", recording_hidden)
+    recorded(patch, model, "step", lambda _, rows, *rest: seen.append(("step", len(rows.tokens))))
+    recorded(
+        patch,
+        model.model,
+        "hidden",
+        lambda tokens, *rest: seen.append(("chunk", tokens.shape[1])),
+    )
     return seen
 
 
 def test_steps_are_shared_and_a_common_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["bfloat16"]
-    seen = counted(model, monkeypatch)
+    seen = counted(MODELS["bfloat16"], monkeypatch)
     wish = Wish([3, 1, 4, 1, 5, 9], Rules(8), "exit", params=SamplingParams())
-    together(model, [wish, replace(wish), replace(wish)], 3)
+    together(MODELS["bfloat16"], [wish, replace(wish), replace(wish)], 3)
     assert [each for each in seen if each[0] == "chunk"] == [("chunk", 4), ("chunk", 1)]
     # The first text drafts a token before the others have copied its prompt; then they go on in
     # step.
     steps = [rows for kind, rows in seen if kind == "step"]
-    assert steps[:5] == [1, 3, 3, 2, 12]
-    assert set(steps[5:]) <= {3, 6, 9, 12}
+    assert steps[:5] == [1, 3, 3, 2, 12] and set(steps[5:]) <= {3, 6, 9, 12}
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,12 +317,8 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
             self.model, self.cache = model, cache
 
         def propose(self, text: Text, *_: object) -> None:
-            self.model(
-                text.tensor(self.model.device)[None, -1:],
-                self.cache,
-                len(text) + 3,
-                LayerPlan.early_exit(3, 1),
-            )
+            last = text.tensor(self.model.device)[None, -1:]
+            self.model(last, self.cache, len(text) + 3, LayerPlan.early_exit(3, 1))
 
         def rollback(self, length: int) -> None:
             pass
@@ -357,34 +334,25 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
     rules = Rules(8, constraints=[lambda tokens: torch.arange(VOCAB) != 7])
     good = Wish([1, 2, 3, 4, 5], rules, "exit")
     dead_end = replace(rules, constraints=[*rules.constraints, nothing_after(7)])
-    bad = [replace(good, rules=dead_end), replace(good, prompt=[1, 7, 3, 4, 5])]
-    scheduler, tasks = Scheduler(model, CAPACITY, 6), []
-    draftings = [wish.drafting(model) for wish in (good, *bad, good)]
-    draftings[3:3] = [
-        Drafting("careless", lambda cache: Careless(model, cache)),
-        Drafting("refused", refuse),
+    failing = [
+        replace(good, rules=dead_end).task(model),
+        replace(good, prompt=[1, 7, 3, 4, 5]).task(model),
+        good.task(model, Drafting("careless", lambda cache: Careless(model, cache))),
+        good.task(model, Drafting("refused", refuse)),
     ]
-    for wish, drafting in zip([good, *bad, good, good, good], draftings, strict=True):
-        tasks.append(Task(wish.text(model), drafting, wish.params, wish.drawn))
-        scheduler.submit(tasks[-1])
+    tasks = [good.task(model), *failing, good.task(model)]
+    scheduler = Scheduler(model, CAPACITY, 6)
+    for task in tasks:
+        scheduler.submit(task)
     scheduler.run()
     expected = alone(model, good)
-    assert expected[0] and [outcome(task.text) for task in (tasks[0], tasks[5])] == [
-        expected,
-        expected,
-    ]
-    assert [type(task.error) for task in tasks[1:5]] == [
-        DeadEnd,
-        InputError,
-        ValueError,
-        InputError,
-    ]
-    assert [bool(row.prompt) for row in scheduler.slots] == [True, *[False] * 4, True], (
-        "rows whose entries may be copied"
-    )
-    assert "finite" in str(tasks[2].error) and "leaves a hole" in str(tasks[3].error)
-    scheduler.submit(again := Task(good.text(model), draftings[0], good.params, good.drawn))
-    scheduler.run()
+    assert expected[0] and outcome(tasks[0].text) == outcome(tasks[-1].text) == expected
+    errors = [DeadEnd, InputError, ValueError, InputError]
+    assert [type(task.error) for task in failing] == errors
+    assert "finite" in str(failing[1].error) and "leaves a hole" in str(failing[2].error)
+    may_be_copied = [bool(row.prompt) for row in scheduler.slots]
+    assert may_be_copied == [True, False, False, False, False, True]
+    scheduler.write_all([again := good.task(model)])
     assert outcome(again.text) == expected, "no row was left unusable"
 
 
@@ -392,50 +360,35 @@ def test_a_text_that_fails_ends_alone(name: str) -> None:
 def test_ctrl_c_ends_all_and_keeps_what_was_written(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tasks, reported = MODELS["bfloat16"], [], []
+    model, calls = MODELS["bfloat16"], count(1)
     scheduler = Scheduler(model, CAPACITY, 2)
 
     def interrupt(*_: object) -> None:
-        reported.append(1)
-        if len(reported) == 7:
+        if next(calls) == 7:
             raise KeyboardInterrupt
 
-    for seed in range(3):
-        wish = Wish([1, 2, 3], Rules(20), seed=seed)
-        text = wish.text(model)
-        readers = [interrupt] if place == "reader" else []
-        tasks.append(Task(text, wish.drafting(model), wish.params, wish.drawn, readers=readers))
-        scheduler.submit(tasks[-1])
     if place == "step":
-        step = model.step
-
-        def interrupted(*given: Any) -> Any:
-            done = step(*given)
-            interrupt()
-            return done
-
-        monkeypatch.setattr(model, "step", interrupted)
+        recorded(monkeypatch, model, "step", interrupt)
+    readers = [interrupt] if place == "reader" else []
+    wishes = [Wish([1, 2, 3], Rules(20), seed=seed) for seed in range(3)]
+    tasks = [wish.task(model, readers=readers) for wish in wishes]
+    for task in tasks:
+        scheduler.submit(task)
     with pytest.raises(KeyboardInterrupt):
         scheduler.run()
     assert [task.sample.finish for task in tasks] == ["interrupted"] * 3
     assert [bool(task.sample.rounds) for task in tasks] == [True, True, False]
-    for seed, task in enumerate(tasks[:2]):
-        whole = alone(model, Wish([1, 2, 3], Rules(20), seed=seed))[0]
-        assert (
-            task.text.generated == whole[: len(task.text.generated)]
-            and 3 <= len(task.text.generated) <= 6
-        )
+    for wish, task in zip(wishes[:2], tasks, strict=False):
+        written = task.text.generated
+        assert written == alone(model, wish)[0][: len(written)] and 3 <= len(written) <= 6
     assert not scheduler.active and not scheduler.waiting
 
 
 def test_what_readers_take_is_no_decoding_time() -> None:
-    model, tasks = MODELS["bfloat16"], []
+    model, wish = MODELS["bfloat16"], Wish([1, 2, 3], Rules(10), params=SamplingParams())
     scheduler = Scheduler(model, CAPACITY, 2)
-    for _ in range(2):
-        text, pause = Text([1, 2, 3], Rules(10), model), [lambda *_: time.sleep(0.05)]
-        tasks.append(Task(text, plain(model), SamplingParams(), Coupling("race", 0), readers=pause))
-        scheduler.submit(tasks[-1])
-    scheduler.run()
+    tasks = [wish.task(model, readers=[lambda *_: time.sleep(0.05)]) for _ in range(2)]
+    scheduler.write_all(tasks)
     assert scheduler.reading > 1.0
     assert all(task.sample.seconds < 0.5 for task in tasks)
 
@@ -444,21 +397,14 @@ def test_a_conversation_goes_on_in_the_slot_that_has_read_it() -> None:
     """Whatever slot that is; the text is the one of a conversation read anew."""
     model = MODELS["bfloat16"]
     first = [1, 2, 3, 4, 5, 6]
-    others = [Wish([7, 8, 9], Rules(4), "none", "fixed"), Wish(first, Rules(4), "none", "fixed")]
-
-    def task(wish: Wish, answers: Sequence[tuple[int, int]] = ()) -> Task:
-        text = wish.text(model)
-        return Task(text, wish.drafting(model), wish.params, wish.drawn, answers=answers)
-
     scheduler = Scheduler(model, CAPACITY, 2)
-    tasks = [task(wish) for wish in others]
+    tasks = [Wish(prompt, Rules(4)).task(model) for prompt in ([7, 8, 9], first)]
     scheduler.write_all(tasks)
     answer = tasks[1].sample.tokens
-    turn = Wish([*first, *answer, 10, 1], Rules(4), "none", "fixed")
+    turn = Wish([*first, *answer, 10, 1], Rules(4))
     answers = [(len(first), len(first) + len(answer))]
-    later = task(turn, answers)
+    later, anew = (turn.task(model, answers=answers) for _ in range(2))
     scheduler.write_all([later])
     assert later.slot is tasks[1].slot is not scheduler.slots[0]
-    anew = task(turn, answers)
     Scheduler(model, CAPACITY, 1).write_all([anew])
     assert later.sample.tokens == anew.sample.tokens

@@ -8,8 +8,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,10 +17,12 @@ from decoding.run.chooser import DRAFTERS
 from decoding.serve import worker
 from decoding.show.page import Recording
 from tests.browser import find, look
+from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, serving, until
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
+    from selenium.webdriver.remote.webelement import WebElement
 
 PROMPT = "<img src=x onerror=\"window.ran='prompt'\"> the hen"
 
@@ -48,8 +50,8 @@ def opened(browser: WebDriver, served: Served) -> Iterator[WebDriver]:
     until(lambda: served.idle)
 
 
-def ask(browser: WebDriver, **fields: object) -> None:
-    """Fill the form in and send it."""
+def ask(browser: WebDriver, *, finish: bool = True, **fields: object) -> None:
+    """Fill the form in, send it, and wait for the end of the text."""
     find(browser, "#wish").clear()
     find(browser, "#wish").send_keys(PROMPT)
     for name, value in fields.items():
@@ -58,35 +60,30 @@ def ask(browser: WebDriver, **fields: object) -> None:
             f"document.getElementById(arguments[0]).{key} = arguments[1]", name, value
         )
     find(browser, "#write").click()
+    if finish:
+        finished(browser)
 
 
-def wait(browser: WebDriver, true: Callable[[WebDriver], Any]) -> Any:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(browser, 60, 0.02).until(true)
+def finished(browser: WebDriver) -> None:
+    until(find(browser, "#write").is_enabled)
 
 
-def finished(browser: WebDriver) -> bool:
-    return find(browser, "#write").is_enabled()
+def found(browser: WebDriver, selector: str) -> list[WebElement]:
+    return browser.find_elements("css selector", selector)
 
 
 def kept(browser: WebDriver, selector: str) -> str:
-    script = (
-        "return [...document.querySelectorAll(arguments[0])].map((chip) =>"
-        " chip.textContent).join('')"
-    )
     return browser.execute_script(
-        script, f"{selector} .accepted:not(.back), {selector} .own:not(.back)"
+        "return [...document.querySelectorAll(arguments[0])].map((chip) =>"
+        " chip.textContent).join('')",
+        f"{selector} .accepted:not(.back), {selector} .own:not(.back)",
     )
 
 
 def test_the_form_begins_as_the_command_line_says(opened: WebDriver) -> None:
-    values = [
-        find(opened, selector).get_property("value")
-        for selector in ("#draft", "#temperature", "#seed", "#budget")
-    ]
-    assert values == ["exit", "0.9", "7", "256"]
-    drafts = [option.text for option in opened.find_elements("css selector", "#draft option")]
+    wanted = {"draft": "exit", "temperature": "0.9", "seed": "7", "budget": "256"}
+    assert {name: find(opened, f"#{name}").get_property("value") for name in wanted} == wanted
+    drafts = [option.text for option in found(opened, "#draft option")]
     assert drafts == ["none", "lookup", "exit", "lowbit"], "those that this server can make"
     opened.execute_script("document.getElementById('temperature').value = '.33'")
     assert opened.execute_script("return document.getElementById('temperature').checkValidity()")
@@ -95,66 +92,49 @@ def test_the_form_begins_as_the_command_line_says(opened: WebDriver) -> None:
 
 def test_two_columns_end_with_equal_texts_clocks_and_a_replay(opened: WebDriver) -> None:
     ask(opened, budget="20", beside=True)
-    wait(opened, finished)
-    assert re.fullmatch(
-        r"[\d.]+ times as fast as plain decoding; the texts are equal\.",
-        find(opened, "#notice").text,
-    )
-    clocks = [clock.text for clock in opened.find_elements("css selector", ".clock")]
-    assert re.match(
-        r"\d+\.\d\d s exit at layer 2 of 4 · 20 tokens · [\d.]+ tokens/s · \d+% accepted", clocks[0]
-    )
-    assert re.match(r"\d+\.\d\d s plain · 20 tokens · [\d.]+ tokens/s$", clocks[1])
-    ours, plain = kept(opened, "#text"), kept(opened, ".sides > div:nth-child(2)")
-    assert ours == plain and ours
-    left, right = (box.rect for box in opened.find_elements("css selector", ".sides .text"))
+    faster = r"[\d.]+ times as fast as plain decoding; the texts are equal\."
+    assert re.fullmatch(faster, find(opened, "#notice").text)
+    first, second = (clock.text for clock in found(opened, ".clock"))
+    speed = r" · 20 tokens · [\d.]+ tokens/s"
+    assert re.match(rf"\d+\.\d\d s exit at layer 2 of 4{speed} · \d+% accepted", first)
+    assert re.match(rf"\d+\.\d\d s plain{speed}$", second)
+    plain = kept(opened, ".sides > div:nth-child(2)")
+    assert plain and kept(opened, "#text") == plain
+    left, right = (box.rect for box in found(opened, ".sides .text"))
     assert left["x"] + left["width"] <= right["x"], "side by side"
     find(opened, "#start").click()
-    assert not opened.find_elements("css selector", "#text .round:not([hidden])")
+    assert not found(opened, "#text .round:not([hidden])")
     assert kept(opened, ".sides > div:nth-child(2)") == plain
 
 
 def test_a_draft_is_dim_until_its_verdict(
     opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict, observe = threading.Event(), Recording.observe
-
-    def hesitate(recording: Recording, *seen: Any) -> None:
-        verdict.wait(60)
-        observe(recording, *seen)
-
-    monkeypatch.setattr(Recording, "observe", hesitate)
-    ask(opened, budget="8")
-    wait(opened, lambda browser: browser.find_elements("css selector", "#text .pending .chip"))
-    assert not opened.find_elements("css selector", "#text button.chip"), "no verdict yet"
+    verdict = threading.Event()
+    recorded(monkeypatch, Recording, "observe", lambda *seen: verdict.wait(60))
+    ask(opened, budget="8", finish=False)
+    until(lambda: found(opened, "#text .pending .chip"))
+    assert not found(opened, "#text button.chip"), "no verdict yet"
     verdict.set()
-    wait(opened, finished)
-    assert opened.find_elements("css selector", "#text button.chip")
-    assert not opened.find_elements("css selector", ".pending")
+    finished(opened)
+    assert found(opened, "#text button.chip") and not found(opened, ".pending")
 
 
 def test_stop_ends_the_text_here_and_there(
     opened: WebDriver, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observe = Recording.observe
-
-    def dawdle(recording: Recording, *seen: Any) -> None:
-        time.sleep(0.02)  # a round: else a fast machine has written the whole text before the click
-        observe(recording, *seen)
-
-    monkeypatch.setattr(Recording, "observe", dawdle)
-    ask(opened, budget=str(CONTEXT), draft="lookup", seed="3")
-    wait(opened, lambda browser: browser.find_elements("css selector", "#text button.chip"))
+    # Each round takes a while: else a fast machine has written the whole text before the click.
+    recorded(monkeypatch, Recording, "observe", lambda *seen: time.sleep(0.02))
+    ask(opened, finish=False, budget=str(CONTEXT), draft="lookup", seed="3")
+    until(lambda: found(opened, "#text button.chip"))
     find(opened, "#stop").click()
-    wait(opened, finished)
+    finished(opened)
     assert find(opened, "#notice").text == "Stopped."
     until(lambda: served.idle)
     told = find(opened, "#stats").text
     assert "Ended by\ninterrupted" in told
-    tokens = int(re.search(r"Tokens\n(\d+)", told)[1])
-    assert 0 < tokens < CONTEXT - 100
+    assert 0 < int(re.search(r"Tokens\n(\d+)", told)[1]) < CONTEXT - 100
     ask(opened, budget="4")
-    wait(opened, finished)
     assert re.search(r"Tokens\n4\b", find(opened, "#stats").text), "another text begins afresh"
 
 
@@ -163,16 +143,13 @@ def test_what_is_wrong_is_said_on_the_page(
 ) -> None:
     monkeypatch.setattr(worker, "MAX_WAITING", -4)
     ask(opened)
-    wait(opened, finished)
     assert "requests wait already" in find(opened, "#notice").text
     monkeypatch.undo()
     monkeypatch.setattr(served.worker.session.chooser, "drafting", lambda *_: 1 / 0)
     ask(opened)
-    wait(opened, finished)
     assert find(opened, "#notice").text == "the request could not be answered"
-    statuses = [
-        re.search(r"status of (\d+)", entry["message"])[1] for entry in opened.get_log("browser")
-    ]
+    remarks = [entry["message"] for entry in opened.get_log("browser")]
+    statuses = [re.search(r"status of (\d+)", remark)[1] for remark in remarks]
     assert statuses == ["429", "500"], "the browser's own remarks"
 
 
@@ -184,9 +161,8 @@ def test_tokens_like_markup_are_text(
     )
     monkeypatch.setattr(served.worker.session, "labels", lambda token: hostile)
     ask(opened, budget="4", beside=True)
-    wait(opened, finished)
-    assert {chip.text for chip in opened.find_elements("css selector", "#text .own")} == {hostile}
-    assert not opened.find_elements("css selector", "img")
+    assert {chip.text for chip in found(opened, "#text .own")} == {hostile}
+    assert not found(opened, "img")
 
 
 def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver) -> None:
@@ -194,13 +170,11 @@ def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver) -> None:
     wide = "return document.documentElement.scrollWidth"
     assert opened.execute_script(wide) == 360
     ask(opened, budget="12", beside=True)
-    wait(opened, finished)
     assert opened.execute_script(wide) == 360
-    above, below = (box.rect for box in opened.find_elements("css selector", ".sides .text"))
+    above, below = (box.rect for box in found(opened, ".sides .text"))
     assert above["y"] + above["height"] <= below["y"], "one below the other"
     background = opened.execute_script("return getComputedStyle(at('wish')).backgroundColor")
-    brightness = [int(part) for part in re.findall(r"\d+", background)[:3]]
-    assert max(brightness) < 60
+    assert max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60
 
 
 def test_every_draft_on_offer_is_served(served: Served) -> None:

@@ -82,9 +82,8 @@ def read(
 
 def anything() -> st.SearchStrategy[Any]:
     """Any JSON value, often one that some field takes."""
-    simple = st.one_of(st.sampled_from(LIKELY), st.integers(), st.floats(), st.text(max_size=5))
     inner = st.recursive(
-        simple,
+        st.one_of(st.sampled_from(LIKELY), st.integers(), st.floats(), st.text(max_size=5)),
         lambda value: st.lists(value, max_size=3) | st.dictionaries(st.text(), value, max_size=3),
     )
     message = st.just(MESSAGE) | st.dictionaries(
@@ -118,36 +117,27 @@ def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
     folder: Path, reader: RequestReader
 ) -> None:
     changed = reader_of(folder, "--system", "hm")
-    said, other = (
-        {"role": role, "content": content}
-        for role, content in (("system", "hm"), ("developer", "oh"))
-    )
-    assert (
-        read(changed, Chat, messages=[MESSAGE])[1]
-        == read(reader, Chat, messages=[said, MESSAGE])[1]
-    )
-    asked = {"messages": [other, MESSAGE]}
+    said = {"role": "system", "content": "hm"}
+    told = read(reader, Chat, messages=[said, MESSAGE])[1]
+    assert read(changed, Chat, messages=[MESSAGE])[1] == told
+    assert read(changed, LiveText, prompt="the hen")[1] == told
+    asked = {"messages": [{"role": "developer", "content": "oh"}, MESSAGE]}
     assert read(changed, Chat, **asked)[1] == read(reader, Chat, **asked)[1]
-    assert (
-        read(changed, LiveText, prompt="the hen")[1] == read(changed, Chat, messages=[MESSAGE])[1]
-    )
 
 
 def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(folder: Path) -> None:
     """Another kind begins afresh."""
     changed = reader_of(folder, "--draft", "exit", "--exit-layer", "3", "--gamma", "5")
-    kinds = "exit", "lookup", "none"
-    exits, lookup, none = (
-        read(changed, Completion, prompt="a", draft=kind)[3].draft for kind in kinds
-    )
+    exits = draft_of(changed, draft="exit")
     assert (exits.exit_layer, exits.gamma) == (3, 5)
-    assert lookup == DraftOptions("lookup") and none == DraftOptions("none")
-    assert read(changed, Completion, prompt="a", gamma=2)[3].draft == replace(exits, gamma=2)
+    assert draft_of(changed, gamma=2) == replace(exits, gamma=2)
+    for kind in ("lookup", "none"):
+        assert draft_of(changed, draft=kind) == DraftOptions(kind)
     in_bits = reader_of(folder, "--draft", "exit", bits=8)
-    assert read(in_bits, Completion, prompt="a", draft="lowbit")[3].draft == DraftOptions(
-        "lowbit", bits=8
-    )
-    with_model = reader_of(
-        folder, "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2"
-    )
-    assert read(with_model, Completion, prompt="a")[3].draft.gamma == 2
+    assert draft_of(in_bits, draft="lowbit") == DraftOptions("lowbit", bits=8)
+    model = "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2"
+    assert draft_of(reader_of(folder, *model)).gamma == 2
+
+
+def draft_of(reader: RequestReader, **fields: Any) -> DraftOptions:
+    return read(reader, Completion, prompt="a", **fields)[3].draft

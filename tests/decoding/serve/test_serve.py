@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from decoding.serve import app, worker
 from decoding.serve.app import MAX_BODY, MAX_REQUESTS
 from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
+from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
 
 PROMPT = "the hen and the"
@@ -60,115 +62,96 @@ def generated(
 
 # ---- texts ----
 
-REQUESTS: list[tuple[dict[str, Any], list[str]]] = [
-    ({}, ["--draft", "exit", "--max-new-tokens", "16"]),
-    ({"draft": "lookup", "gamma": 3, **SEEDED}, ["--draft", "lookup", "--gamma", "3"]),
+# Fields of a request, the same on the command line, and whether it is a chat and a stream.
+REQUESTS: list[tuple[dict[str, Any], str, bool, bool]] = [
+    ({}, "--max-new-tokens 16", True, True),
+    ({"draft": "lookup", "gamma": 3, **SEEDED}, "--draft lookup --gamma 3", True, False),
     (
-        {"draft": "none", **SEEDED, "top_p": 0.9, "top_k": 50},
-        ["--draft", "none", "--top-p", "0.9", "--top-k", "50"],
+        {"draft": "none", "top_p": 0.9, "top_k": 50, **SEEDED},
+        "--draft none --top-p 0.9 --top-k 50",
+        False,
+        True,
     ),
-    (
-        {"exit_layer": 3, "adaptive": True, **SEEDED},
-        ["--draft", "exit", "--exit-layer", "3", "--adaptive"],
-    ),
-    (
-        {"coupling": "ratio", "gamma": 2, **SEEDED},
-        ["--draft", "exit", "--coupling", "ratio", "--gamma", "2"],
-    ),
-    (
-        {"stop": ["e", "a"], "ban": "t", **SEEDED},
-        ["--draft", "exit", "--stop", "e", "--stop", "a", "--ban", "t"],
-    ),
+    ({"exit_layer": 3, "adaptive": True, **SEEDED}, "--exit-layer 3 --adaptive", False, False),
+    ({"coupling": "ratio", "gamma": 2, **SEEDED}, "--coupling ratio --gamma 2", True, True),
+    ({"stop": ["e", "a"], "ban": "t", **SEEDED}, "--stop e --stop a --ban t", True, False),
     (
         {"repetition_penalty": 1.3, "min_p": 0.01, **SEEDED},
-        ["--repetition-penalty", "1.3", "--min-p", "0.01"],
+        "--repetition-penalty 1.3 --min-p 0.01",
+        False,
+        True,
     ),
 ]
-KINDS = [(chat, stream) for chat in (True, False) for stream in (True, False)]
 
 
-@pytest.mark.parametrize("number", range(len(REQUESTS)))
+@pytest.mark.parametrize(("asked", "options", "chat", "stream"), REQUESTS)
 def test_a_seeded_text_is_the_one_that_generate_writes(
-    number: int, client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
+    asked: dict[str, Any],
+    options: str,
+    chat: bool,
+    stream: bool,
+    client: openai.OpenAI,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (asked, options), (chat, stream) = REQUESTS[number], KINDS[number % 4]
-    seeded = (
-        ["--temperature", "0.9", "--seed", "3", "--max-new-tokens", "24"] if "seed" in asked else []
-    )
-    draft = [] if "--draft" in options else ["--draft", "exit"]
-    (wanted,) = generated(
-        folder, capsys, *options, *draft, *seeded, "--chat" if chat else "--no-chat"
-    )
+    seeded = "--temperature 0.9 --seed 3 --max-new-tokens 24 " if "seed" in asked else ""
+    given = f"--draft exit {seeded}{options} {'--chat' if chat else '--no-chat'}".split()
+    (wanted,) = generated(folder, capsys, *given)
     text, finish, usage = asked_of(client, chat, stream, asked)
     assert text == wanted["text"] and wanted["text"]
     assert finish == {"eos": "stop"}.get(wanted["finish_reason"], wanted["finish_reason"])
-    assert (usage.prompt_tokens, usage.completion_tokens) == (
-        wanted["prompt_tokens"],
-        len(wanted["tokens"]),
-    )
+    assert usage.prompt_tokens == wanted["prompt_tokens"]
+    assert usage.completion_tokens == len(wanted["tokens"])
 
 
 def asked_of(
     client: openai.OpenAI, chat: bool, stream: bool, asked: dict[str, Any]
 ) -> tuple[str, str, Any]:
     """Text, finish reason and usage, by the real client."""
-    names = ("temperature", "seed", "max_tokens", "stop", "top_p")
-    standard = {name: value for name, value in asked.items() if name in names}
-    ours = {name: value for name, value in asked.items() if name not in names}
     said = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
     create = client.chat.completions.create if chat else client.completions.create
     if not stream:
-        answer = create(model="tiny", extra_body=ours, **said, **standard)
+        answer = create(model="tiny", extra_body=asked, **said)
         (choice,) = answer.choices
         return (choice.message.content if chat else choice.text), choice.finish_reason, answer.usage
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = create(model="tiny", extra_body=ours, **usage, **said, **standard)
+    *chunks, last = create(model="tiny", extra_body=asked, **usage, **said)
     assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
-    told = chunks[-1].choices[0].model_extra["speculation"]
-    assert told["tokens_per_round"] >= 1 and told["repeat_with"].startswith(
-        "--seed 3" if "seed" in asked else ""
-    )
     choices = [chunk.choices[0] for chunk in chunks]
+    told = choices[-1].model_extra["speculation"]
+    assert told["tokens_per_round"] >= 1
+    assert told["repeat_with"].startswith("--seed 3" if "seed" in asked else "")
     if chat:
-        assert [choice.delta.role for choice in choices] == ["assistant"] + [None] * (
-            len(choices) - 1
-        )
+        roles = [choice.delta.role for choice in choices]
+        assert roles == ["assistant"] + [None] * (len(choices) - 1)
+    assert all(choice.finish_reason is None for choice in choices[:-1])
     pieces = [(choice.delta.content if chat else choice.text) or "" for choice in choices]
-    *before, finish = [choice.finish_reason for choice in choices]
-    assert set(before) <= {None}
-    return "".join(pieces), finish, last.usage
+    return "".join(pieces), choices[-1].finish_reason, last.usage
 
 
 def test_the_model_is_listed_by_its_folders_name(client: openai.OpenAI) -> None:
-    assert (
-        [model.id for model in client.models.list()]
-        == ["tiny"]
-        == [client.models.retrieve("tiny").id]
-    )
-    with pytest.raises(
-        openai.NotFoundError, match="model 'gpt-5' does not exist here: there is tiny"
-    ):
+    (listed,) = client.models.list()
+    assert listed.id == client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' does not exist here: there is tiny"):
         client.models.retrieve("gpt-5")
 
 
-def test_roles_parts_and_the_limits_of_the_context(client: openai.OpenAI, served: Served) -> None:
+def test_a_message_in_parts_is_read_as_the_whole_one(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "hen"}]
     system = {"role": "developer", "content": "be brief"}
-    whole = client.chat.completions.create(
-        model="tiny", messages=[system, {"role": "user", "content": "the hen"}]
-    )
-    split = client.chat.completions.create(
-        model="tiny", messages=[system, {"role": "user", "content": parts}]
+    whole, split = (
+        client.chat.completions.create(model="tiny", messages=[system, said(content)])
+        for content in ("the hen", parts)
     )
     assert whole.choices[0].message.content == split.choices[0].message.content
-    ids = "x" * (CONTEXT - 3)  # three tokens are left
-    status, answer = served.ask(
-        "/v1/completions", {"prompt": ids, "max_tokens": 1000, "draft": "lookup"}
-    )
-    assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
-    with pytest.raises(
-        openai.BadRequestError, match=f"has {CONTEXT} tokens, the model's context {CONTEXT}"
-    ):
+
+
+def test_a_text_ends_where_the_context_does(client: openai.OpenAI) -> None:
+    most = {"max_tokens": 1000, "extra_body": {"draft": "lookup"}}
+    answer = client.completions.create(model="tiny", prompt="x" * (CONTEXT - 3), **most)
+    assert answer.usage.completion_tokens == 3
+    full = f"has {CONTEXT} tokens, the model's context {CONTEXT}"
+    with pytest.raises(openai.BadRequestError, match=full):
         client.completions.create(model="tiny", prompt="x" * CONTEXT)
 
 
@@ -250,15 +233,10 @@ def test_what_is_wrong_is_one_sentence_in_openais_shape(
 ) -> None:
     """Also of a stream: it does not begin before all is known to be well."""
     path, body = asked
-    found, answer = served.ask(
-        f"/v1/{path}", {**body, "stream": True} if isinstance(body, dict) else body
-    )
-    error = json.loads(answer)["error"]
-    assert found == status and part in error["message"] and error["param"] == param
-    assert (
-        set(error) == {"message", "type", "param", "code"}
-        and error["type"] == "invalid_request_error"
-    )
+    sent = {**body, "stream": True} if isinstance(body, dict) else body
+    found, error = served.refusal(f"/v1/{path}", sent)
+    assert (found, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert set(error) == {"message", "type", "param", "code"} and part in error["message"]
     assert "\n" not in error["message"] and "--" not in error["message"]
 
 
@@ -270,8 +248,6 @@ def test_options_that_say_nothing_are_let_pass(served: Served) -> None:
         "echo": False,
         "user": "me",
         "best_of": 1,
-    }
-    idle |= {
         "response_format": {"type": "text"},
         "tools": [],
         "tool_choice": "none",
@@ -300,12 +276,22 @@ def test_no_page_of_another_site_may_use_the_server(
     assert served.ask("/v1/models", method="GET", headers=headers)[0] == status
 
 
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+
+
+def half_sent(served: Served, count: int) -> list[socket.socket]:
+    """Connections of requests whose bodies have not ended."""
+    address = "127.0.0.1", served.port
+    connections = [socket.create_connection(address, timeout=60) for _ in range(count)]
+    for connection in connections:
+        connection.sendall(HALF)
+    return connections
+
+
 def test_a_body_that_breaks_off_ends_its_request_alone(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
-        connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
+    half_sent(served, 1)[0].close()
     assert served.text(prompt=PROMPT) and capsys.readouterr().err == ""
 
 
@@ -316,8 +302,7 @@ def test_the_bytes_of_a_body_are_counted_as_they_come(served: Served) -> None:
     assert served.ask(path, chunks(good), headers=chunked)[0] == 200
     status, answer = served.ask(path, chunks(good + b" " * MAX_BODY), headers=chunked)
     assert status == 413 and b"up to 1048576 bytes" in answer
-    both = chunked | {"Content-Length": "5"}
-    status, answer = served.ask(path, chunks(good), headers=both)
+    status, answer = served.ask(path, chunks(good), headers=chunked | {"Content-Length": "5"})
     assert status == 400 and b"not both" in answer
 
 
@@ -329,10 +314,7 @@ def chunks(body: bytes) -> bytes:
 
 def test_half_sent_bodies_keep_nobody_out(served: Served) -> None:
     """The oldest of one address are given up."""
-    connections = []
-    for _ in range(MAX_REQUESTS + 12):
-        connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
-        connections[-1].sendall(HALF)
+    connections = half_sent(served, MAX_REQUESTS + 12)
     until(lambda: served.ask("/v1/completions", {"prompt": PROMPT})[0] == 200, patience=5)
     assert b"408" in connections[0].recv(100)
     for connection in connections:
@@ -346,8 +328,8 @@ def test_a_prompt_of_too_many_bytes_is_refused_unread(
     monkeypatch.delattr(type(served.worker.session.tokenizer), "encode_parts")
     monkeypatch.delattr(type(served.worker.session.tokenizer), "encode")
     for path, body in (texts(prompt=" " * 500_000), chats(said(" " * 500_000))):
-        status, answer = served.ask(f"/v1/{path}", body)
-        assert status == 400 and b"the prompt has 500000 bytes" in answer
+        status, error = served.refusal(f"/v1/{path}", body)
+        assert status == 400 and "the prompt has 500000 bytes" in error["message"]
 
 
 # ---- the queue ----
@@ -372,23 +354,18 @@ def gate(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
 def test_requests_wait_in_order_and_a_full_queue_answers_429(
     served: Served, gate: threading.Event, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, order, most = served.worker.write, [], MAX_WAITING + 4
-
-    def recording(job: Any, *rest: Any) -> Any:
-        order.append(len(job.ids))
-        return write(job, *rest)
-
-    monkeypatch.setattr(served.worker, "write", recording)
+    most = MAX_WAITING + 4
+    order = recorded(monkeypatch, served.worker, "write", lambda job, *rest: len(job.ids))
     with ThreadPoolExecutor(most) as pool:
         asking = []
-        for number in range(most):
-            asking.append(pool.submit(served.text, prompt="x" * (number + 1)))
+        for length in range(1, most + 1):
+            asking.append(pool.submit(served.text, prompt="x" * length))
             until(lambda: len(served.worker.jobs) == len(asking))
         with pytest.raises(openai.RateLimitError, match="16 requests wait already"):
             client.completions.create(model="tiny", prompt=PROMPT)
         gate.set()
         assert all(each.result() for each in asking)
-    assert order == [number + 1 for number in range(most)]
+    assert order == [*range(1, most + 1)]
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -396,15 +373,14 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
     stream: bool, served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "MAX_WAITING", -2)
-    connections = []
-    for number in (1, 2):
-        connections.append(served.begin("/v1/completions", {"prompt": PROMPT, "stream": stream}))
-        until(lambda: len(served.worker.jobs) == number)  # noqa: B023
+    asked = {"prompt": PROMPT, "stream": stream}
+    connections = [served.begin("/v1/completions", asked) for _ in range(2)]
+    until(lambda: len(served.worker.jobs) == 2)
     assert served.ask("/v1/completions", {"prompt": PROMPT})[0] == 429
     jobs = [*served.worker.jobs]
-    for connection, job in zip(connections, jobs, strict=True):
+    for connection in connections:
         connection.close()
-        until(lambda: job.gone)  # noqa: B023
+    until(lambda: all(job.gone for job in jobs))
     with ThreadPoolExecutor() as pool:
         text = pool.submit(served.text, prompt=PROMPT)
         until(lambda: len(served.worker.jobs) == 3)
@@ -412,19 +388,13 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
         assert text.result()
 
 
-HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
-
-
 def test_above_the_number_of_open_requests_the_answer_is_json(
     served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "MAX_ARRIVING", MAX_REQUESTS)
-    connections = [
-        served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(MAX_WAITING + 4)
-    ]
-    for _ in range(MAX_REQUESTS - len(connections)):
-        connections.append(socket.create_connection(("127.0.0.1", served.port), timeout=60))
-        connections[-1].sendall(HALF)
+    waiting = MAX_WAITING + 4
+    connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(waiting)]
+    connections += half_sent(served, MAX_REQUESTS - waiting)
     outcomes = []
     until(lambda: outcomes.append(served.ask("/v1/models", method="GET")) or outcomes[-1][0] == 503)
     error = json.loads(outcomes[-1][1])["error"]
@@ -459,14 +429,11 @@ def test_what_fails_in_writing_is_told_and_the_next_text_is_written(
         raise RuntimeError("a /secret/path\nand more")
 
     monkeypatch.setattr(served.worker.session.chooser, "drafting", fail)
-    status, answer = served.ask("/v1/completions", {"prompt": PROMPT, "stream": True})
+    status, error = served.refusal("/v1/completions", {"prompt": PROMPT, "stream": True})
     monkeypatch.undo()
-    assert status == 500 and b"secret" not in answer
-    assert json.loads(answer)["error"]["type"] == "server_error"
-    assert (
-        capsys.readouterr().err
-        == "[a request could not be answered: RuntimeError: a /secret/path and more]\n"
-    )
+    assert (status, error["type"]) == (500, "server_error") and "secret" not in str(error)
+    told = "[a request could not be answered: RuntimeError: a /secret/path and more]\n"
+    assert capsys.readouterr().err == told
     assert served.text(prompt=PROMPT)
 
 
@@ -506,22 +473,16 @@ def test_no_seeded_text_depends_on_the_texts_beside_it(
     served: Served, folder: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four clients at once, and each alone at a server that writes one text after another."""
-    together, widths = served.worker.model.together, []
-
-    def recording(calls: Any, plan: Any = None) -> Any:
-        widths.append(len(calls))
-        return together(calls, plan)
-
-    monkeypatch.setattr(served.worker.model, "together", recording)
+    model = served.worker.model
+    widths = recorded(monkeypatch, model, "together", lambda calls, *plan: len(calls))
     with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
         alone = [lonely.text(**asked) for asked in COMPANY]
     with ThreadPoolExecutor(4) as pool:
-        for order in (COMPANY, COMPANY[::-1]):
-            wanted = alone if order is COMPANY else alone[::-1]
-            asking = [pool.submit(served.text, **asked) for asked in order]
+        for step in (1, -1):  # in this order, and in the other
+            asking = [pool.submit(served.text, **asked) for asked in COMPANY[::step]]
             until(lambda: len(served.worker.jobs) == 4 or gate.is_set())
             gate.set()
-            assert [each.result() for each in asking] == wanted
+            assert [each.result() for each in asking] == alone[::step]
     assert max(widths) == 4 and len({*alone}) == 4
 
 
@@ -536,15 +497,13 @@ def test_a_text_that_fails_ends_alone(folder: Path, tmp_path: Path) -> None:
         "        fails = text.rules.stop_strings and len(text) > 20\n"
         "        return None if fails else super().propose(text, *rest)\n"
     )
-    with serving(
-        "--model", str(folder), "--draft", f"{own}:Mine", "--ban", "q", "--max-new-tokens", "50"
-    ) as running:
+    options = "--draft", f"{own}:Mine", "--ban", "q", "--max-new-tokens", "50"
+    with serving("--model", str(folder), *options) as running:
         wanted = running.text(prompt=PROMPT)
         with ThreadPoolExecutor(4) as pool:
             good = [pool.submit(running.text, prompt=PROMPT) for _ in range(3)]
-            bad = pool.submit(
-                running.ask, "/v1/completions", {"prompt": PROMPT, "stop": "zzz", "stream": True}
-            )
+            failing = {"prompt": PROMPT, "stop": "zzz", "stream": True}
+            bad = pool.submit(running.ask, "/v1/completions", failing)
             *chunks, last = events_of(bad.result()[1])
             assert [each.result() for each in good] == [wanted] * 3
         assert chunks and "the drafter Mine breaks its contract" in last["error"]["message"]
@@ -557,10 +516,9 @@ def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing
     """Short, long, aborted, malformed and huge ones, at random; each text is the same request's
     when it was alone.
     """
-    sizes = [(budget, draft) for budget in (3, 60) for draft in ("none", "lookup", "exit")]
     asked = [
         {"prompt": PROMPT, "seed": seed, "temperature": 1.0, "max_tokens": budget, "draft": draft}
-        for seed, (budget, draft) in enumerate(sizes)
+        for seed, (budget, draft) in enumerate(product((3, 60), ("none", "lookup", "exit")))
     ]
     alone = [served.text(**each) for each in asked]
 
@@ -571,43 +529,31 @@ def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing
             if kind == "whole":
                 assert served.text(**asked[which]) == alone[which]
             elif kind == "stream":
-                *chunks, done = events_of(
-                    served.ask("/v1/completions", {**asked[which], "stream": True})[1]
-                )
-                assert (
-                    "".join(chunk["choices"][0]["text"] for chunk in chunks) == alone[which]
-                    and done == "[DONE]"
-                )
+                _, stream = served.ask("/v1/completions", {**asked[which], "stream": True})
+                *chunks, done = events_of(stream)
+                text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+                assert (text, done) == (alone[which], "[DONE]")
             elif kind == "aborted":
                 path, streams = chance.choice(
                     [("/v1/completions", True), ("/v1/completions", False), ("/live", True)]
                 )
-                connection = served.begin(path, {**ENDLESS, "stream": streams})
-                if streams and chance.random() < 0.7:
-                    connection.recv(1000)
-                connection.close()
-            elif kind == "malformed":
-                assert (
-                    served.ask("/v1/completions", b'{"prompt": ' * chance.randrange(1, 99))[0]
-                    == 400
-                )
+                with served.begin(path, {**ENDLESS, "stream": streams}) as connection:
+                    if streams and chance.random() < 0.7:
+                        connection.recv(1000)
             else:
-                assert (
-                    served.ask(
-                        "/v1/completions", {"prompt": "x" * chance.choice([MAX_BODY, 2 * CONTEXT])}
-                    )[0]
-                    >= 400
-                )
+                huge = {"prompt": "x" * chance.choice([MAX_BODY, 2 * CONTEXT])}
+                broken = b'{"prompt": ' * chance.randrange(1, 99)
+                body = broken if kind == "malformed" else huge
+                assert served.ask("/v1/completions", body)[0] in (400, 413)
 
-    kept = []
-    for _ in range(2):
+    def forty_requests() -> tuple[int, ...]:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(client_of, range(4)))
-        until(lambda: served.idle)
         assert served.text(**asked[0]) == alone[0]
         until(lambda: served.idle)
-        kept.append(held())
-    (tensors, *others), (more_tensors, *same) = kept
+        return held()
+
+    (tensors, *others), (more_tensors, *same) = forty_requests(), forty_requests()
     assert others == same
     # a row keeps some of its last text; forty requests would leak forty tensors
     assert more_tensors < tensors + 20
@@ -624,11 +570,9 @@ def held() -> tuple[int, ...]:
 
 
 def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
-    status, stream = served.ask(
-        "/live", {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True}
-    )
-    begin, *events = events_of(stream)
-    assert status == 200 and begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
+    asked = {"prompt": PROMPT, **SEEDED, "draft": "exit", "beside": True}
+    begin, *events = events_of(served.ask("/live", asked)[1])
+    assert begin["kind"] == "begin" and begin["race"] and not begin["greedy"]
     assert begin["columns"] == ["exit at layer 2 of 4", "plain"]
     texts: list[list[int]] = [[], []]
     drafts, clocks, finished = [], [0.0, 0.0], [None, None]
@@ -639,20 +583,17 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
             continue
         tokens = event["round"]["tokens"]
         drafted = [token["text"] for token in tokens if token["verdict"] != "own"]
-        assert drafted == (drafts.pop() if drafted else []) and not drafts, (
-            "a draft is shown before its verdict"
-        )
+        shown = drafts.pop() if drafted else []
+        assert drafted == shown and not drafts, "a draft is shown before its verdict"
         texts[side] += [token["id"] for token in tokens if token["verdict"] in ("accepted", "own")]
-        assert all(0 <= token["p"] <= 1 for token in tokens)
-        assert event["seconds"] >= clocks[side]
+        assert all(0 <= token["p"] <= 1 for token in tokens) and event["seconds"] >= clocks[side]
         clocks[side], finished[side] = event["seconds"], event["finish"]
     assert finished[0] == finished[1] and finished[0] in ("length", "eos")
     assert texts[0] == texts[1] and len(texts[0]) >= 10
-    answer = json.loads(served.ask("/v1/chat/completions", {**chats(said(PROMPT))[1], **SEEDED})[1])
-    written = b"".join(map(served.worker.session.tokenizer.token_bytes, texts[0])).decode(
-        errors="replace"
-    )
-    assert written == answer["choices"][0]["message"]["content"]
+    written = b"".join(map(served.worker.session.tokenizer.token_bytes, texts[0]))
+    _, answer = served.ask("/v1/chat/completions", {**chats(said(PROMPT))[1], **SEEDED})
+    told = json.loads(answer)["choices"][0]["message"]["content"]
+    assert written.decode(errors="replace") == told
 
 
 # ---- the command line's part ----
@@ -667,24 +608,13 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
         "from decoding.drafters import NoDraft\n\n\ndef Mine(target, cache):\n    return"
         " NoDraft(target.vocab_size)\n"
     )
-    said = [
-        "--draft",
-        f"{own}:Mine",
-        "--temperature",
-        "0.8",
-        "--seed",
-        "5",
-        "--max-new-tokens",
-        "9",
-        "--stop",
-        "zz",
-    ]
+    sampling = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "9", "--stop", "zz"]
+    said = ["--draft", f"{own}:Mine", *sampling]
     (wanted,) = generated(folder, capsys, *said, "--no-chat")
     with serving("--model", str(folder), *said) as running:
         assert running.text(prompt=PROMPT) == wanted["text"]
-        assert running.text(prompt=PROMPT, draft="none") == wanted["text"], (
-            "under the race the draft does not matter"
-        )
+        other = running.text(prompt=PROMPT, draft="none")
+        assert other == wanted["text"], "under the race the draft does not matter"
 
 
 def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
@@ -692,22 +622,21 @@ def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"attn": [1], "mlp": [2], "gamma": 2}')
-    with serving(
-        "--model", str(folder), "--draft", "skip", "--bits", "8", "--plan", str(plan)
-    ) as running:
-        plain = running.text(prompt=PROMPT, draft="none", **SEEDED)
-        assert running.text(prompt=PROMPT, draft="skip", **SEEDED) == plain
+    model, asked = ["--model", str(folder)], {"prompt": PROMPT, **SEEDED}
+    with serving(*model, "--draft", "skip", "--bits", "8", "--plan", str(plan)) as running:
+        plain = running.text(draft="none", **asked)
+        assert all(running.text(draft=draft, **asked) == plain for draft in ("skip", "lowbit"))
         assert running.worker.bits == 8
-        assert running.text(prompt=PROMPT, draft="lowbit", **SEEDED) == plain
-    with serving(
-        "--model", str(folder), "--draft", "model", "--draft-model", str(folder)
-    ) as running:
-        made = [
-            running.text(prompt=PROMPT, draft="model", gamma=gamma, **SEEDED) for gamma in (1, 2, 3)
-        ]
-        assert made == [plain] * 3 and len(running.worker.session.chooser.made) == 1, (
-            "the draft model was loaded once"
-        )
+    with serving(*model, "--draft", "model", "--draft-model", str(folder)) as running:
+        made = [running.text(draft="model", gamma=gamma, **asked) for gamma in (1, 2, 3)]
+        assert made == [plain] * 3
+        assert len(running.worker.session.chooser.made) == 1, "the draft model was loaded once"
+
+
+def context(folder: Path, *options: str, places: int = 1) -> int:
+    """The length that a server with these options gives to each of its texts."""
+    given = ["--serve", "0", "--model", str(folder), *options]
+    return app.context_length(generate.Request(make_parser().parse_args(given)), places)
 
 
 def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told_so(
@@ -715,30 +644,21 @@ def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told
 ) -> None:
     """Of a model with a longer one: a step on a GPU attends over the whole cache."""
     monkeypatch.setattr(options, "CONTEXT", 100)
-    given = ["--serve", "0", "--model", str(folder)]
-
-    def context(*more: str) -> int:
-        return app.context_length(generate.Request(make_parser().parse_args([*given, *more])), 1)
-
-    assert (context(), context("--context", "150")) == (100, 150)
-    assert context("--context", str(10 * CONTEXT)) == CONTEXT
+    assert context(folder) == 100 and context(folder, "--context", "150") == 150
+    assert context(folder, "--context", str(10 * CONTEXT)) == CONTEXT
     with serving("--model", str(folder), "--context", "20") as running:
-        status, answer = running.ask("/v1/completions", {"prompt": "the hen " * 30})
+        status, error = running.refusal("/v1/completions", {"prompt": "the hen " * 30})
         assert status == 400
-        said = json.loads(answer)["error"]["message"]
-        assert "of which 20 are used" in said and "raise context" in said
+        assert "of which 20 are used" in error["message"] and "raise context" in error["message"]
 
 
 def test_the_context_is_what_there_is_memory_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = generate.Request(make_parser().parse_args(["--serve", "0", "--model", str(folder)]))
-    assert app.context_length(request, 4) == CONTEXT and not capsys.readouterr().err
+    assert context(folder, places=4) == CONTEXT and not capsys.readouterr().err
     monkeypatch.setattr(app, "check_fits", lambda memory, device: None)
     monkeypatch.setattr(app, "free_bytes", lambda device: 16_000_000)
-    one, four = (app.context_length(request, places) for places in (1, 4))
-    assert 1024 <= four < one <= CONTEXT
-    assert (
-        f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once"
-        in capsys.readouterr().err
-    )
+    four = context(folder, places=4)
+    assert 1024 <= four < context(folder) <= CONTEXT
+    told = f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once"
+    assert told in capsys.readouterr().err

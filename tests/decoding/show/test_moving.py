@@ -5,6 +5,7 @@ runs.
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -28,6 +29,10 @@ PLAIN: Timeline = [
     (Round(0, [], 0, [token]), seconds)
     for token, seconds in enumerate((1.0, 2.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0))
 ]
+TAKEN_BACK: Timeline = [
+    (Round(0, [0], 1, [0, 1], retracted=[0, 1]), 1.0),
+    (Round(0, [], 0, [2], finish="length"), 2.0),
+]
 DRAFTED: Timeline = [
     (Round(0, [0, 1, 0, 6], 2, [0, 1, 2]), 2.0),
     (Round(3, [3, 4], 2, [3, 4, 5]), 4.0),
@@ -48,21 +53,20 @@ def of_kind(lane: list[Element], *kinds: str) -> list[Element]:
     return [piece for piece in lane if piece.get("class") in kinds]
 
 
-def texts(pieces: list[Element]) -> list[str | None]:
-    return [piece.text for piece in pieces]
+def texts(pieces: list[Element]) -> list[str]:
+    return [piece.text or "" for piece in pieces]
+
+
+def found_in_style(svg: Element, pattern: str) -> str:
+    (found,) = re.findall(pattern, svg.findtext(f"{NAMESPACE}style") or "")
+    return found
 
 
 def moments(svg: Element, piece: Element) -> list[float]:
     """Shares of the period at which a piece appears and disappears."""
     name = piece.get("style", "").removeprefix("animation-name:")
-    style = svg.findtext(f"{NAMESPACE}style") or ""
-    (frames,) = re.findall(rf"@keyframes {name}{{(.*)}}\n?", style)
+    frames = found_in_style(svg, rf"@keyframes {name}{{(.*)}}\n?")
     return [float(share) / 100 for share in re.findall(r"([\d.]+)%{opacity:[01]}", frames)]
-
-
-def period(svg: Element) -> float:
-    (found,) = re.findall(r"animation: ([\d.]+)s", svg.findtext(f"{NAMESPACE}style") or "")
-    return float(found)
 
 
 def test_every_token_of_both_texts_appears() -> None:
@@ -78,32 +82,26 @@ def test_times_are_those_of_the_run() -> None:
     """In slow motion, where the slower text took less than ten seconds."""
     svg = picture()
     plain, drafted = lanes(svg)
-    assert period(svg) == 2 * 8 + 3
+    assert float(found_in_style(svg, r"animation: ([\d.]+)s")) == 2 * 8 + 3
     for piece, (_, seconds) in zip(of_kind(plain, "own"), PLAIN, strict=True):
         assert moments(svg, piece)[-1] == pytest.approx(2 * seconds / 19, abs=1e-4)
     # The first round: a verification takes as long as a plain step, the draft's tokens the rest.
     for number, piece in enumerate(of_kind(drafted, "drafted")[:4], 1):
-        drawn, judged = moments(svg, piece)
-        assert drawn == pytest.approx(2 * number / 4 / 19, abs=1e-4)
-        assert judged == pytest.approx(2 * 2 / 19, abs=1e-4)
+        drawn_and_judged = [2 * number / 4 / 19, 2 * 2 / 19]
+        assert moments(svg, piece) == pytest.approx(drawn_and_judged, abs=1e-4)
     struck = of_kind(drafted, "rejected")
     assert moments(svg, struck[0]) == pytest.approx([2 * 2 / 19, 2 * 5.5 / 19], abs=1e-4)
     assert moments(svg, struck[-1])[-1] == pytest.approx(2 * 5.5 / 19, abs=1e-4)
 
 
 def test_speeds_and_a_legend_are_told() -> None:
-    told = [text or "" for text in texts(picture().findall(f"{NAMESPACE}text"))]
-    assert "1.0 tokens/s" in told and "1.2 tokens/s: 1.23 times plain" in told
-    assert {"drafted", "accepted", "rejected", "slowed down 2 times"} <= {*told}
-    assert "draft: a & b" in told
+    speeds = {"1.0 tokens/s", "1.2 tokens/s: 1.23 times plain"}
+    legend = {"drafted", "accepted", "rejected", "slowed down 2 times", "draft: a & b"}
+    assert speeds | legend <= {*texts(picture().findall(f"{NAMESPACE}text"))}
 
 
 def test_tokens_that_a_banned_word_takes_back_disappear() -> None:
-    taken = [
-        (Round(0, [0], 1, [0, 1], retracted=[0, 1]), 1.0),
-        (Round(0, [], 0, [2], finish="length"), 2.0),
-    ]
-    svg = picture(drafted=taken)
+    svg = picture(drafted=TAKEN_BACK)
     _, drafted = lanes(svg)
     (the,) = of_kind(drafted, "accepted")
     assert the.get("opacity") == "0" and len(moments(svg, the)) == 2
@@ -125,18 +123,17 @@ def test_nothing_runs_nothing_is_loaded_and_nothing_leaves_the_card() -> None:
     tags = {element.tag.removeprefix(NAMESPACE) for element in svg.iter()}
     assert tags == {"svg", "style", "title", "rect", "text", "g"}
     assert not re.search(r"url\(|@import|href|https?:(?!//www.w3.org/2000/svg)", source)
-    for lane in lanes(svg):
-        for piece in lane:
-            end = int(piece.get("x", "")) + int(piece.get("textLength", ""))
-            assert end <= WIDTH and float(piece.get("y", "")) < float(svg.get("height", ""))
+    for piece in chain(*lanes(svg)):
+        end = int(piece.get("x", "")) + int(piece.get("textLength", ""))
+        assert end <= WIDTH and float(piece.get("y", "")) < float(svg.get("height", ""))
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
     long = [(Round(at, [], 0, [at % 2]), 0.1 * (at + 1)) for at in range(2 * MOST_TOKENS)]
     svg = picture(plain=long, drafted=long)
     assert [len(lane) for lane in lanes(svg)] == [MOST_TOKENS] * 2
-    told = [text or "" for text in texts(svg.findall(f"{NAMESPACE}text"))]
-    assert f"in real time; the first {MOST_TOKENS} of {2 * MOST_TOKENS} tokens" in told
+    cut = f"in real time; the first {MOST_TOKENS} of {2 * MOST_TOKENS} tokens"
+    assert cut in texts(svg.findall(f"{NAMESPACE}text"))
     assert len(ElementTree.tostring(svg)) < 60_000
 
 
@@ -151,7 +148,7 @@ def test_the_command_line_writes_it_after_the_text(
     svg = ElementTree.parse(file).getroot()
     assert svg.findtext(f"{NAMESPACE}text") == "tiny: the <hen>"
     for lane in lanes(svg):
-        kept = "".join(filter(None, texts(of_kind(lane, "accepted", "own"))))
+        kept = "".join(texts(of_kind(lane, "accepted", "own")))
         assert kept == visible(said.out.removesuffix("\n")).replace(" ", "")
 
 
@@ -184,10 +181,10 @@ def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(
         " arguments[0] }"
     )
     browser.get(file.as_uri())
-    browser.execute_script(at, 3500)
-    assert browser.execute_script(shown) == ["the", "fox", "the", "]]>"]
-    browser.execute_script(at, 4500)
-    assert browser.execute_script(shown) == ["the", "fox", "the", "]]>", "</text><script>"]
+    drafted = ["the", "fox", "the", "]]>"]
+    for milliseconds, pieces in ((3500, drafted), (4500, [*drafted, "</text><script>"])):
+        browser.execute_script(at, milliseconds)
+        assert browser.execute_script(shown) == pieces
     still = [{"name": "prefers-reduced-motion", "value": "reduce"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": still})
     assert browser.execute_script("return document.getAnimations().length") == 0

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import generate
 from decoding.drafters import ModelDrafter
@@ -22,12 +21,11 @@ from decoding.randomness import SeededRandomness
 from decoding.run.streaming import Labels
 from decoding.sampling import SamplingParams
 from decoding.show.page import Recording, embed, render_page
-from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from model import LayerPlan
 from tests.browser import find, look
 from tests.folders import write_folder
-from tests.laws import tiny_model
+from tests.laws import speculated, tiny_model
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
@@ -50,48 +48,29 @@ PLAN = LayerPlan.early_exit(3, 2)
 PROMPT = "<h1 onclick=alert(1)>Write</h1>"
 
 
-def recorded(seed: int, *, temperature: float = 1.0, banned: str = "") -> Recording:
+def recorded(seed: int, *, banned: str = "") -> Recording:
     """A text of hostile tokens, really written by a tiny model."""
     model = tiny_model("llama", vocab=len(PIECES))
-    prompt = [6, 7, 6]
-    cache = model.new_cache(model.max_positions)
-    with torch.inference_mode():
-        model.prefill(torch.tensor([prompt[:-1]]), cache)
-    text = Text(
-        prompt,
-        Rules(24, banned=[banned] if banned else []),
+    rules = Rules(24, banned=[banned] if banned else [])
+    recording = Recording(SamplingParams(1.0), LABELS)
+    rounds = speculated(
         model,
-        lambda token: PIECES[token].encode(),
-    )
-    policy, params = AdaptiveExit(0.2, 4), SamplingParams(temperature)
-    recording = Recording(params, LABELS)
-    drafter, randomness = ModelDrafter(model, cache, PLAN), SeededRandomness(seed)
-    rounds = speculate(
-        model, cache, text, drafter, policy, params, randomness, observer=recording.observe
+        Text([6, 7, 6], rules, model, lambda token: PIECES[token].encode()),
+        lambda model, cache: ModelDrafter(model, cache, PLAN),
+        AdaptiveExit(0.2, 4),
+        recording.params,
+        SeededRandomness(seed),
+        observer=recording.observe,
     )
     for number, round in enumerate(rounds, 1):
         recording.add(round, number / 4)
     return recording
 
 
-def detail(token: int, q: float | None, p: float) -> dict[str, Any]:
-    draft_top = [] if q is None else [(" fox", q)]
-    return {
-        "id": token,
-        "text": LABELS(token),
-        "q": q,
-        "p": p,
-        "draft_top": draft_top,
-        "target_top": [(" fox", p)],
-    }
-
-
-def page_of(
-    *recordings: Recording, greedy: bool = False, plan: LayerPlan | None = PLAN, race: bool = False
-) -> str:
-    facts = {"prompt": PROMPT, "facts": [("Model", "<b>tiny</b>")], "plan": plan and asdict(plan)}
+def page_of(*recordings: Recording, race: bool = False) -> str:
+    facts = {"prompt": PROMPT, "facts": [("Model", "<b>tiny</b>")], "plan": asdict(PLAN)}
     samples = [recording.sample for recording in recordings]
-    return render_page({**facts, "greedy": greedy, "race": race}, samples)
+    return render_page({**facts, "greedy": False, "race": race}, samples)
 
 
 def data_of(page: str) -> Any:
@@ -117,15 +96,11 @@ def test_the_page_is_one_file_with_the_elements_of_its_template_only() -> None:
     data = data_of(page)
     assert data["plan"] == {"attention": [16, 16, 0], "mlp": [16, 16, 0], "head": 16}
     assert len(re.findall(r"<script", page, re.IGNORECASE)) == 2
-    without_data = page.replace(embed(data), "")
-    assert not re.search(
-        r"<img|<link|<iframe|\bsrc=|https?:|@import|url\(", without_data, re.IGNORECASE
-    )
+    loading = r"<img|<link|<iframe|\bsrc=|https?:|@import|url\("
+    assert not re.search(loading, page.replace(embed(data), ""), re.IGNORECASE)
     (nonce,) = set(re.findall("nonce[-=][\"']?(.+?)[\"']", page))
-    assert (
-        len(nonce) == 32
-        and page.count("default-src 'none'; connect-src 'self'; script-src 'nonce-") == 1
-    )
+    policy = "default-src 'none'; connect-src 'self'; script-src 'nonce-"
+    assert len(nonce) == 32 and page.count(policy) == 1
     (sample,) = data["samples"]
     assert (sample["finish"], sample["seconds"]) == ("length", len(sample["rounds"]) / 4)
     assert "{{data}} {{nonce}}" in {token["text"] for token in tokens_of(sample)}
@@ -136,38 +111,16 @@ def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Also a prompt that can be read only once."""
     model, page = write_folder(tmp_path / "tiny"), tmp_path / "page.html"
     monkeypatch.setattr("sys.stdin", io.StringIO("the <hen>"))
-    sampling = [
-        "--temperature",
-        "0.5",
-        "--top-p",
-        "0.9",
-        "--repetition-penalty",
-        "1.1",
-        "--seed",
-        "7",
-    ]
-    options = [
-        "--prompt-file",
-        "-",
-        "--model",
-        str(model),
-        "--draft",
-        "exit",
-        "--max-new-tokens",
-        "4",
-        *sampling,
-    ]
-    assert generate.main([*options, "--html", str(page)]) == 0
+    options = f"--prompt-file - --model {model} --draft exit --max-new-tokens 4 --html {page}"
+    sampling = "--temperature 0.5 --top-p 0.9 --repetition-penalty 1.1 --seed 7"
+    assert generate.main([*options.split(), *sampling.split()]) == 0
     data = data_of(page.read_text(encoding="utf-8"))
     assert data["prompt"] == "the <hen>" and not data["greedy"]
-    assert data["facts"] == [
-        ["Model", "tiny"],
-        ["Draft", "exit at layer 2 of 4"],
-        [
-            "Sampling",
-            "temperature 0.5, top-p 0.9, repetition-penalty 1.1, --seed 7 --coupling race",
-        ],
-    ]
+    assert dict(data["facts"]) == {
+        "Model": "tiny",
+        "Draft": "exit at layer 2 of 4",
+        "Sampling": "temperature 0.5, top-p 0.9, repetition-penalty 1.1, --seed 7 --coupling race",
+    }
 
 
 # ---- in a browser ----
@@ -209,14 +162,13 @@ def opened(browser: WebDriver, recordings: list[Recording], tmp_path: Path) -> I
 
 
 def visible_chips(browser: WebDriver) -> list[str]:
-    script = (
+    return browser.execute_script(
         "return [...document.querySelectorAll('.round:not([hidden]) .chip')].map(chip =>"
         " chip.textContent)"
     )
-    return browser.execute_script(script)
 
 
-def chips_of(recording: Recording, rounds: int) -> list[str]:
+def chips_of(recording: Recording, rounds: int | None = None) -> list[str]:
     return [LABELS(token["id"]).strip() for token in tokens_of(recording.sample, rounds)]
 
 
@@ -238,10 +190,9 @@ def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Record
     assert find(opened, "#where").text == f"Round 2 of {last}"
     words = find(opened, "#cache-words").text
     second = recordings[0].sample["rounds"][1]
-    position, drafted = second["position"], second["drafted"]
-    after = position + second["emitted"] - 1
-    assert f"Round 2: {position - 1} entries, {position + drafted} after" in words
-    assert f" {after} after rollback" in words
+    before = second["position"] - 1
+    assert f"Round 2: {before} entries, {before + 1 + second['drafted']} after" in words
+    assert f" {before + second['emitted']} after rollback" in words
 
 
 def test_hover_focus_and_tap_show_the_numbers(
@@ -286,14 +237,13 @@ def test_another_sample_can_be_chosen(opened: WebDriver, recordings: list[Record
     from selenium.webdriver.support.ui import Select
 
     Select(find(opened, "#sample")).select_by_index(1)
-    retracted = sum(round["retracted"] for round in recordings[1].sample["rounds"])
+    rounds = recordings[1].sample["rounds"]
+    retracted = sum(round["retracted"] for round in rounds)
     assert retracted, "the example takes nothing back"
-    assert visible_chips(opened) == chips_of(recordings[1], len(recordings[1].sample["rounds"]))
+    assert visible_chips(opened) == chips_of(recordings[1])
     assert len(opened.find_elements("css selector", "button.chip.back")) == retracted
-    tokens = find(opened, "#stats dd").text
-    assert tokens == str(
-        sum(round["emitted"] - round["retracted"] for round in recordings[1].sample["rounds"])
-    )
+    left = sum(round["emitted"] for round in rounds) - retracted
+    assert find(opened, "#stats dd").text == str(left)
 
 
 def test_the_page_opens_on_the_first_rejected_token_and_explains_it(
@@ -301,30 +251,27 @@ def test_the_page_opens_on_the_first_rejected_token_and_explains_it(
 ) -> None:
     verdicts = [token["verdict"] for token in tokens_of(recordings[0].sample)]
     (chip,) = opened.find_elements("css selector", ".chip.shown")
-    assert opened.execute_script("return chips.indexOf(arguments[0])", chip) == verdicts.index(
-        "rejected"
-    )
-    told = find(opened, "#details").text
+    shown = opened.execute_script("return chips.indexOf(arguments[0])", chip)
+    assert shown == verdicts.index("rejected")
     assert re.search(
-        r"q = [\d.e-]+, the target only p = [\d.e-]+\..*p/q = [\d.e-]+, and it was rejected\.", told
+        r"q = [\d.e-]+, the target only p = [\d.e-]+\..*p/q = [\d.e-]+, and it was rejected\."
+        r"(.|\n)*takes its place: the residual token, drawn from max\(0, p − q\) scaled to sum to"
+        r" 1\.",
+        find(opened, "#details").text,
     )
-    assert (
-        "takes its place: the residual token, drawn from max(0, p − q) scaled to sum to 1." in told
-    )
-    assert not opened.execute_script("return at('inspector').classList.contains('chosen')"), (
-        "it covers nothing unasked"
-    )
+    covers = opened.execute_script("return at('inspector').classList.contains('chosen')")
+    assert not covers, "it covers nothing unasked"
 
 
 def test_a_phone_shows_it_without_scrolling_sideways(opened: WebDriver) -> None:
     look(opened, 360, "dark")
-    assert opened.execute_script("return document.documentElement.scrollWidth") == 360
+    wide = "return document.documentElement.scrollWidth"
+    assert opened.execute_script(wide) == 360
     opened.execute_script("inspect(chips.find(chip => chip.textContent.includes('longlong')))")
-    assert opened.execute_script("return document.documentElement.scrollWidth") == 360
+    assert opened.execute_script(wide) == 360
     assert opened.execute_script("return at('text').scrollWidth <= at('text').clientWidth")
     background = opened.execute_script("return getComputedStyle(document.body).backgroundColor")
-    brightness = [int(part) for part in re.findall(r"\d+", background)[:3]]
-    assert max(brightness) < 60
+    assert max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60
 
 
 def test_under_the_race_no_ratio_is_told(opened: WebDriver, tmp_path: Path) -> None:

@@ -209,9 +209,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DRAFTS = {
-    "lookup": ["--ban", "a"],
-    "skip": ["--plan", "{}/plan.json", "--num-samples", "3", "--temperature", "1", "--seed", "4"],
-    "exit": ["--compare", "--num-samples", "2", "--temperature", "1", "--seed", "3"],
+    "lookup": "--ban a",
+    "skip": "--plan {}/plan.json --num-samples 3 --temperature 1 --seed 4",
+    "exit": "--compare --num-samples 2 --temperature 1 --seed 3",
 }
 
 
@@ -222,25 +222,17 @@ def test_every_draft_can_be_watched_without_changing_the_text(
     """--trace writes to standard error beside --json, --html its file; the objects are as without
     them.
     """
-    options = [option.format(models) for option in DRAFTS[draft]]
-    command = [
-        "the hen and the",
-        "--model",
-        str(models / "model"),
-        "--draft",
-        draft,
-        *options,
-        "--json",
-    ]
-    command += ["--max-new-tokens", "12"]
-    page = tmp_path / "page.html"
-    assert generate.main(command) == 0
-    plain = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
-    assert generate.main([*command, "--trace", "--html", str(page)]) == 0
-    captured = capsys.readouterr()
-    assert [json.loads(line)["tokens"] for line in captured.out.splitlines()] == plain
-    assert captured.err.count("{~discarded~} residual or bonus") == len(plain)
-    assert captured.err.count(str(page)) == 1 and page.stat().st_size > 1000
+    options = f"--model {models}/model --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
+    page, said = tmp_path / "page.html", []
+    for more in ([], ["--trace", "--html", str(page)]):
+        assert generate.main(["the hen and the", *options.format(models).split(), *more]) == 0
+        said.append(capsys.readouterr())
+    plain, watched = (
+        [json.loads(line)["tokens"] for line in each.out.splitlines()] for each in said
+    )
+    assert watched == plain
+    assert said[1].err.count("{~discarded~} residual or bonus") == len(plain)
+    assert said[1].err.count(str(page)) == 1 and page.stat().st_size > 1000
 
 
 def test_ctrl_c_keeps_what_was_there(

@@ -1,0 +1,29 @@
+"""Calls as tests see them: what is noted of those of a function, and the status of a command."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def recorded(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]
+) -> list[Any]:
+    """A list of ``note(*arguments)`` of every later call of this function of ``owner``."""
+    notes: list[Any] = []
+    function = getattr(owner, name)
+
+    def recording(*given: Any, **named: Any) -> Any:
+        notes.append(note(*given, **named))
+        return function(*given, **named)
+
+    patch.setattr(owner, name, recording)
+    return notes
+
+
+def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """The status of a command, also where argparse ends it."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code
