@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,21 +31,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from cli.command_line import run_command
 from cli.device import keep_freed_memory, pick_device
-from cli.files import atomic_path, explaining, read_json
-from cli.options import Groups, parser_of, within
+from cli.files import atomic_path, explaining, read_json, write_text
 from model import Decoder, InputError, build, parse_config
-from training.recipe import (
-    CURRICULA,
-    Recipe,
-    dropout_rates,
-    evaluate,
-    exit_weights,
-    learning_rate,
-    optimisers_of,
-    recipe_loss,
-)
+from training.evaluation import evaluate
+from training.optimisers import learning_rate, optimisers_of
+from training.options import parse_options
+from training.recipe import Recipe, dropout_rates, exit_weights, recipe_loss
 from training.text import Rows, read_documents, rows_of, train_tokenizer
-from weights.load import load_model, model_folder
+from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
@@ -195,8 +187,7 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
         " and run again"
     )
     with explaining(trouble, (OSError, RuntimeError)):
-        with atomic_path(options.out / LOG) as temporary:
-            temporary.write_text(records, encoding="utf-8")
+        write_text(options.out / LOG, records)
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
 
@@ -222,137 +213,10 @@ def load_state(options: argparse.Namespace) -> dict[str, Any]:
     return state
 
 
-COUNT = within(int, 1)
-SHARE = within(float, 0, 1)
-RATE = within(float, 0)
-RECIPE = "the recipe (0, 0 and none: ordinary training)"
-OPTIONS: Groups = {
-    "": {
-        "--data": {
-            "type": Path,
-            "nargs": "+",
-            "required": True,
-            "metavar": "FILE",
-            "help": ".jsonl or text files",
-        },
-        "--out": {
-            "type": Path,
-            "required": True,
-            "metavar": "DIR",
-            "help": "model folder; a run in it is continued",
-        },
-        "--tokenizer": {
-            "metavar": "DIR",
-            "help": "a model folder whose tokenizer to use (default: train one)",
-        },
-        "--vocab-size": {
-            "type": within(int, 258),
-            "default": 4096,
-            "metavar": "N",
-            "help": "most tokens of a new tokenizer",
-        },
-    },
-    RECIPE: {
-        "--layer-dropout": {
-            "type": SHARE,
-            "default": 0.1,
-            "metavar": "P",
-            "help": "p_max, of the last layer",
-        },
-        "--exit-scale": {
-            "type": RATE,
-            "default": 1.0,
-            "metavar": "E",
-            "help": "e_scale, of early exits' losses",
-        },
-        "--exit-power": {
-            "type": SHARE,
-            "default": 1.0,
-            "metavar": "A",
-            "help": "below 1: stronger first exits",
-        },
-        "--exit-teaching": {
-            "type": SHARE,
-            "default": 0.0,
-            "metavar": "A",
-            "help": "the last layer teaches exits",
-        },
-        "--curriculum": {
-            "choices": CURRICULA,
-            "default": "rotational",
-            "help": "which exits are on in a step",
-        },
-        "--rotation": {
-            "type": COUNT,
-            "default": 8,
-            "metavar": "R",
-            "help": "every R-th layer's exit is on in a step",
-        },
-    },
-    "the loop": {
-        "--steps": {
-            "type": COUNT,
-            "default": 2000,
-            "metavar": "N",
-            "help": "updates of the weights",
-        },
-        "--batch": {"type": COUNT, "default": 16, "metavar": "N", "help": "rows per micro-batch"},
-        "--accumulate": {
-            "type": COUNT,
-            "default": 1,
-            "metavar": "N",
-            "help": "micro-batches per step and process",
-        },
-        "--context": {"type": COUNT, "default": 256, "metavar": "N", "help": "tokens per row"},
-        "--learning-rate": {"type": RATE, "default": 2e-3, "metavar": "R", "help": "at its peak"},
-        "--muon-rate": {
-            "type": RATE,
-            "default": 0.0,
-            "metavar": "R",
-            "help": "peak of Muon for matrices; 0: AdamW only",
-        },
-        "--warm-up": {"type": within(int, 0), "default": 100, "metavar": "N", "help": "steps"},
-        "--seed": {
-            "type": within(int, 0, 2**63 - 1),
-            "default": 0,
-            "metavar": "S",
-            "help": "of every random choice",
-        },
-        "--autocast": {
-            "action": argparse.BooleanOptionalAction,
-            "default": True,
-            "help": "compute in bf16",
-        },
-        "--save-every": {
-            "type": COUNT,
-            "default": 100,
-            "metavar": "N",
-            "help": "steps between evaluations, each with a save",
-        },
-        "--device": {"help": "cpu, cuda ... (default: cuda if there is one)"},
-    },
-}
-
-
-def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    """Parsed options of a command line. Raises InputError for a model folder that is not there."""
-    parser = parser_of(OPTIONS, prog="train.py", description=__doc__.splitlines()[0])
-    start = parser.add_mutually_exclusive_group(required=True)
-    start.add_argument(
-        "--config", type=Path, metavar="FILE", help="config.json of a model to train from scratch"
-    )
-    start.add_argument(
-        "--start-from", metavar="DIR", help="a checkpoint to continue from, with its tokenizer"
-    )
-    options = parser.parse_args(arguments)
-    options.start_from = options.start_from and model_folder(options.start_from)
-    options.tokenizer = model_folder(options.tokenizer) if options.tokenizer else options.start_from
-    return options
-
-
 def main(arguments: list[str] | None = None) -> int:
     stopped = "stopped: the same command continues from the last saved state in its --out folder"
-    return run_command(lambda: train(parse_options(arguments)), stopped)
+    description = __doc__.splitlines()[0]
+    return run_command(lambda: train(parse_options(arguments, description)), stopped)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from benchmark.sections import SECTIONS
 from cli.command_line import run_command, say
 from cli.device import machine, pick_device
 from cli.files import check_place, write_json
-from cli.options import FLAG, Groups, parser_of, within
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import table
 from decoding.run.chooser import Setting
@@ -46,10 +46,7 @@ LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first tok
 
 OPTIONS: Groups = {
     "": {
-        "--model": {
-            "default": "smollm2-135m-instruct",
-            "help": "a folder, or a name under weights/",
-        },
+        "--model": MODEL,
         "--draft-model": {
             "metavar": "DIR",
             "help": "also draft with this model, of the same vocabulary",
@@ -58,19 +55,19 @@ OPTIONS: Groups = {
             "type": int,
             "nargs": "+",
             "metavar": "N",
-            "help": "exits to draft with (default: a middle and a late one)",
+            "help": "layers of the early exits to draft with (default: a middle and a late one)",
         },
         "--against": {
             "type": partial(str.split, sep=","),
             "default": [],
             "metavar": "LIBRARY",
-            "help": f"libraries to measure, with commas: {', '.join(LIBRARIES)}=FILE.gguf",
+            "help": f"libraries to measure too, with commas: {', '.join(LIBRARIES)}=FILE.gguf",
         },
         "--only": {
             "choices": SECTIONS,
             "nargs": "+",
-            "default": tuple(SECTIONS)[:-2],
-            "help": "sections (default: all but structured and together)",
+            "default": ("costs", "speed", "first-token", "floor"),
+            "help": "sections to measure (default: all but structured and together)",
         },
         "--prompts": {
             "choices": [*PROMPTS, "stories"],
@@ -88,21 +85,15 @@ OPTIONS: Groups = {
         },
         "--off-grid": {
             **FLAG,
-            "help": "measure a copy of the model with noise in its weights, which no rounding"
-            " restores; made once",
+            "help": "measure a copy of the model with noise in its weights, so that rounding to"
+            " four bits changes them; the copy is made once",
         },
         "--temperature": {
-            "type": float,
-            "default": 0.0,
-            "metavar": "T",
-            "help": "above 0 texts race",
+            **TEMPERATURE,
+            "help": "0: greedy; above 0: sampled, verified by the race",
         },
-        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
-        "--dtype": {
-            "choices": [*DTYPES, "auto"],
-            "default": "auto",
-            "help": "default: the checkpoint's",
-        },
+        "--device": DEVICE,
+        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
         "--json": {"type": Path, "metavar": "FILE", "help": "also write all measurements"},
         "--plot": {
             "type": Path,
@@ -119,14 +110,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     # library -> its file, or ""
     options.against = dict(name.partition("=")[::2] for name in options.against)
-    # a prediction needs the costs
-    options.only = {*options.only} | ({"costs"} if "speed" in options.only else set())
+    options.only = set(options.only)
+    if "speed" in options.only:
+        options.only.add("costs")  # from which it predicts
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
     if not options.against.keys() <= LIBRARIES.keys():
         raise InputError(f"--against takes {', '.join(LIBRARIES)}=FILE.gguf")
-    drawable = options.plot is None or options.plot.suffix in (".svg", ".png")
-    if not drawable or (options.plot and not PANELS.keys() & options.only):
+    if options.plot and (
+        options.plot.suffix not in (".svg", ".png") or not PANELS.keys() & options.only
+    ):
         raise InputError(
             f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"
         )

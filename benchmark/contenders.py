@@ -5,7 +5,7 @@ llama.cpp on a file.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from decoding.run.chooser import Chooser, DraftOptions, Setting, with_policy
 from decoding.run.writer import GAMMA, Drafting, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
-from search.costs import CostTable
+from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
 # suffix of the name of a draft that stops by Draft & Verify's adaptive exit
 ADAPTIVE = ", adaptive"
+# A drafting that is made takes only its policy from options: they hold for every kind of draft.
+ADAPTIVE_POLICY = DraftOptions("exit", adaptive=True)
+LONGEST_VERIFICATION = 16  # tokens
 WARM_UP_TOKENS = 8
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
 
@@ -57,7 +60,6 @@ class Bench:
     prompts: list[tuple[str, list[int]]]
     lengths: list[int]
     drafts: dict[str, Drafting] = field(default_factory=dict)
-    costs: dict[str, CostTable] = field(default_factory=dict)
     libraries: dict[str, Contender] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,15 @@ class Bench:
         drafting = self.chooser.drafting(options, self.setting.params)
         drafting.preparation.finish()
         return drafting
+
+    @cached_property
+    def costs(self) -> dict[str, CostTable]:
+        """Cost table of each draft, measured at its first use."""
+        drafts = list(self.drafts.values())
+        longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in drafts)])
+        prompts = [ids for _, ids in self.prompts]
+        tables = measure_costs(self.setting, prompts, drafts, longest)
+        return dict(zip(self.drafts, tables, strict=True))
 
 
 def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender:
@@ -93,9 +104,7 @@ def our_contenders(bench: Bench) -> dict[str, Contender]:
     for name, drafting in bench.drafts.items():
         ways[name] = drafting
         if drafting.model:
-            ways[name + ADAPTIVE] = with_policy(
-                drafting, DraftOptions("exit", adaptive=True), setting.params
-            )
+            ways[name + ADAPTIVE] = with_policy(drafting, ADAPTIVE_POLICY, setting.params)
     ways["auto"] = bench.drafting(DraftOptions("auto"))
     writer = Writer(setting.model, setting.positions)
     return {name: contender(writer, way, setting) for name, way in ways.items()}

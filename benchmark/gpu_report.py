@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 
 from cli.command_line import OneLineParser, run_command, say
-from cli.files import atomic_path
+from cli.files import write_text
+from cli.options import MODEL
 
 
 def parts(model: str) -> list[tuple[str, list[str], int]]:
-    """Title, command and most seconds of each part; a model is a folder, or a name under
-    ``weights/``.
-    """
+    """Title, command and most seconds of each part."""
     python = [sys.executable, "-m"]
     bench = [*python, "benchmark", "--model", model, "--quick", "--only"]
     against = ["--against", "transformers"] if find_spec("transformers") else []
@@ -67,15 +66,18 @@ def report(model: str, out: Path) -> None:
     for title, command, seconds in parts(model):
         say(f"{title}: up to {seconds} seconds")
         sections.append(section(title, command, seconds))
-        with atomic_path(out) as temporary:  # also of a report that is cut off
-            temporary.write_text("\n".join(sections), encoding="utf-8")
+        write_text(out, "\n".join(sections))  # so that a report that is cut off is there too
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns its exit status, 0 also without a GPU."""
-    parser = OneLineParser(prog="python -m benchmark.gpu_report", description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="of the benchmark")
-    parser.add_argument("--out", type=Path, default=Path("gpu-report.md"), metavar="FILE")
+    parser = OneLineParser(
+        prog="python -m benchmark.gpu_report", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--model", **MODEL)
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-report.md"), metavar="FILE", help="the report"
+    )
     return run_command(lambda: report(**vars(parser.parse_args(arguments))))
 
 

@@ -38,7 +38,8 @@ def draw_together(axes: Axes, rows: list[Row]) -> None:
     """Draw the tokens per second of all texts by their number, and below that number the speed-ups
     of the drafts.
     """
-    names, counts = (list(dict.fromkeys(row[key] for row in rows)) for key in ("decoder", "texts"))
+    names = list(dict.fromkeys(row["decoder"] for row in rows))
+    counts = list(dict.fromkeys(row["texts"] for row in rows))
     for name in names:
         axes.plot(
             counts,

@@ -5,7 +5,6 @@ The first line of a section's docstring is the title of its table.
 
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain, cycle, islice
@@ -17,6 +16,7 @@ from rich.progress import track
 
 from benchmark.contenders import (
     ADAPTIVE,
+    LONGEST_VERIFICATION,
     WARM_UP_TOKENS,
     Bench,
     Contender,
@@ -34,15 +34,14 @@ from decoding.run.chooser import DraftOptions
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
-from decoding.run.writer import Drafting, Writer, plain
+from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
 from model.clock import now, take_turns
-from search.costs import CostTable, measure_costs
+from search.costs import CostTable
 from weights.memory import parameter_count
 
-LONGEST_VERIFICATION = 16  # tokens
 STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text
@@ -55,13 +54,9 @@ BANDWIDTH_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 def costs_section(bench: Bench) -> list[Row]:
     """Costs of verifications and of draft steps, in plain rounds."""
-    drafts = list(bench.drafts.values())
-    longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in drafts)])
-    tables = measure_costs(bench.setting, [ids for _, ids in bench.prompts], drafts, longest)
-    bench.costs = dict(zip(bench.drafts, tables, strict=True))
     verifications: list[Row] = [
         {"step": "verification", "tokens": n, "plain rounds": cost}
-        for n, cost in enumerate(tables[0].verify, start=1)
+        for n, cost in enumerate(bench.costs["lookup"].verify, start=1)
     ]
     return verifications + [
         {"step": f"draft step, {name}", "plain rounds": bench.costs[name].draft}
@@ -101,6 +96,7 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
     texts = time_texts(bench, our_contenders(bench) | bench.libraries)
+    kinds = [kind for kind, _ in bench.prompts]
     rows = []
     for name, found in texts.items():
         pairs = list(zip(found, texts["plain"], strict=True))
@@ -109,9 +105,10 @@ def speed_section(bench: Bench) -> list[Row]:
             sums.add(round)
         costs = bench.costs.get(name.removesuffix(ADAPTIVE))
         speedups = [plain.seconds / text.seconds for text, plain in pairs]
-        of_kind: dict[str, list[float]] = defaultdict(list)
-        for (kind, _), speedup in zip(bench.prompts, speedups, strict=True):
-            of_kind[kind].append(speedup)
+        of_kind = {
+            kind: [gain for other, gain in zip(kinds, speedups, strict=True) if other == kind]
+            for kind in kinds
+        }
         row = {
             "decoder": name,
             "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
@@ -119,7 +116,7 @@ def speed_section(bench: Bench) -> list[Row]:
             "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
             "accepted": sums.acceptance_rate,
             "a round": sums.tokens_per_round or None,
-            "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
+            "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
             "seconds": [text.seconds for text in found],
         }
         rows.append(row | {kind: statistics.median(each) for kind, each in of_kind.items()})
@@ -136,7 +133,6 @@ def together_section(bench: Bench) -> list[Row]:
     """
     setting = bench.setting
     model = setting.model
-    count = bench.options.max_new_tokens
     exits = [f"exit {layer}" for layer in bench.options.exit_layer or ()]
     draft = next(
         name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
@@ -148,47 +144,25 @@ def together_section(bench: Bench) -> list[Row]:
     }
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
-    texts = [alone(prompt, count).tokens for prompt in prompts]
-
-    def write(scheduler: Scheduler, way: Drafting, count: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of the texts."""
-        tasks = [
-            Task(
-                Text(prompt, Rules(count), model),
-                way,
-                setting.params,
-                Coupling(setting.coupling, sum(prompt)),
-            )
-            for prompt in prompts
-        ]
-        began = now(model.device)
-        scheduler.write_all(tasks)
-        seconds = now(model.device) - began
-        return seconds, [task.text.generated for task in tasks]
-
+    texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
     calls = [step_after(model, prompt) for prompt in prompts]
-    steps = {n: lambda n=n: torch.cat(answers(calls[:n])).argmax(-1).tolist() for n in TOGETHER}
     rows: list[Row] = []
-    plain_speeds: list[float] = []
     for slots in track(TOGETHER, "writing together", console=Console(stderr=True)):
         # Just before the texts, since the speed of the memory changes within minutes.
-        measured = take_turns([steps[n] for n in sorted({1, slots})], STEP_REPEATS, model.device)
-        allowed = slots * statistics.median(measured[0]) / statistics.median(measured[-1])
+        allowed = possible_gain(calls[:slots])
         for name, way in ways.items():
-            scheduler = Scheduler(model, setting.positions, slots)
-            reading, _ = write(scheduler, way, 1)
-            seconds, written = write(scheduler, way, count)
-            speed = len(prompts) * (count - 1) / (seconds - reading)
+            speed, written = write_together(bench, way, prompts, slots)
             row = {
                 "texts": slots,
                 "decoder": name,
                 "tokens/s": speed,
-                "equal": equal(zip(written, texts, strict=True)),
+                "equal": count_equal(zip(written, texts, strict=True)),
             }
+            rows.append(row)
             if name == "plain":
-                plain_speeds.append(speed)
-                row["of possible"] = speed / plain_speeds[0] / allowed
-            rows.append(row | {"speed-up": speed / plain_speeds[-1]})
+                plain_speed = speed
+                row["of possible"] = speed / rows[0]["tokens/s"] / allowed
+            row["speed-up"] = speed / plain_speed
     return rows
 
 
@@ -198,6 +172,47 @@ def step_after(model: Decoder, prompt: list[int]) -> Call:
     writer.begin(prompt)
     last = torch.tensor([prompt[-1:]], device=model.device)
     return Call(model, last, writer.cache, len(prompt) - 1)
+
+
+def possible_gain(calls: list[Call]) -> float:
+    """Gain in speed that one step for all calls allows over a step for each."""
+    if len(calls) == 1:
+        return 1.0
+
+    def step(rows: int) -> None:
+        torch.cat(answers(calls[:rows])).argmax(-1).tolist()
+
+    steps = [partial(step, 1), partial(step, len(calls))]
+    one, all_rows = take_turns(steps, STEP_REPEATS, calls[0].model.device)
+    return len(calls) * statistics.median(one) / statistics.median(all_rows)
+
+
+def write_together(
+    bench: Bench, way: Drafting, prompts: list[list[int]], slots: int
+) -> tuple[float, list[list[int]]]:
+    """Tokens per second of all texts, up to ``slots`` at a time, after their first tokens; and the
+    texts.
+    """
+    setting = bench.setting
+    scheduler = Scheduler(setting.model, setting.positions, slots)
+    count = bench.options.max_new_tokens
+    seconds = []
+    for budget in (1, count):
+        tasks = [
+            Task(
+                Text(prompt, Rules(budget), setting.model),
+                way,
+                setting.params,
+                Coupling(setting.coupling, sum(prompt)),
+            )
+            for prompt in prompts
+        ]
+        began = now(setting.model.device)
+        scheduler.write_all(tasks)
+        seconds.append(now(setting.model.device) - began)
+    reading, whole = seconds
+    speed = len(prompts) * (count - 1) / (whole - reading)
+    return speed, [task.text.generated for task in tasks]
 
 
 def first_token_section(bench: Bench) -> list[Row]:
@@ -249,15 +264,7 @@ def structured_section(bench: Bench) -> list[Row]:
     """
     setting = bench.setting
     tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    drafts = {
-        "forced": Drafting(
-            "forced tokens",
-            lambda cache: ForcedTokens(setting.model.vocab_size, setting.model.device),
-            lambda: FixedLength(LONGEST_VERIFICATION - 1),
-        )
-    }
-    drafts |= {name: way for name, way in bench.drafts.items() if name == "low bits"}
-    drafts["auto"] = bench.drafting(DraftOptions("auto"))
+    drafts = structured_drafts(bench)
     writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
@@ -265,34 +272,52 @@ def structured_section(bench: Bench) -> list[Row]:
         grammar = Grammar("json_schema", schema, tokens)
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
-        turns = []
-        for turn in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
-            coupling = Coupling(setting.coupling, turn)
-            turns.append(
-                [
-                    writer.write(writer.new_text(rules), way, setting.params, coupling)
-                    for way in (writer.plain, *drafts.values())
-                ]
-            )
-        for number, way in enumerate(drafts, start=1):
-            pairs = [(turn[number], turn[0]) for turn in turns]
-            written = turns[-1][number].statistics
-            rows.append(
-                {
-                    "schema": name,
-                    "decoder": way,
-                    "tokens": written.tokens,
-                    "a round": written.tokens_per_round,
-                    # the first turn warms up
-                    "speed-up": spread(text.speed / plain.speed for text, plain in pairs[1:]),
-                    "equal": equal((text.tokens, plain.tokens) for text, plain in pairs),
-                }
-            )
+        turns = [
+            {
+                way: writer.write(
+                    writer.new_text(rules),
+                    drafting,
+                    setting.params,
+                    Coupling(setting.coupling, turn),
+                )
+                for way, drafting in {"plain": writer.plain, **drafts}.items()
+            }
+            for turn in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS)
+        ]
+        rows += [{"schema": name, "decoder": way, **structured_row(turns, way)} for way in drafts]
     for way in drafts:
         medians = [row["speed-up"]["median"] for row in rows if row["decoder"] == way]
         mean = statistics.geometric_mean(medians)
         rows.append({"schema": "geometric mean", "decoder": way, "speed-up": mean})
     return rows
+
+
+def structured_drafts(bench: Bench) -> dict[str, Drafting]:
+    """Drafts of structured texts: forced tokens alone, low bits where they gain, --draft auto."""
+    model = bench.setting.model
+    drafts = {
+        "forced": Drafting(
+            "forced tokens",
+            lambda cache: ForcedTokens(model.vocab_size, model.device),
+            lambda: FixedLength(LONGEST_VERIFICATION - 1),
+        )
+    }
+    if "low bits" in bench.drafts:
+        drafts["low bits"] = bench.drafts["low bits"]
+    drafts["auto"] = bench.drafting(DraftOptions("auto"))
+    return drafts
+
+
+def structured_row(turns: list[dict[str, Sample]], way: str) -> Row:
+    """Results of a draft on the texts of one schema; the first turn warms up."""
+    pairs = [(turn[way], turn["plain"]) for turn in turns]
+    last = turns[-1][way].statistics
+    return {
+        "tokens": last.tokens,
+        "a round": last.tokens_per_round,
+        "speed-up": spread(text.speed / plain.speed for text, plain in pairs[1:]),
+        "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
+    }
 
 
 def spread(values: Iterable[float]) -> Row:
@@ -301,13 +326,13 @@ def spread(values: Iterable[float]) -> Row:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def equal(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
+def count_equal(pairs: Iterable[tuple[list[int], list[int]]]) -> str:
     """Number of texts that equal those they are paired with, of all."""
     found = [text == other for text, other in pairs]
     return f"{sum(found)}/{len(found)}"
 
 
-SECTIONS = {  # in the order in which they are measured: a predicted speed needs the costs
+SECTIONS = {  # in the order in which they are measured
     "costs": costs_section,
     "speed": speed_section,
     "first-token": first_token_section,

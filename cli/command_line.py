@@ -44,6 +44,15 @@ def say(line: str) -> None:
     print(f"[{line}]", file=sys.stderr)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that the memory of a GPU or of the host ran out."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's of a GPU; it may not be loaded
+        or "DefaultCPUAllocator" in str(error)  # torch's of the host
+    )
+
+
 def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     """Exit status of the ``work`` of a command line; every failure is printed as one line.
 
@@ -70,21 +79,19 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
     except KeyboardInterrupt:
         status = 130
         complaint = interrupted
-    except (BrokenPipeError, SystemExit) as error:
-        if getattr(error, "code", 1) != 1:
+    except BrokenPipeError:
+        status = 0
+    except SystemExit as error:
+        if error.code != 1:
             raise
-        status = 0  # a closed pipe; rich ends with 1 then
+        status = 0  # rich's status when the output is a closed pipe
     except OSError as error:
         place = "standard output" if error.filename is None else error.filename
         complaint = (
             f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
         )
     except (RuntimeError, MemoryError) as error:
-        # Of a GPU, by name, since torch may not be loaded; of the host.
-        if type(error).__name__ not in (
-            "OutOfMemoryError",
-            "MemoryError",
-        ) and "DefaultCPUAllocator" not in str(error):
+        if not is_out_of_memory(error):
             raise
         complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
     for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):

@@ -19,9 +19,8 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
     except InputError:
         raise
     except errors as error:
-        raise InputError(
-            f"{trouble}: {one_line(getattr(error, 'strerror', None) or error)}"
-        ) from None
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{trouble}: {one_line(reason or error)}") from None
 
 
 def one_line(error: object) -> str:
@@ -102,9 +101,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file, atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(
-            json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -7,7 +7,15 @@ from typing import Any
 
 from cli.command_line import OneLineParser
 
+# Arguments of argparse's ``add_argument`` for options of several commands
 FLAG = {"action": "store_true", "default": False}
+MODEL = {
+    "default": "smollm2-135m-instruct",
+    "help": "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
+}
+DEVICE = {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"}
+DTYPE = {"default": "auto", "help": "default: the checkpoint's"}
+TEMPERATURE = {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"}
 # Title of a group in the help, "" for none -> option -> arguments of argparse's ``add_argument``
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 

@@ -1,5 +1,6 @@
 """Tables of rows, for the terminal."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
@@ -28,7 +29,7 @@ def table(rows: list[Row], title: str | None = None) -> Table:
     return shown
 
 
-def cell(value: Any, form: Any) -> str:
+def cell(value: Any, form: Callable[[float], str]) -> str:
     """Printed form of a value; of a spread the median with its range."""
     if isinstance(value, dict):
         return f"{form(value['median'])} ({form(value['lowest'])}-{form(value['highest'])})"

@@ -14,6 +14,7 @@ from search.costs import CostTable, predicted_speedup
 
 FOLDER = Path(__file__).parent
 GREEN = "#7cbd9c"
+DARK_GREEN = "#3f8f6b"
 BLUE = "#7fb0de"
 AMBER = "#f3bd4e"
 PALE_RED = "#eba49c"
@@ -120,14 +121,19 @@ def cache() -> Figure:
     """Positions of the cache before, in and after a round with a rejected token."""
     axes = sheet(3.2, -2.4, 8.2, 4.8)
     words = ("a", "little", "fox", "who", "lived", "in", "the", "sea")
-    colours = {"the target's": BLUE, "the draft's": AMBER, "forgotten": RULE, "length": RED}
-    kinds = dict(zip("tdf", colours.values(), strict=False))
-    stages = {"before": "ttt", "four draft steps": "tttdddd", "one verification": "tttttttt"}
-    for row, (name, held) in enumerate({**stages, "rollback": "ttttttff"}.items()):
+    kinds = {"t": BLUE, "d": AMBER, "f": RULE}
+    stages = {
+        "before": "ttt",
+        "four draft steps": "tttdddd",
+        "one verification": "tttttttt",
+        "rollback": "ttttttff",
+    }
+    for row, (name, held) in enumerate(stages.items()):
         y = 3.7 - 1.2 * row
         parts = [(words[at], 1, kinds[kind]) for at, kind in enumerate(held)]
         tiles(axes, 0, y, parts, f"{name}  …")
         axes.vlines(len(held.rstrip("f")), y - 0.1, y + 1, RED, linewidth=2.5)
+    colours = {"the target's": BLUE, "the draft's": AMBER, "forgotten": RULE, "length": RED}
     return explained(axes.figure, colours)
 
 
@@ -157,7 +163,7 @@ def states() -> np.ndarray:
     """
     found = np.zeros((GAMMA + 1, len(TEXT)))
     found[0, 0] = 1
-    for at, kept in enumerate([*TEXT.values()][:-1]):
+    for at, kept in enumerate(list(TEXT.values())[:-1]):
         found[1:, at + 1] = found[:-1, at] * kept
         found[0, at + 1] = found[:, at].sum() - found[1:, at + 1].sum()
     return found
@@ -170,16 +176,18 @@ def programme() -> Figure:
         tiles(axes, 0, 1.8 * depth + 0.85, (), name)
     for at, (token, share) in enumerate(TEXT.items()):
         axes.text(2 * at + 0.5, 0.4, f"{token}\nkept {share:g}", ha="center", va="center")
-    arrows = {"accepted": "#3f8f6b", "rejected: the target's token": RED, "full: the bonus": INK}
-    kept, rejected, full = arrows.values()
-    for depth, at in np.argwhere(states() > 0):
+    shares = states()
+    for depth, at in np.argwhere(shares > 0):
         y = 1.8 * depth + 0.85
-        tiles(axes, 2 * at, y, [(f"{states()[depth, at]:.2f}", 1, BLUE)])
-        ways = {depth + 1: kept, 0: rejected} if depth < GAMMA else {0: full}
-        for deeper, colour in ways.items() if at + 1 < len(TEXT) else ():
+        tiles(axes, 2 * at, y, [(f"{shares[depth, at]:.2f}", 1, BLUE)])
+        if at + 1 == len(TEXT):
+            continue
+        ways = {depth + 1: DARK_GREEN, 0: RED} if depth < GAMMA else {0: INK}
+        for deeper, colour in ways.items():
             style = {"arrowstyle": "->", "color": colour, "linewidth": 1.6}
             end = (2 * at + 2, 1.8 * deeper + 1.3)
             axes.annotate("", end, (2 * at + 1, y + 0.45), arrowprops=style)
+    arrows = {"accepted": DARK_GREEN, "rejected: the target's token": RED, "full: the bonus": INK}
     return explained(axes.figure, arrows)
 
 

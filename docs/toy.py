@@ -1,5 +1,5 @@
-"""Speculative sampling, complete, on the letters a, b, c; prints the distance of its law from plain
-sampling's.
+"""Speculative sampling, complete, on the letters a, b, c. It prints the distance between the
+distribution of its texts, called their law elsewhere, and that of plain sampling.
 
 Names and order follow decoding/speculate.py, decoding/verify.py (`verify` is `verify_by_ratio`) and
 decoding/proof/enumeration.py. It has no cache, and so no rollback.
@@ -77,14 +77,14 @@ def speculate(text: list[int], randomness: Enumerator) -> list[int]:
     return text
 
 
-law = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0)
+speculative = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0)
 paths = [[]]
 walked = 0
 while paths:
     randomness = Enumerator(paths.pop())
-    law[tuple(speculate([0], randomness))] += randomness.weight
+    speculative[tuple(speculate([0], randomness))] += randomness.weight
     paths += randomness.other_paths
     walked += 1
-plain = {text: P[text[:-1], text[1:]].prod().item() for text in law}
-distance = sum(abs(law[text] - plain[text]) for text in law) / 2
-print(f"{len(law)} texts, {walked} paths: total variation from plain sampling {distance:.1e}")
+plain = {text: P[text[:-1], text[1:]].prod().item() for text in speculative}
+distance = sum(abs(speculative[text] - plain[text]) for text in plain) / 2
+print(f"{len(plain)} texts, {walked} paths: total variation from plain sampling {distance:.1e}")

@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before anything that takes long to import
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import partial
@@ -21,12 +22,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import optuna
 from rich.console import Console
 
 from cli.command_line import run_command, say
 from cli.device import machine, pick_device
 from cli.files import check_place, read_text
-from cli.options import FLAG, Groups, parser_of, within
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
 from decoding.run.calibration import Continuation, importance_steps, kept_of
@@ -38,33 +40,30 @@ from decoding.verify import COUPLINGS, Coupling
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.acceptance import Calibration
-from search.confirm import confirm, judge
-from search.plots import front
+from search.confirm import confirm, plans_to_confirm
+from search.plots import plot_plans
 from search.prompts import PROMPTS
 from search.study import (
     SAMPLERS,
     SublayerCosts,
-    begin,
     open_study,
     optimise,
-    predicted,
+    predict_plan,
+    predictions_of,
+    prepare_study,
     space_of,
-    split,
-    tried,
+    split_texts,
 )
 from weights.load import DTYPES, load_model, model_fingerprint, model_folder
 from weights.tokenizer import Tokenizer
 
 VERSION = 6  # of the journal
-DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
+SEARCH_DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
 
 
 OPTIONS: Groups = {
     "": {
-        "--model": {
-            "default": "smollm2-135m-instruct",
-            "help": "a folder, or a name under weights/",
-        },
+        "--model": MODEL,
         "--trials": {
             "type": within(int, 1),
             "default": 200,
@@ -101,12 +100,8 @@ OPTIONS: Groups = {
             "help": "bits that a sublayer may have besides the checkpoint's, 0: skipped"
             " (default: all)",
         },
-        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
-        "--dtype": {
-            "choices": [*DTYPES, "auto"],
-            "default": "auto",
-            "help": "default: the checkpoint's",
-        },
+        "--device": DEVICE,
+        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
     },
     "calibration text": {
         "--calibration": {
@@ -125,7 +120,7 @@ OPTIONS: Groups = {
             "help": "rule of verification of the sampled texts that the plan is for"
             " (default: race)",
         },
-        "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"},
+        "--temperature": TEMPERATURE,
     },
 }
 
@@ -135,59 +130,98 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     long work. ``resuming`` is the line with the command that continues it.
     """
     folder = model_folder(options.model)
-    out = options.out or folder / "plan.json"
+    out: Path = options.out or folder / "plan.json"
     check_place(out)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
-    file = options.calibration
-    lines = read_text(file).split("\n") if file else chain(*PROMPTS.values())
-    prompts = [line for line in lines if line.strip()]
+    prompts = read_prompts(options.calibration)
     params = SamplingParams(options.temperature)
     coupling = Coupling.of(options.coupling, options.seed)
-    tokenizer = Tokenizer(folder)
-    model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
-    setting = Setting(folder, model, tokenizer, params, model.max_positions, coupling.name)
-    if model.fast_bits:  # as generate.py rounds
-        list(importance_steps(model, kept_of(model, folder), tokenizer))
-    identity = {
-        "model": model_fingerprint(folder),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "bits": sorted({*options.bits}),
-        "sampling": {**asdict(params), "coupling": coupling.name},
-        "prompts": [options.max_new_tokens, prompts],
-        "version": VERSION,
-    }
-    study = open_study(
-        out.with_suffix(".journal"), identity, options.sampler, options.seed, resume=options.resume
+    setting = load_setting(options, folder, params, coupling.name)
+    study = study_of(options, out.with_suffix(".journal"), setting, prompts, coupling)
+    searched, judged, held_out = split_texts(
+        [Continuation(**text) for text in study.user_attrs["texts"]]
     )
-    if not study.trials:
-        begin(study, identity, setting, coupling)
-    searched, judged, held_out = split([Continuation(**text) for text in study.user_attrs["texts"]])
     costs = SublayerCosts(**study.user_attrs["costs"])
-    calibration = Calibration(model, searched, params, coupling.name, DEPTHS)
-    space = space_of(model.num_layers, options.bits)
+    calibration = Calibration(setting.model, searched, params, coupling.name, SEARCH_DEPTHS)
+    space = space_of(setting.model.num_layers, options.bits)
     status = 0
     try:
-        optimise(study, partial(predicted, calibration, costs), space, options.trials)
+        optimise(study, partial(predict_plan, calibration, costs), space, options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
         say(resuming)
-    if not (found := tried(study)):
+    predictions = predictions_of(study)
+    if not predictions:
         say("no plan was tried: no plan written")
         return status
-    plans = judge(Calibration(model, judged, params, coupling.name), costs, found)
-    rules = Rules(options.max_new_tokens, tokenizer.eos_ids)
+    plans = plans_to_confirm(
+        Calibration(setting.model, judged, params, coupling.name), costs, predictions
+    )
+    best, measured = confirm_best(setting, held_out, plans, options.max_new_tokens, coupling)
+    identity = study.user_attrs["identity"]
+    say(write_result(out, identity, best, measured, machine(setting.model.device)))
+    place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
+    say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')
+    if options.plots is not None:
+        write_picture(lambda: plot_plans(predictions, costs), options.plots / "front.svg")
+    return status
+
+
+def read_prompts(file: Path | None) -> list[str]:
+    """Prompts of a file, one per line; without a file the built-in ones."""
+    lines = read_text(file).split("\n") if file else chain(*PROMPTS.values())
+    return [line for line in lines if line.strip()]
+
+
+def load_setting(
+    options: argparse.Namespace, folder: Path, params: SamplingParams, coupling: str
+) -> Setting:
+    """The loaded target, which rounds to low bits as ``generate.py`` does."""
+    tokenizer = Tokenizer(folder)
+    model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    if model.fast_bits:
+        list(importance_steps(model, kept_of(model, folder), tokenizer))
+    return Setting(folder, model, tokenizer, params, model.max_positions, coupling)
+
+
+def study_of(
+    options: argparse.Namespace,
+    journal: Path,
+    setting: Setting,
+    prompts: Sequence[str],
+    coupling: Coupling,
+) -> optuna.Study:
+    """The study in a journal, a new one with its texts, costs and first plans."""
+    identity = {
+        "model": model_fingerprint(setting.folder),
+        "dtype": str(setting.model.dtype).removeprefix("torch."),
+        "bits": sorted({*options.bits}),
+        "sampling": {**asdict(setting.params), "coupling": coupling.name},
+        "prompts": [options.max_new_tokens, prompts],
+        "version": VERSION,
+    }
+    study = open_study(journal, identity, options.sampler, options.seed, resume=options.resume)
+    if not study.trials:
+        prepare_study(study, identity, setting, coupling)
+    return study
+
+
+def confirm_best(
+    setting: Setting,
+    held_out: Sequence[Continuation],
+    plans: Sequence[DraftPlan],
+    max_new_tokens: int,
+    coupling: Coupling,
+) -> tuple[DraftPlan, Row]:
+    """The fastest plan on the held-out prompts, with its row of the table, which is printed."""
+    rules = Rules(max_new_tokens, setting.tokenizer.eos_ids)
     results = confirm(setting, held_out, plans, rules, coupling)
     title = "held-out prompts: measured beside plain decoding, and predicted"
     Console(width=None if sys.stdout.isatty() else 120).print(
         table([row for _, row in results], title)
     )
-    say(write_result(out, identity, *results[0], machine(model.device)))
-    place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
-    say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')
-    if options.plots is not None:
-        write_picture(lambda: front(found, costs), options.plots / "front.svg")
-    return status
+    return results[0]
 
 
 def write_result(

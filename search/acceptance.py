@@ -161,7 +161,9 @@ def accepted_by_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """The same under the exponential race."""
+    """Acceptance probability ``[M, 1]`` likewise under the exponential race: 1 / Σ_y max(p_y,
+    p_x · q_y / q_x) for the text's token x, and 0 where q_x = 0.
+    """
     drafted = q.gather(1, tokens)
     slower = torch.maximum(p, p.gather(1, tokens) * (q / drafted))
     return torch.where(drafted > 0, 1 / slower.sum(-1, keepdim=True).clamp(min=1), 0.0)

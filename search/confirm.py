@@ -22,25 +22,26 @@ from model import LayerPlan
 from search.acceptance import Calibration
 from search.costs import enough_turns, measure_costs
 from search.prediction import Prediction, predict
-from search.study import SublayerCosts, predicted
+from search.study import SublayerCosts, predict_plan
 
 JUDGED = 12  # best plans of the search that are predicted again
 CONFIRMED = 3  # of them, plans that decode; beside them the best early exit
 
 
-def judge(
-    calibration: Calibration, costs: SublayerCosts, found: Mapping[LayerPlan, Prediction]
+def plans_to_confirm(
+    calibration: Calibration, costs: SublayerCosts, predictions: Mapping[LayerPlan, Prediction]
 ) -> list[DraftPlan]:
-    """The plans to confirm, with draft length and threshold: the best of ``found`` by the texts of
-    this calibration, and the best early exit.
+    """The plans to confirm, with draft length and threshold: the best of these plans by the
+    texts of this calibration, and the best early exit. ``predictions`` are the search's, the best
+    first.
     """
-    exits = islice(filter(is_exit, found), CONFIRMED)
+    exits = islice(filter(is_exit, predictions), CONFIRMED)
     judged = track(
-        dict.fromkeys([*islice(found, JUDGED), *exits]),
+        dict.fromkeys([*islice(predictions, JUDGED), *exits]),
         "judging the best plans on other texts",
         console=Console(stderr=True),
     )
-    again = {plan: predicted(calibration, costs, plan) for plan in judged}
+    again = {plan: predict_plan(calibration, costs, plan) for plan in judged}
     ranked = sorted(again, key=lambda plan: -again[plan].speedup)
     chosen = dict.fromkeys([*ranked[:CONFIRMED], *islice(filter(is_exit, ranked), 1)])
     return [

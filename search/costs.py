@@ -127,8 +127,8 @@ def measure_costs(
     began = time.perf_counter()
     while not enough_turns(len(turns), began):
         writer.begin(prompts[len(turns) % len(prompts)])
-        known[:], plain_seconds = _write(writer, setting, writer.plain, tokens)
-        seconds = [_write(writer, setting, way, count)[1] for way, count in ways]
+        known[:], plain_seconds = write_timed(writer, setting, writer.plain, tokens)
+        seconds = [write_timed(writer, setting, way, count)[1] for way, count in ways]
         turns.append([each / plain_seconds for each in seconds])
     # the first turn warms up
     medians = [statistics.median(costs) for costs in zip(*turns[1:], strict=True)]
@@ -142,7 +142,9 @@ def measure_costs(
     return tables
 
 
-def _write(writer: Writer, setting: Setting, way: Drafting, tokens: int) -> tuple[list[int], float]:
+def write_timed(
+    writer: Writer, setting: Setting, way: Drafting, tokens: int
+) -> tuple[list[int], float]:
     """A text of this many tokens, and the mean seconds of its rounds with a draft of full length,
     without the first, which reads weights that no cache holds.
     """

@@ -15,7 +15,7 @@ from search.study import SublayerCosts
 LEVELS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # speed-ups that a line joins
 
 
-def front(found: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure:
+def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure:
     """Picture of the tried plans, the best first, by draft cost and acceptance, with lines of equal
     speed-up.
 
@@ -23,8 +23,8 @@ def front(found: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure
     """
     figure = Figure(figsize=(7.5, 5.6))
     axes = figure.subplots()
-    cost = [costs.table(plan).draft for plan in found]
-    kept = [prediction.kept_share for prediction in found.values()]
+    cost = [costs.table(plan).draft for plan in predictions]
+    kept = [prediction.kept_share for prediction in predictions.values()]
     grid_cost = np.linspace(0, max(1.05, 1.03 * max(cost)), 80)
     grid_kept = np.linspace(0, 1, 80)
     tables = [CostTable(price, tuple(costs.verify)) for price in grid_cost]
@@ -37,7 +37,7 @@ def front(found: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure
         grid_cost, grid_kept, speedups, levels=LEVELS, colors=MUTED, linewidths=widths, alpha=0.5
     )
     axes.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=INK)
-    bits = [np.mean(plan.attention + plan.mlp) for plan in found]
+    bits = [np.mean(plan.attention + plan.mlp) for plan in predictions]
     dots = axes.scatter(
         cost,
         kept,

@@ -90,7 +90,7 @@ def expected_rounds(
     at the second with probability 1 - a, at the third with a·(1 - b) + (1 - a)·(1 - b).
     """
     longest = max(gammas)
-    accept, unsure, sure_to_stop = _tables(acceptance, longest, thresholds)
+    accept, unsure, sure_to_stop = probability_tables(acceptance, longest, thresholds)
     lengths = acceptance.lengths.numpy()[:, None, None]
     limits = acceptance.limits.numpy()[:, None, None]
     depth = np.arange(longest + 1)[:, None, None, None]
@@ -122,17 +122,17 @@ def expected_rounds(
         rejected += refused
         begin = bonus + refused.sum(0) + begin_next
         begin_next = stopped.sum(0)
-        on_text = _one_deeper(kept - stopped)
-        off_text = _one_deeper(leaving - halted)
+        on_text = one_deeper(kept - stopped)
+        off_text = one_deeper(leaving - halted)
     return Rounds(*(np.moveaxis(each.sum(1), 0, -1) for each in (drafted, accepted, rejected)))
 
 
-def _one_deeper(state: np.ndarray) -> np.ndarray:
+def one_deeper(state: np.ndarray) -> np.ndarray:
     """The state ``[depth, ...]`` after one more drafted token."""
     return np.concatenate((np.zeros_like(state[:1]), state[:-1]))
 
 
-def _tables(
+def probability_tables(
     acceptance: Acceptance, longest: int, thresholds: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Three tables ``[depth, text, token, threshold]``: probabilities of the target accepting the

@@ -136,7 +136,7 @@ def measure_sublayers(
     )
 
 
-def predicted(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
+def predict_plan(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
     """Prediction for a plan on the texts of the calibration, at its best draft length and
     threshold.
     """
@@ -175,25 +175,25 @@ def importances(calibration: Calibration) -> dict[str, float]:
     Keys are the names of ``parameters``.
     """
     full = parameters(LayerPlan.full(calibration.model.num_layers))
-    lost = {}
+    rejected = {}
     for name in track(
         full.keys() - {HEAD}, "importance of each sublayer", console=Console(stderr=True)
     ):
-        found = calibration.acceptance(plan_of({**full, name: 0}))
-        written = torch.arange(found.accept.shape[2]) < found.lengths[:, None]
-        lost[name] = 1 - found.accept[:, 0][written].mean().item()
-    return lost
+        acceptance = calibration.acceptance(plan_of({**full, name: 0}))
+        written = torch.arange(acceptance.accept.shape[2]) < acceptance.lengths[:, None]
+        rejected[name] = 1 - acceptance.accept[:, 0][written].mean().item()
+    return rejected
 
 
-def starts(lost: Mapping[str, float], space: Space) -> list[LayerPlan]:
+def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan]:
     """Plans of the space to try first: all sublayers in each number of bits, the least important
     sublayers skipped, and every early exit.
 
-    Some of the latter two also in the fewest bits. ``lost`` are the importances.
+    Some of the latter two also in the fewest bits. ``importance`` is that of each sublayer.
     """
-    layers = len(lost) // 2
+    layers = len(importance) // 2
     full = LayerPlan.full(layers)
-    order = sorted(lost, key=lambda name: (lost[name], name))
+    order = sorted(importance, key=lambda name: (importance[name], name))
     counts = [max(1, round(share * len(order))) for share in THINNED]
     thinned = [plan_of(parameters(full) | dict.fromkeys(order[:count], 0)) for count in counts]
     some_exits = [LayerPlan.early_exit(layers, max(1, round(share * layers))) for share in EXITS]
@@ -229,13 +229,13 @@ def open_study(
             study_name=NAME, storage=storage, direction="maximize", load_if_exists=True
         )
         count = len(study.get_trials(deepcopy=False))
-        found = study.user_attrs.get("identity", {})
+        earlier = study.user_attrs.get("identity", {})
     if count and not resume:
         raise InputError(
             f"{path} holds an earlier search: give --resume to continue it, or another --out"
         )
-    if count and found != identity:
-        differ = ", ".join(key for key in identity if found.get(key) != identity[key])
+    if count and earlier != identity:
+        differ = ", ".join(key for key in identity if earlier.get(key) != identity[key])
         raise InputError(
             f"{path} holds another search (other {differ}): give another --out, or remove it"
         )
@@ -244,7 +244,7 @@ def open_study(
     return study
 
 
-def split(
+def split_texts(
     texts: Sequence[Continuation],
 ) -> tuple[list[Continuation], list[Continuation], list[Continuation]]:
     """Texts to search on, to judge the best plans on, and held out to decode: a quarter, a half, a
@@ -284,19 +284,19 @@ def plain_texts(
     return texts
 
 
-def begin(
+def prepare_study(
     study: optuna.Study, identity: dict[str, Any], setting: Setting, coupling: Coupling
 ) -> None:
     """Store calibration texts, costs and the first plans in a new study.
 
-    Stores nothing when another process has begun the study meanwhile: all predictions use the same
-    texts and costs.
+    Stores nothing when another process has prepared the study meanwhile: all predictions use the
+    same texts and costs.
     """
     say("writing calibration texts, and measuring the costs of sublayers")
     count, prompts = identity["prompts"]
     texts = plain_texts(setting, prompts, count, coupling)
-    searched = split(texts)[0]
-    lost = importances(
+    searched = split_texts(texts)[0]
+    importance = importances(
         Calibration(setting.model, searched, setting.params, coupling.name, depths=1)
     )
     costs = measure_sublayers(setting, texts, sorted({*identity["bits"], FULL} - {0}))
@@ -304,7 +304,8 @@ def begin(
         study.set_user_attr("identity", identity)
         study.set_user_attr("texts", [asdict(text) for text in texts])
         study.set_user_attr("costs", costs._asdict())
-        for plan in starts(lost, space_of(setting.model.num_layers, identity["bits"])):
+        space = space_of(setting.model.num_layers, identity["bits"])
+        for plan in first_plans(importance, space):
             study.enqueue_trial(parameters(plan))
 
 
@@ -321,7 +322,7 @@ def optimise(
     A plan that was tried here before, or before this call, keeps its value and is not evaluated
     again; a random neighbour of it comes next. Each further process may finish one trial more.
     """
-    known = tried(study)
+    known = predictions_of(study)
 
     def run(trial: Trial) -> float:
         params = {name: trial.suggest_categorical(name, choices) for name, choices in space.items()}
@@ -335,6 +336,9 @@ def optimise(
         trial.set_user_attr("prediction", asdict(known[plan]))
         return known[plan].speedup
 
+    done = len(finished(study))
+    if done >= trials:
+        return
     columns = (
         "trying plans",
         BarColumn(),
@@ -342,20 +346,19 @@ def optimise(
         TimeElapsedColumn(),
         "best predicted speed-up {task.fields[best]:.2f}",
     )
-    if (missing := trials - len(finished(study))) > 0:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            best = max((prediction.speedup for prediction in known.values()), default=0.0)
-            task = progress.add_task("", total=trials, completed=trials - missing, best=best)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        best = max((prediction.speedup for prediction in known.values()), default=0.0)
+        bar = progress.add_task("", total=trials, completed=done, best=best)
 
-            def show(study: optuna.Study, trial: FrozenTrial) -> None:
-                progress.update(task, completed=len(finished(study)), best=study.best_value)
+        def show(study: optuna.Study, trial: FrozenTrial) -> None:
+            progress.update(bar, completed=len(finished(study)), best=study.best_value)
 
-            enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
-            study.optimize(run, missing, callbacks=[show, enough])
+        enough = optuna.study.MaxTrialsCallback(trials, states=(TrialState.COMPLETE,))
+        study.optimize(run, trials - done, callbacks=[show, enough])
 
 
-def tried(study: optuna.Study) -> dict[LayerPlan, Prediction]:
-    """All tried plans with their predictions, the best first."""
+def predictions_of(study: optuna.Study) -> dict[LayerPlan, Prediction]:
+    """Predictions for all plans that were tried, the best first."""
     best_first = sorted(finished(study), key=lambda trial: (-trial.value, trial.number))
     return {
         plan_of(trial.params): Prediction(**trial.user_attrs["prediction"]) for trial in best_first

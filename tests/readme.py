@@ -119,8 +119,7 @@ class Session:
         model = self.checkout / "weights/smollm2-135m-instruct"
         model.mkdir()
         for file in (ROOT / "weights" / model.name).iterdir():
-            if file.name != "costs.json":
-                (model / file.name).symlink_to(file.resolve())
+            (model / file.name).symlink_to(file.resolve())
         self.home.mkdir()
         (self.home / "prompts.txt").write_text("A fox\nA cat\nA hen\nA dog\n", encoding="utf-8")
         with socket.socket() as free:

@@ -1,12 +1,11 @@
 """LayerSkip's recipe (arXiv 2404.16710, section 4.1): layer dropout, the early-exit loss and its
-curriculum, and the optimisers, learning rate and evaluation of an ordinary loop.
+curriculum.
 
 Begin with ``dropout_rates`` and ``exit_weights``, which are the paper's equations. Two options
 are not in the paper: ``exit_power``, and the last layer as a teacher of the exits
 (``recipe_loss``).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,14 +16,8 @@ from torch import Tensor
 
 from model import Decoder
 from model.layers import layer_positions
-from training.text import Rows
 
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
 CURRICULA = ("rotational", "gradual", "none")
-LAST_RATE = 0.1  # share of the peak learning rate at the end
-HELD_OUT_BATCHES = 8
-HELD_OUT_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -117,19 +110,19 @@ def layer_outputs(model: Decoder, tokens: Tensor, kept: Tensor | None = None) ->
 def recipe_loss(
     model: Decoder, tokens: Tensor, kept: Tensor | None, weights: list[float], taught: float = 0.0
 ) -> Tensor:
-    """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens).
+    """Loss J = Σ_l ẽ(t, l)·CE(head(norm(h_{l+1})), next tokens), with the ``weights`` ẽ by layer.
 
     An early exit is trained towards a mixture: the last layer's probabilities with the share
     ``taught``, and the next token with the rest. The model verifies drafts, not the text. The
     paper's share is 0 (else see arXiv 1905.08094).
     """
-    outputs = enumerate(layer_outputs(model, tokens[:, :-1], kept))
-    *early, last = [hidden for layer, hidden in outputs if weights[layer]]
-    *early_weights, last_weight = filter(None, weights)
+    states = list(layer_outputs(model, tokens[:, :-1], kept))
     following = tokens[:, 1:].flatten()
-    teacher = log_probabilities(model, last)
-    total = last_weight * F.nll_loss(teacher, following)
-    for weight, hidden in zip(early_weights, early, strict=True):
+    teacher = log_probabilities(model, states[-1])
+    total = weights[-1] * F.nll_loss(teacher, following)
+    for weight, hidden in zip(weights[:-1], states[:-1], strict=True):
+        if weight == 0:  # off in this step
+            continue
         log_probs = log_probabilities(model, hidden)
         loss = (1 - taught) * F.nll_loss(log_probs, following)
         if taught:
@@ -144,54 +137,3 @@ def log_probabilities(model: Decoder, hidden: Tensor) -> Tensor:
     T, hidden]``.
     """
     return model.logits(hidden).float().flatten(0, 1).log_softmax(-1)
-
-
-def learning_rate(step: int, steps: int, warm_up: int) -> float:
-    """Share of the peak learning rate: linear warm-up to 1, then a cosine down to a tenth."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    done = (step - warm_up) / max(1, steps - warm_up)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:
-    """AdamW; above a ``muon_rate`` of 0, Muon for the matrices of the blocks and AdamW for the
-    other parameters.
-
-    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the singular values of a
-    matrix's update alike. The deep, narrow models here learn much more from their first tokens with
-    it than with AdamW.
-    """
-    muon = dict.fromkeys(
-        parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1
-    )
-    rest = [parameter for parameter in model.parameters() if parameter not in muon]
-    groups = [
-        {"params": [each for each in rest if each.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [each for each in rest if each.dim() <= 1], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
-    if not muon:
-        return [adamw]
-    return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)]
-
-
-@torch.no_grad()
-def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
-    """Held-out loss of every exit and its greedy agreement with the full model, each a list by
-    layer.
-    """
-    generator = torch.Generator().manual_seed(0)
-    sums = np.zeros((2, model.num_layers))
-    for _ in range(HELD_OUT_BATCHES):
-        tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)
-        losses = []
-        guesses = []
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
-            for hidden in layer_outputs(model, tokens[:, :-1]):  # one exit's logits at a time
-                logits = model.logits(hidden).float().flatten(0, 1)
-                losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()).item())
-                guesses.append(logits.argmax(-1))
-        sums += losses, [(guess == guesses[-1]).float().mean().item() for guess in guesses]
-    held_out_loss, agreement = (sums / HELD_OUT_BATCHES).round(4).tolist()
-    return {"held_out_loss": held_out_loss, "agreement": agreement}

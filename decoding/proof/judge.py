@@ -1,10 +1,10 @@
 """Proof of one drafter: the distance between the production loop's law with it and plain sampling's
 law.
 
-    bias(table, request, Setup(PopularTokens)) < 1e-9
+    bias(table, request, Setup(Bigrams)) < 1e-9
 
-``PopularTokens`` is called with the model and its cache, as by ``generate.py --draft
-FILE.py:PopularTokens``.
+``Bigrams`` is called with the model and its cache, as by ``generate.py --draft
+FILE.py:Bigrams``.
 """
 
 import sys

@@ -83,11 +83,14 @@ def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
     for name, value in given.items():
         if name not in OF_A_CALL:
             raise InputError(f"there is no option {name}: see python generate.py --help")
+        with explaining(f"{name} is too large", (ValueError, RecursionError)):
+            repr(value)  # as messages show it
         fits, wanted = has_type_of(name, value)
         if not fits and (value is not None or OF_A_CALL[name].get("default") is not None):
             raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
-        with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
-            "".join(value if isinstance(value, list) else str(value)).encode()
+        if isinstance(value, str | list):
+            with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
+                "".join(value).encode()
     kept = dict(vars(known))
     if given.get("draft", kept["draft"]) != kept["draft"]:
         kept |= dict.fromkeys(DRAFTING)
@@ -147,7 +150,7 @@ def read_grammar_files(options: Namespace) -> Namespace:
     """
     schema = options.json_schema
     if isinstance(schema, dict):
-        with explaining("json_schema is no JSON", (TypeError, ValueError)):
+        with explaining("json_schema is no JSON", (TypeError, ValueError, RecursionError)):
             schema = json.dumps(schema)
     elif schema is not None and not str(schema).lstrip().startswith("{"):
         schema = read_text(schema)
@@ -223,7 +226,7 @@ class Request:
         self.prompt = read_prompt(self.options.prompt, self.options.prompt_file)
         read = read_grammar_files(self.options)
         rules = self.text_options(read).rules
-        self.ids = self.encode(self.prompt, read, self.context)
+        self.ids = self.encode(self.prompt, read)
         budget = min(rules.max_new_tokens, self.context - len(self.ids))
         self.rules = replace(rules, max_new_tokens=budget)
 
@@ -245,9 +248,9 @@ class Request:
             grammar = Grammar(GRAMMARS[given[0]], source, tokens, seconds)
         return TextOptions.of(options, self.tokenizer.eos_ids, grammar)
 
-    def encode(self, prompt: str, options: Namespace, context: int | None = None) -> list[int]:
+    def encode(self, prompt: str, options: Namespace) -> list[int]:
         """Token ids of a prompt, under options whose files are read. Raises InputError where it is
-        no text, or too long for the context, by default the model's.
+        no text, or too long for the context.
         """
         ids = encode_prompt(
             self.tokenizer,
@@ -256,16 +259,23 @@ class Request:
             system=options.system,
             schema=told_schema(options),
         )
-        check_prompt(ids, self.config, self.folder, context)
+        check_prompt(ids, self.config, self.folder, self.most_positions)
         return ids
 
     @property
-    def context(self) -> int:
-        """Most positions of a text: --context, or of one that is not known yet ``CONTEXT``; at most
-        the model's.
-        """
+    def most_positions(self) -> int:
+        """Most positions of any text: --context, at most the model's."""
         most = self.config.max_positions
-        return min(self.options.context or (most if self.prompt else CONTEXT), most)
+        return min(self.options.context or most, most)
+
+    @property
+    def context(self) -> int:
+        """Most positions of the text; of one that is not known yet at most ``CONTEXT`` by
+        default.
+        """
+        if self.prompt or self.options.context:
+            return self.most_positions
+        return min(CONTEXT, self.most_positions)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

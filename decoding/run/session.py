@@ -84,12 +84,12 @@ class Session:
         self.streaming.close()
         given = self.options(options)
         asked = self.request.text_options(given)
-        ids = self.request.encode(prompt, given)
-        most = self.model.max_positions
-        longest = min(len(ids) + asked.rules.max_new_tokens, most)
+        text = self.new_text(self.request.encode(prompt, given), asked.rules)
+        longest = len(text) + text.remaining
         if self.writer is None or self.writer.capacity < longest:
-            self.writer = self.new_writer(min(-(-longest // POSITIONS) * POSITIONS, most))
-        self.sample = Sample(self.new_text(ids, asked.rules))
+            rounded_up = -(-longest // POSITIONS) * POSITIONS
+            self.writer = self.new_writer(min(rounded_up, self.model.max_positions))
+        self.sample = Sample(text)
         self.streaming = self.pieces(self.writer, self.sample, asked)
         return self.streaming
 
@@ -102,19 +102,15 @@ class Session:
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
         given = self.options(options)
         asked = self.request.text_options(given)
-        encoded = [self.request.encode(prompt, given) for prompt in prompts]
-        longest = max(map(len, encoded), default=0) + asked.rules.max_new_tokens
+        texts = [
+            self.new_text(self.request.encode(prompt, given), asked.rules) for prompt in prompts
+        ]
+        capacity = max((len(text) + text.remaining for text in texts), default=1)
         drafting = self.chooser.drafting(asked.draft, asked.params)
         tasks = [
-            Task(
-                self.new_text(ids, asked.rules),
-                drafting,
-                asked.params,
-                replace(asked.coupling, sample=number),
-            )
-            for number, ids in enumerate(encoded)
+            Task(text, drafting, asked.params, replace(asked.coupling, sample=number))
+            for number, text in enumerate(texts)
         ]
-        capacity = min(longest, self.model.max_positions)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
 
@@ -131,7 +127,9 @@ class Session:
         return read_grammar_files(checked(given, self.request.options))
 
     def new_text(self, ids: Sequence[int], rules: Rules) -> Text:
-        """A text that holds only its prompt."""
+        """A text that holds only its prompt, and ends where the context is full."""
+        room = self.request.most_positions - len(ids)
+        rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
         return Text(ids, rules, self.model, self.tokenizer.token_bytes)
 
     def new_writer(self, capacity: int) -> Writer:
@@ -233,4 +231,5 @@ class Conversation:
         try:
             yield from pieces
         finally:
-            self.messages = [*messages, {"role": "assistant", "content": self.sample.text}]
+            if self.sample.rounds:  # nothing is kept of a turn that could not be answered
+                self.messages = [*messages, {"role": "assistant", "content": self.sample.text}]

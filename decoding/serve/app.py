@@ -100,16 +100,16 @@ async def read_body(
         raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
     if int(request.headers.get("content-length", 0)) > MAX_BODY:
         raise HTTPException(413, TOO_LONG)
-    bodies = arriving[request.client.host if request.client else ""]  # None: already gone
-    if len(bodies) == MAX_ARRIVING:
-        await asyncio.sleep(0)  # of a burst, those before have come but were not read yet
-        bodies[:] = [body for body in bodies if not body.done()]
-    if len(bodies) >= MAX_ARRIVING:
-        bodies.pop(0).cancel()
-    bodies.append(body := asyncio.create_task(collect(request)))
-    await asyncio.wait([body], timeout=BODY_SECONDS)
-    if body in bodies:
-        bodies.remove(body)
+    body = asyncio.create_task(collect(request))
+    await asyncio.sleep(0)  # in which a body is read that has come whole
+    if not body.done():
+        bodies = arriving[request.client.host if request.client else ""]  # None: already gone
+        if len(bodies) == MAX_ARRIVING:
+            bodies.pop(0).cancel()
+        bodies.append(body)
+        await asyncio.wait([body], timeout=BODY_SECONDS)
+        if body in bodies:
+            bodies.remove(body)
     if body.cancel() or body.cancelled():  # too late, or given up
         raise HTTPException(408, "the body did not arrive in time: send it again")
     return body.result()

@@ -36,12 +36,12 @@ def example(file: Path) -> dict[str, Any]:
 
 def test_the_documents_drafter_is_lossless_however_bad(example: dict[str, Any]) -> None:
     assert isinstance(example["request"], Request)
-    assert bias(example["model"], example["request"], Setup(example["PopularTokens"])) < 1e-9
+    assert bias(example["model"], example["request"], Setup(example["Bigrams"])) < 1e-9
     assert example["distance"] < 1e-9
 
 
 def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, Any]) -> None:
-    class Flatterer(example["PopularTokens"]):  # type: ignore[misc]
+    class Flatterer(example["Bigrams"]):  # type: ignore[misc]
         """The same, but it claims to have been sure of what it drew: a lie that biases the
         output.
         """
@@ -56,7 +56,7 @@ def test_a_drafter_that_misstates_its_distribution_is_caught(example: dict[str, 
 def test_generate_drafts_with_the_readers_own_class(file: Path, run: Run, model: str) -> None:
     command = ["the hen and the", "--model", model, "--max-new-tokens", "12", "--json"]
     drafted, plain = (
-        run(*command, "--draft", draft).result for draft in (f"{file}:PopularTokens", "none")
+        run(*command, "--draft", draft).result for draft in (f"{file}:Bigrams", "none")
     )
     assert drafted["tokens"] == plain["tokens"] and drafted["drafted"] > 0 == plain["drafted"]
 

@@ -90,7 +90,7 @@ def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch
     def scripted(*of: object) -> tuple[list[int], float]:
         return [], next(verifying) if of[2].new_policy().gamma else 1.0
 
-    monkeypatch.setattr(costs_module, "_write", scripted)
+    monkeypatch.setattr(costs_module, "write_timed", scripted)
     lookup = Drafting("lookup", lambda cache: PromptLookup(VOCAB))
     tables = measure_costs(setting_of(tiny_model("llama")), [(1, 2)], [lookup], longest=1)
     assert tables == [CostTable(0.0, (1.0, 2.0))]

@@ -29,15 +29,16 @@ from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from search import __main__ as command
 from search.acceptance import Calibration
-from search.confirm import confirm, is_exit, judge
+from search.confirm import confirm, is_exit, plans_to_confirm
 from search.costs import CostTable
-from search.plots import front
+from search.plots import plot_plans
 from search.prediction import Prediction
 from search.study import (
     NAME,
     SAMPLERS,
     SublayerCosts,
     finished,
+    first_plans,
     importances,
     measure_sublayers,
     measured_plans,
@@ -47,11 +48,10 @@ from search.study import (
     parts_of,
     plain_texts,
     plan_of,
-    predicted,
+    predict_plan,
+    predictions_of,
     space_of,
-    split,
-    starts,
-    tried,
+    split_texts,
 )
 from tests.calls import status_of
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
@@ -148,13 +148,13 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     the search.
     """
     calibration = Calibration(tiny_model("llama", vocab=7, layers=3), WRITTEN, GREEDY)
-    predict_once = functools.cache(functools.partial(predicted, calibration, COSTS))
+    predict_once = functools.cache(functools.partial(predict_plan, calibration, COSTS))
     space = {**space_of(3, [0]), "head": [FULL]}
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
-    study = in_memory(first=starts(importances(calibration), space))
+    study = in_memory(first=first_plans(importances(calibration), space))
     optimise(study, predict_once, space, 32)
     best = max(predict_once(plan).speedup for plan in plans)
-    assert next(iter(tried(study).values())).speedup == best
+    assert next(iter(predictions_of(study).values())).speedup == best
 
 
 def test_the_same_seed_finds_the_same_plans() -> None:
@@ -168,12 +168,12 @@ def test_the_same_seed_finds_the_same_plans() -> None:
 def test_a_plan_that_was_tried_is_not_evaluated_again() -> None:
     study, evaluate = in_memory("random"), Mock(side_effect=toy)
     optimise(study, evaluate, space_of(1, [0, 4]), 40)  # one layer has 18 such plans
-    assert evaluate.call_count == len(tried(study)) <= 18 and len(finished(study)) == 40
+    assert evaluate.call_count == len(predictions_of(study)) <= 18 and len(finished(study)) == 40
 
 
 def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first() -> None:
     lost = {name: 0.5 for name in SPACE if name != "head"} | {"attn 2": 0.01, "mlp 1": 0.02}
-    plans, low = starts(lost, SPACE), sorted(LOW_BITS)
+    plans, low = first_plans(lost, SPACE), sorted(LOW_BITS)
     full, most = LayerPlan.full(4), low[-1]
     thinned = [LayerPlan.skipping(4, [2], []), LayerPlan.skipping(4, [2], [1])]
     first = [full.in_bits(bits, head=most) for bits in low]
@@ -185,9 +185,11 @@ def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first(
     assert {plan for plan in plans if is_exit(plan)} == exits
     assert len(set(plans)) == len(plans) and full not in plans
     # a model of one layer has some, too
-    assert starts({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
+    assert first_plans({"attn 0": 0.1, "mlp 0": 0.1}, space_of(1, [0]))
     for bits in ([0], [8, 4]):
-        used = [{*plan.attention, *plan.mlp, plan.head} for plan in starts(lost, space_of(4, bits))]
+        used = [
+            {*plan.attention, *plan.mlp, plan.head} for plan in first_plans(lost, space_of(4, bits))
+        ]
         assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
 
 
@@ -233,10 +235,10 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
 def test_the_best_plans_are_judged_on_other_texts_beside_the_best_early_exit() -> None:
     """Values of the search are not used again: they may be luck on its texts."""
     calibration = Calibration(tiny_model("llama", vocab=7, layers=4), WRITTEN, GREEDY)
-    plans = starts({name: 0.5 for name in SPACE if name != "head"}, SPACE)
+    plans = first_plans({name: 0.5 for name in SPACE if name != "head"}, SPACE)
     lucky = {plan: Prediction(9.0 - at, 1, 0.0, 1.0, 1.0) for at, plan in enumerate(plans)}
-    found = {chosen.plan: chosen for chosen in judge(calibration, COSTS, lucky)}
-    again = {plan: predicted(calibration, COSTS, plan) for plan in plans}
+    found = {chosen.plan: chosen for chosen in plans_to_confirm(calibration, COSTS, lucky)}
+    again = {plan: predict_plan(calibration, COSTS, plan) for plan in plans}
     best = sorted(plans, key=lambda plan: -again[plan].speedup)
     assert [*found][:3] == best[:3] and len(found) <= 4
     assert next(plan for plan in best if is_exit(plan)) in found
@@ -251,8 +253,8 @@ def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -
     plans.append(LayerPlan((0, 4, 8, FULL, 4, 4), (4, 0, 8, FULL, 8, 0), head=8))
     found = {plan: Prediction(1.3, 2, 0.0, 0.5, 0.9 - at / 5) for at, plan in enumerate(plans)}
     for some in (found, {plans[0]: found[plans[0]]}):
-        assert list(faults(lambda some=some: front(some, COSTS))) == []
-    (dots, _) = front(found, COSTS).axes[0].collections[-2:]
+        assert list(faults(lambda some=some: plot_plans(some, COSTS))) == []
+    (dots, _) = plot_plans(found, COSTS).axes[0].collections[-2:]
     assert dots.get_array().tolist() == [16, 4, 8, 6]
 
 
@@ -291,7 +293,7 @@ def test_the_plans_policy_is_the_one_it_was_chosen_with() -> None:
 def test_every_prompt_is_searched_on_or_judged_on_or_held_out() -> None:
     for count in range(4, 12):
         texts = [Continuation((number,), (1,) * 16) for number in range(count)]
-        parts = split(texts)
+        parts = split_texts(texts)
         assert all(parts)
         assert sorted(itertools.chain(*parts), key=lambda text: text.prompt) == texts
 
@@ -357,7 +359,7 @@ def test_after_ctrl_c_the_best_plan_found_is_run_and_turned_off_where_it_does_no
 
     monkeypatch.setattr(
         command,
-        "predicted",
+        "predict_plan",
         lambda calibration, costs, plan: interrupted() if next(calls) == 5 else toy(plan),
     )
     monkeypatch.setattr(command, "confirm", half_as_fast)

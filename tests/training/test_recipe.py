@@ -8,14 +8,8 @@ from torch import Tensor
 
 from model import Decoder, LayerPlan, build, parse_config
 from tests.folders import GEMMA2, LLAMA
-from training.recipe import (
-    Recipe,
-    dropout_rates,
-    exit_weights,
-    layer_outputs,
-    learning_rate,
-    recipe_loss,
-)
+from training.optimisers import learning_rate
+from training.recipe import Recipe, dropout_rates, exit_weights, layer_outputs, recipe_loss
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
 

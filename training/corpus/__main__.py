@@ -18,8 +18,8 @@ from pathlib import Path
 
 from cli.command_line import run_command, say
 from cli.device import keep_freed_memory, pick_device
-from cli.files import atomic_path, explaining, read_json_lines
-from cli.options import Groups, parser_of, within
+from cli.files import explaining, read_json_lines, write_text
+from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, parser_of, within
 from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
@@ -41,8 +41,8 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
     """
     for story in more:
         stories.setdefault(story["response"][:DISTINCT_CHARACTERS], story)
-    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
-        temporary.write_text("".join(json.dumps(story) + "\n" for story in stories.values()))
+    with explaining(f"{path} cannot be written"):
+        write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
 def write_stories(
@@ -53,7 +53,7 @@ def write_stories(
     max_new_tokens: int,
     rng: random.Random,
 ) -> list[dict[str, str]]:
-    """ "prompt" and "response" of those of ``rows`` stories that are worth learning.
+    """Those of ``rows`` written stories that are worth learning, each a "prompt" and a "response".
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues its
     opening.
@@ -84,10 +84,7 @@ def write_stories(
 
 OPTIONS: Groups = {
     "": {
-        "--model": {
-            "default": "smollm2-135m-instruct",
-            "help": "a folder, or a name under weights/",
-        },
+        "--model": MODEL,
         "--tokens": {
             "type": within(int, 1),
             "required": True,
@@ -100,13 +97,13 @@ OPTIONS: Groups = {
             "metavar": "FILE",
             "help": ".jsonl; an earlier one is continued",
         },
-        "--temperature": {"type": float, "default": 0.8, "metavar": "T", "help": "0: greedy"},
+        "--temperature": {**TEMPERATURE, "default": 0.8},
         "--top-k": {"type": int, "default": 80, "metavar": "K", "help": "0: off"},
         "--max-new-tokens": {
             "type": within(int, 1),
             "default": 320,
             "metavar": "N",
-            "help": "of a response",
+            "help": "most tokens of a response",
         },
         "--batch": {
             "type": within(int, 1),
@@ -115,12 +112,8 @@ OPTIONS: Groups = {
             "help": "texts at a time; fewer take less memory",
         },
         "--seed": {"type": int, "default": 0, "metavar": "S", "help": "same seed: same texts"},
-        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
-        "--dtype": {
-            "choices": [*DTYPES, "auto"],
-            "default": "auto",
-            "help": "default: the checkpoint's",
-        },
+        "--device": DEVICE,
+        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
     },
 }
 

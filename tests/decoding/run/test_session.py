@@ -21,6 +21,14 @@ FOX = "Tell me of a fox."
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "draft": "lookup"}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Schema of arrays of arrays."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.fixture(scope="module")
 def session() -> Session:
     return generate.load("tiny-llama", **OPTIONS)
@@ -181,6 +189,50 @@ def test_an_answer_that_is_not_read_to_its_end_is_kept_so_far(session: Session) 
     pieces.close()
     assert chat.messages[-1]["content"].startswith(begun) and chat.sample.finish == "interrupted"
     assert chat.say("Go on.").finish == "length"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"draft": "absent.py:Drafter"}, {"draft": "skip", "plan": "absent.json"}],
+    ids=["drafter", "plan"],
+)
+def test_nothing_is_kept_of_a_turn_that_could_not_be_answered(
+    session: Session, wrong: dict[str, Any]
+) -> None:
+    chat = session.chat()
+    chat.say("Hello")
+    before = list(chat.messages)
+    with pytest.raises(InputError, match="absent"):
+        chat.say("Tell me a story.", **wrong)
+    assert chat.messages == before
+
+
+def test_the_context_that_a_model_is_loaded_with_ends_every_text() -> None:
+    small = generate.load("tiny-llama", context=20, max_new_tokens=50)
+    prompt = "Tell me a story of a fox."
+    for sample in (small.write(prompt), *small.write_all([prompt])):
+        assert (len(sample.source), sample.finish) == (20, "length")
+    with pytest.raises(InputError, match="of which 20 are used"):
+        small.write(prompt * 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 10**400, "temperature": 1.0},
+        {"seed": 10**5000},
+        {"json_schema": {"type": "integer", "minimum": 10**40}},
+        {"json_schema": nested(3000)},
+    ],
+    ids=["top-k", "seed", "minimum", "depth"],
+)
+def test_numbers_and_schemas_of_any_size_are_taken_or_refused(
+    session: Session, options: dict[str, Any]
+) -> None:
+    try:
+        assert len(session.write("Hello", **options).tokens) == 12
+    except InputError as error:
+        assert "UTF-8" not in str(error)
 
 
 def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Session) -> None:

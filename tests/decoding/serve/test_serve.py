@@ -220,6 +220,25 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         "logprobs",
         "logprobs is not served here: leave it out",
     ),
+    "the likeliest token's probability": (
+        texts(logprobs=0),
+        400,
+        "logprobs",
+        "logprobs is not served here: leave it out",
+    ),
+    "no texts": (texts(n=0), 400, "n", "n is not served here"),
+    "a chat's broken schema": (
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "structured_outputs": {"json": "{"},
+            },
+        ),
+        400,
+        None,
+        "json_schema is no JSON",
+    ),
     "no share": (texts(top_p=2.0), 400, "top_p", "top-p must be above 0"),
     "a list": (("completions", []), 400, None, "the body: Input should be an object"),
     "too much": (texts(suffix="a" * MAX_BODY), 413, None, "up to 1048576 bytes"),
@@ -310,6 +329,17 @@ def chunks(body: bytes) -> bytes:
     """A body in chunks of up to 64 KiB."""
     parts = [body[at : at + 65536] for at in range(0, len(body), 65536)]
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
+
+
+def test_no_request_of_a_burst_is_called_late(served: Served) -> None:
+    """All bodies have come, more at once than may arrive slowly."""
+    address = "127.0.0.1", served.port
+    connections = [socket.create_connection(address, timeout=60) for _ in range(80)]
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    for connection in connections:
+        connection.sendall(HALF.replace(b"100", b"%d" % len(body)).removesuffix(b"{") + body)
+    answers = {connection.recv(12) for connection in connections}
+    assert answers <= {b"HTTP/1.1 200", b"HTTP/1.1 429"}
 
 
 def test_half_sent_bodies_keep_nobody_out(served: Served) -> None:
