@@ -30,7 +30,9 @@ def run(options: argparse.Namespace) -> None:
     """Check, load, write."""
     request = Request(options)
     if options.dry_run:
-        print(check_fits(request.memory(), request.device), kept_in_words(), sep="\n")
+        copies = request.optional_copies()
+        print(check_fits(request.memory(), request.device, optional_copies=copies))
+        print(kept_in_words())
     elif options.serve:
         serve(request)
     elif options.interactive:

@@ -29,8 +29,9 @@ from cli.files import check_place, write_json
 from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import table
-from decoding.run.chooser import GAMMA, Setting
+from decoding.run.chooser import Setting
 from decoding.run.prompt import encode_prompt
+from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
@@ -154,7 +155,7 @@ def prepare(options: argparse.Namespace) -> Bench:
     )
     bench = Bench(options, setting, prompts, lengths)
     bench.libraries = library_contenders(bench)
-    bench.drafts = find_drafts(setting, options)
+    bench.drafts = find_drafts(bench)
     if model.why_rows_vary:
         say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
     return bench

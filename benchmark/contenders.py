@@ -15,8 +15,8 @@ import torch
 from cli.command_line import say
 from cli.files import explaining
 from decoding.rounds import Round
-from decoding.run.chooser import GAMMA, Drafting, DraftOptions, Setting, choose, plain, with_policy
-from decoding.run.writer import Writer
+from decoding.run.chooser import Chooser, DraftOptions, Setting, with_policy
+from decoding.run.writer import GAMMA, Drafting, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs
@@ -62,6 +62,15 @@ class Bench:
     drafts: dict[str, Drafting] = field(default_factory=dict)
     libraries: dict[str, Contender] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.chooser = Chooser(self.setting)
+
+    def drafting(self, options: DraftOptions) -> Drafting:
+        """The drafting that the options ask for, with its low-bit copies."""
+        drafting = self.chooser.drafting(options, self.setting.params)
+        drafting.preparation.finish()
+        return drafting
+
     @cached_property
     def costs(self) -> dict[str, CostTable]:
         """Cost table of each draft, measured at its first use."""
@@ -86,24 +95,27 @@ def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender
     return write
 
 
-def our_contenders(setting: Setting, drafts: dict[str, Drafting]) -> dict[str, Contender]:
+def our_contenders(bench: Bench) -> dict[str, Contender]:
     """Contenders: plain decoding, each draft, each draft by a model with adaptive exit too, --draft
     auto.
     """
+    setting = bench.setting
     ways = {"plain": plain(setting.model)}
-    for name, drafting in drafts.items():
+    for name, drafting in bench.drafts.items():
         ways[name] = drafting
         if drafting.model:
             ways[name + ADAPTIVE] = with_policy(drafting, ADAPTIVE_POLICY, setting.params)
-    ways["auto"] = choose(DraftOptions("auto"), setting)
+    ways["auto"] = bench.drafting(DraftOptions("auto"))
     writer = Writer(setting.model, setting.positions)
     return {name: contender(writer, way, setting) for name, way in ways.items()}
 
 
-def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Drafting]:
+def find_drafts(bench: Bench) -> dict[str, Drafting]:
     """Drafts: lookup, early exits, all layers in low bits, the plan in the model's folder, the
     draft model, if any.
     """
+    setting = bench.setting
+    options = bench.options
     layers = setting.model.num_layers
     ways = {"lookup": DraftOptions("lookup")}
     for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
@@ -114,7 +126,7 @@ def find_drafts(setting: Setting, options: argparse.Namespace) -> dict[str, Draf
         ways["plan.json"] = DraftOptions("skip")
     if options.draft_model:
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)
-    found = {name: choose(way, setting) for name, way in ways.items()}
+    found = {name: bench.drafting(way) for name, way in ways.items()}
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 

@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from cli.command_line import say
-from decoding.run.calibration import (
-    Continuation,
-    calibration_texts,
-    input_squares,
-    linear_layers,
-)
+from decoding.run.calibration import PROMPTS as CALIBRATION
+from decoding.run.calibration import Continuation, input_squares, linear_layers
+from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
 from model.quantise import GROUP
 from search.prompts import PROMPTS
+from training.corpus.sampling import sample_texts
 from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
 LEVELS = 15  # steps of a four-bit grid
+TOKENS = 48  # of each text
 TEXTS = 8  # sets of texts that the inputs are measured on
 
 
@@ -44,7 +43,7 @@ def off_grid_folder(folder: Path) -> Path:
         " minutes"
     )
     model = load_model(folder)
-    write = partial(calibration_texts, accelerate(model), Tokenizer(folder))
+    write = partial(own_texts, accelerate(model), Tokenizer(folder))
     texts = [text for seed in range(1, TEXTS + 1) for text in write(SamplingParams(0.7), seed)]
     held_out = write(
         SamplingParams(), prompts=[each for some in PROMPTS.values() for each in some[:2]]
@@ -62,6 +61,32 @@ def off_grid_folder(folder: Path) -> Path:
         f" {share_kept(model, own):.2f}"
     )
     return copy
+
+
+def own_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    seed: int = 0,
+    prompts: Sequence[str] = CALIBRATION,
+) -> list[Continuation]:
+    """The model's continuations of those prompts that fit its context, up to ``TOKENS`` tokens
+    each.
+    """
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    fitting = [ids for ids in encoded if len(ids) < model.max_positions]
+    texts = sample_texts(
+        model,
+        fitting,
+        max_new_tokens=TOKENS,
+        params=params,
+        eos_ids=tokenizer.eos_ids,
+        seed=seed,
+    )
+    return [
+        Continuation(tuple(prompt), tuple(text), TOKENS - len(text))
+        for prompt, text in zip(fitting, texts, strict=True)
+    ]
 
 
 @torch.no_grad()

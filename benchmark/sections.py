@@ -30,11 +30,11 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.chooser import Drafting, DraftOptions, choose, plain
+from decoding.run.chooser import DraftOptions
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
-from decoding.run.writer import Sample, Writer
+from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
@@ -95,7 +95,7 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    texts = time_texts(bench, our_contenders(bench.setting, bench.drafts) | bench.libraries)
+    texts = time_texts(bench, our_contenders(bench) | bench.libraries)
     kinds = [kind for kind, _ in bench.prompts]
     rows = []
     for name, found in texts.items():
@@ -140,7 +140,7 @@ def together_section(bench: Bench) -> list[Row]:
     ways = {
         "plain": plain(model),
         draft: bench.drafts[draft],
-        "auto": choose(DraftOptions("auto"), setting),
+        "auto": bench.drafting(DraftOptions("auto")),
     }
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
@@ -304,7 +304,7 @@ def structured_drafts(bench: Bench) -> dict[str, Drafting]:
     }
     if "low bits" in bench.drafts:
         drafts["low bits"] = bench.drafts["low bits"]
-    drafts["auto"] = choose(DraftOptions("auto"), bench.setting)
+    drafts["auto"] = bench.drafting(DraftOptions("auto"))
     return drafts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from cli.command_line import OneLineParser
 
 # Arguments of argparse's ``add_argument`` for options of several commands
-FLAG = {"action": "store_true"}
+FLAG = {"action": "store_true", "default": False}
 MODEL = {
     "default": "smollm2-135m-instruct",
     "help": "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",

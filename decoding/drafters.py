@@ -65,12 +65,16 @@ def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> No
     """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers
     in it.
     """
-    tokens = getattr(draft, "tokens", None)
-    probs = getattr(draft, "probs", None)
-    if not (isinstance(draft, Draft) and isinstance(tokens, Tensor) and isinstance(probs, Tensor)):
+    if not (
+        isinstance(draft, Draft)
+        and isinstance(draft.tokens, Tensor)
+        and isinstance(draft.probs, Tensor)
+    ):
         raise contract_error(
             drafter, f"`propose` must return a Draft of tensors, found {draft!r:.80}"
         )
+    tokens = draft.tokens
+    probs = draft.probs
     if tokens.dim() != 1 or tokens.dtype != torch.int64 or len(tokens) > limit:
         raise contract_error(
             drafter,
@@ -104,6 +108,38 @@ def contract_error(drafter: Drafter, broken: str) -> InputError:
         f"the drafter {type(drafter).__name__} breaks its contract (see decoding/drafters.py):"
         f" {broken}"
     )
+
+
+class GrowingDraft:
+    """Draft to which one token after another is added."""
+
+    def __init__(self, no_tokens: Tensor, vocab_size: int) -> None:
+        """``no_tokens``: ``[0]`` int64, on the device of the draft."""
+        self.tokens = [no_tokens]
+        self.probs: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self.probs)
+
+    def add(self, token: Tensor, probs: Tensor, logits: Tensor) -> None:
+        """Add a token ``[1]`` that was drawn from ``probs`` ``[1, vocab]``."""
+        self.tokens.append(token)
+        self.probs.append(probs)
+        self.logits.append(logits)
+
+    def force(self, token: Tensor) -> None:
+        """Add a token ``[1]`` that was not drawn."""
+        impossible = torch.full((1, self.vocab_size), -math.inf, device=token.device)
+        logits = impossible.scatter_(1, token[:, None], 0.0)
+        self.add(token, one_hot(token, self.vocab_size), logits)
+
+    def finished(self) -> Draft:
+        """The draft of all tokens."""
+        tokens = torch.cat(self.tokens)
+        probs = joined(self.probs) if self.probs else one_hot(tokens, self.vocab_size)
+        return Draft(tokens, probs, self.logits)
 
 
 class ModelDrafter:
@@ -141,47 +177,37 @@ class ModelDrafter:
         constraints force come without a step, before, between and after them.
         """
         context = text.tensor(self.model.device)
+        draft = GrowingDraft(context[:0], self.model.vocab_size)
         start = self.cache.length
+        unread = context[start:]  # tokens that are not yet in the cache
         # only they read the drafted tokens before the draft ends
         extends = params.repetition_penalty != 1 or bool(text.constraints)
-        tokens = [context[:0]]
-        new = context[start:]  # not yet in the cache
-        rows: list[Tensor] = []
-        unprocessed: list[Tensor] = []
         drawn = 0
-        while len(rows) < limit:
+        while len(draft) < limit:
             forced = text.forced(context[len(text) :])
             if forced is not None:
                 # The model does not run: its next call reads all tokens that it has not read.
                 token = context.new_tensor([forced])
-                new = torch.cat((new, token))
+                draft.force(token)
+                unread = torch.cat((unread, token))
                 context = torch.cat((context, token))
-                tokens.append(token)
-                rows.append(one_hot(token, self.model.vocab_size))
-                unprocessed.append(certain(token, self.model.vocab_size))
                 if forced in text.rules.eos_ids:
                     break
                 continue
             if steps is not None and drawn >= steps:
                 break
             drawn += 1
-            if len(new) > CATCH_UP:
-                self.model.prefill(new[None, :-1], self.cache, start)
-                start += len(new) - 1
-                new = new[-1:]
-            logits = self.model(new[None], self.cache, start, self.plan)[0, -1:]
-            allowed = text.allowed(context[len(text) :], first=len(rows))
+            logits = self._read(unread, start)
+            allowed = text.allowed(context[len(text) :], first=len(draft))
             probs = distribution(logits, context, params, allowed)
             if allowed is not None and not probs.any():
                 break  # no token is allowed here: an error only if the text comes to this position
-            token = randomness.draw(probs[0], text.place(len(rows)))
-            start += len(new)
-            new = token[None]
+            token = randomness.draw(probs[0], text.place(len(draft)))
+            draft.add(token[None], probs, logits)
+            start += len(unread)
+            unread = token[None]
             if extends:
-                context = torch.cat((context, new))
-            tokens.append(new)
-            rows.append(probs)
-            unprocessed.append(logits)
+                context = torch.cat((context, unread))
             if policy.reads_draft_confidence and not policy.keep_drafting(
                 raw_probability(logits[0], token)
             ):
@@ -189,12 +215,17 @@ class ModelDrafter:
             # Constraints read the token in any case. Without them a GPU would have to synchronise.
             if text.constraints and int(token) in text.rules.eos_ids:
                 break
-        probs = (
-            joined(rows)
-            if rows
-            else torch.zeros(0, self.model.vocab_size, device=self.model.device)
-        )
-        return Draft(torch.cat(tokens), probs, unprocessed)
+        return draft.finished()
+
+    def _read(self, tokens: Tensor, start: int) -> Tensor:
+        """Logits ``[1, vocab]`` after tokens ``[n]`` from position ``start`` on, which the cache
+        then holds.
+        """
+        if len(tokens) > CATCH_UP:
+            self.model.prefill(tokens[None, :-1], self.cache, start)
+            start += len(tokens) - 1
+            tokens = tokens[-1:]
+        return self.model(tokens[None], self.cache, start, self.plan)[0, -1:]
 
     def rollback(self, length: int) -> None:
         # All but the last token, which is the input of the next step, in draft and target alike.
@@ -209,6 +240,8 @@ class KnownTokens:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = device
+        no_tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        self.empty = Draft(no_tokens, one_hot(no_tokens, vocab_size))
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         """Number that says how good the guess is, for which policies estimate an acceptance, and
@@ -228,11 +261,17 @@ class KnownTokens:
             drafted.append(token)
             if token in text.rules.eos_ids:
                 break
+        if not drafted:
+            return self.empty
         ids = torch.tensor(drafted, dtype=torch.int64, device=self.device)
         return Draft(ids, one_hot(ids, self.vocab_size), drafter=self.name)
 
     def rollback(self, length: int) -> None:
         """Does nothing: each search reads the text itself."""
+
+
+class NoDraft(KnownTokens):
+    """Plain decoding: no token is known."""
 
 
 class ForcedTokens(KnownTokens):
@@ -340,30 +379,6 @@ class BestOf:
     def rollback(self, length: int) -> None:
         for drafter in self.drafters.values():
             drafter.rollback(length)
-
-
-class NoDraft:
-    """Plain decoding: an empty draft every round."""
-
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.empty = Draft(
-            torch.zeros(0, dtype=torch.int64, device=device),
-            torch.zeros(0, vocab_size, device=device),
-        )
-
-    def propose(
-        self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
-    ) -> Draft:
-        return self.empty
-
-    def rollback(self, length: int) -> None:
-        """Does nothing: it keeps no state."""
-
-
-def certain(token: Tensor, vocab: int) -> Tensor:
-    """Logits ``[1, vocab]`` under which a token ``[1]`` is certain."""
-    impossible = torch.full((1, vocab), -math.inf, device=token.device)
-    return impossible.scatter_(1, token[:, None], 0.0)
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:

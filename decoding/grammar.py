@@ -124,8 +124,10 @@ class Grammar:
 
     def _compiled(self) -> str:
         """The source in the library's format."""
-        if self.kind != "json_schema":
-            return getattr(llguidance.LLMatcher, f"grammar_from_{self.kind}")(self.source)
+        if self.kind == "regex":
+            return llguidance.LLMatcher.grammar_from_regex(self.source)
+        if self.kind == "lark":
+            return llguidance.LLMatcher.grammar_from_lark(self.source)
         try:
             schema = json.loads(self.source)
         except (ValueError, RecursionError) as error:

@@ -200,7 +200,7 @@ class Text:
         return min(self.rules.max_new_tokens + self.prompt_length, self.max_positions) - len(self)
 
     @property
-    def certain(self) -> int:
+    def certain_end(self) -> int:
         """Offset in ``data`` up to which no later token can change the text.
 
         With "cat" banned, nothing of "black ca" is certain from the token of the "c" on, since all

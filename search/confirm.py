@@ -13,9 +13,9 @@ from rich.progress import track
 
 from cli.table import Row
 from decoding.run.calibration import Continuation
-from decoding.run.chooser import Setting, plain, plan_in_words, planned
+from decoding.run.chooser import Setting, fitting, plan_in_words, planned
 from decoding.run.plan_file import DraftPlan
-from decoding.run.writer import Drafting, Sample, Writer
+from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan
@@ -71,7 +71,7 @@ def confirm(
     """
     longest = max(plan.gamma for plan in plans)
     calibration = Calibration(setting.model, held_out, setting.params, coupling.name, longest)
-    drafts = [planned(setting, plan) for plan in plans]
+    drafts = [planned(setting, fitting(plan, setting.model.fast_bits)) for plan in plans]
     for draft in drafts:
         draft.preparation.finish()
     tables = measure_costs(setting, [text.prompt for text in held_out], drafts)

@@ -169,7 +169,7 @@ MUTANTS = [
         "a greedy draft is verified as if it were sampled",
         ModelDrafter,
         "propose",
-        "token = randomness.draw(probs[0], text.place(len(rows)))",
+        "token = randomness.draw(probs[0], text.place(len(draft)))",
         "token = probs[0].argmax()",
         law(SAMPLED),
     ),
@@ -189,9 +189,9 @@ MUTANTS = [
         "slots of a short draft are padded and verified as token 0",
         ModelDrafter,
         "propose",
-        "return Draft(torch.cat(tokens), probs,",
-        "pad = limit - len(rows)\n    tokens, probs = [*tokens, *[context[:1] * 0] * pad],"
-        " torch.cat((probs, *[probs[-1:]] * pad))\n    return Draft(torch.cat(tokens), probs,",
+        "return draft.finished()",
+        "for _ in range(limit - len(draft)):\n"
+        "        draft.add(context[:1] * 0, probs, logits)\n    return draft.finished()",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -289,7 +289,7 @@ MUTANTS = [
         15,
         "the text is not cut before the stop string",
         Text,
-        "certain",
+        "certain_end",
         "return self.cut",
         "return len(self.data)",
         test_text.test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_taken_back,
@@ -316,7 +316,7 @@ MUTANTS = [
         18,
         "the position is read off the first layer's cache",
         ModelDrafter,
-        "propose",
+        "_read",
         "self.cache, start, self.plan",
         "self.cache, self.cache.lengths[0], self.plan",
         of(SELF_DRAFT, "llama"),
@@ -363,9 +363,10 @@ MUTANTS = [
         "an unsure token is drawn, looked at and dropped",
         ModelDrafter,
         "propose",
-        "if not policy.keep_drafting(confidence[-1]):\n",
-        "if not policy.keep_drafting(confidence[-1]):\n                rows.pop(), (context :="
-        " context[:-1])\n",
+        "draft.add(token[None], probs, logits)\n",
+        "draft.add(token[None], probs, logits)\n"
+        "        if not policy.keep_drafting(raw_probability(logits[0], token)):\n"
+        "            draft.tokens.pop(), draft.probs.pop()\n",
         law(LONG, ADAPTIVE),
     ),
     Mutant(
@@ -399,7 +400,7 @@ MUTANTS = [
         27,
         "of two overlapping bans, the first takes back text that was shown already",
         Text,
-        "certain",
+        "certain_end",
         "while begin <",
         "if begin <",
         test_text.test_where_two_bans_overlap_nothing_is_shown_that_the_first_may_yet_take_back,
@@ -418,8 +419,8 @@ MUTANTS = [
         "the draft races with other exponentials than the target",
         ModelDrafter,
         "propose",
-        "text.place(len(rows))",
-        "text.place(len(rows) + 1000)",
+        "text.place(len(draft))",
+        "text.place(len(draft) + 1000)",
         test_race.test_a_draft_is_kept_as_often_as_shared_exponentials_make_it,
     ),
     Mutant(

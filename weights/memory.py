@@ -28,19 +28,19 @@ GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured step
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: weights, KV cache for ``positions`` tokens, workspace of a step, low-bit ``twins`` of
-    the weights.
+    """Bytes: weights, KV cache for ``positions`` tokens, workspace of a step, low-bit copies of the
+    weights.
     """
 
     weights: int
     cache: int
     workspace: int
     positions: int
-    twins: int = 0
+    low_bit_copies: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.twins + self.cache + self.workspace
+        return self.weights + self.low_bit_copies + self.cache + self.workspace
 
 
 def estimate(
@@ -78,7 +78,7 @@ def estimate(
         )
         + GPU_BUFFERS * on_gpu,
         positions=positions,
-        twins=bytes_read(config, plan, 0) if plan else 0,
+        low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
     )
 
 
@@ -90,10 +90,9 @@ def parameter_count(config: ModelConfig) -> int:
 
 def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
     """Bytes of weights that a step under the plan reads, with ``itemsize`` bytes per weight that is
-    not in low bits; with 0, bytes of the plan's low-bit copies.
-
-    In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
+    not in low bits.
     """
+    # In 4 bits, 32 weights share a scale and a zero point of 2 bytes each.
     per_weight = {FULL: itemsize, 4: 4 / 8 + 4 / 32, 8: 1.0, 0: 0}
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -105,11 +104,18 @@ def bytes_read(config: ModelConfig, plan: LayerPlan, itemsize: int) -> int:
     )
 
 
+def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
+    """Bytes of the low-bit copies of a plan."""
+    return bytes_read(config, plan, itemsize=0)
+
+
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
-    """Whether the low-bit copies of a plan fit into the free memory."""
+    """Whether the low-bit copies of a plan, if it has any, fit into the free memory."""
+    if not plan.has_low_bits:
+        return True
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return bytes_read(model.config, plan, 0) + rounding < free_bytes(model.device)
+    return low_bit_bytes(model.config, plan) + rounding < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -128,18 +134,22 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
-def check_fits(memory: Memory, device: torch.device, sharers: int = 1) -> str:
+def check_fits(
+    memory: Memory, device: torch.device, sharers: int = 1, optional_copies: int = 0
+) -> str:
     """Line of needed and free memory. Raises InputError with that line when the memory is too
     small.
 
-    ``sharers`` processes on the device each take as much.
+    ``sharers`` processes on the device each take as much. ``optional_copies``: bytes of low-bit
+    copies that are made only if they fit.
     """
     free = free_bytes(device) // sharers
     parts = {
         "weights": memory.weights,
-        "low-bit copies": memory.twins,
+        "low-bit copies": memory.low_bit_copies,
         f"KV cache at {memory.positions} tokens": memory.cache,
         "workspace": memory.workspace,
+        "low-bit copies (at most, if they fit)": optional_copies,
         "free": free,
     }
     line = ", ".join(f"{part}: {decimal(size)}" for part, size in parts.items() if size)

@@ -7,8 +7,9 @@ words work on bytes, because a token may end in the middle of a UTF-8 character.
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,19 @@ class Tokenizer:
     ``special`` holds the ids of control tokens by name; ``pieces`` the bytes that each token adds
     to the text, none for a control token; ``adds_space`` says whether encoding puts a space before
     the text; ``eos_ids`` end a text.
+
+    ``placeholder`` is a random word, which no text contains, as a token of its own. It stands for a
+    control token while a text is encoded, and hides the names of control tokens that a user typed
+    while a chat template names some itself.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
         config = folder / "tokenizer_config.json"
         settings = read_optional_json(config)
-        path = folder / (
-            "tokenizer.json" if (folder / "tokenizer.json").exists() else "tokenizer.model"
-        )
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            path = folder / "tokenizer.model"
         if not path.exists():
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
@@ -62,59 +67,31 @@ class Tokenizer:
             f"{config} is damaged: fetch it again",
             (AttributeError, KeyError, TypeError, ValueError),
         ):
-            self.names, control = named_tokens(settings)
+            self.names, listed = named_tokens(settings)
             self.chat_template = plain_chat(settings.get("chat_template"))
-        # raised by the libraries
-        with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
-            self._read(path, control, settings.get("add_bos_token"))
         if (folder / "chat_template.jinja").exists():
             self.chat_template = read_text(folder / "chat_template.jinja")
+        self.placeholder = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(12))
+        # raised by the libraries
+        with explaining(f"{path} is not a tokenizer that can be read", (Exception,)):
+            self.library, self.normalise = read_library(path)
+            vocabulary = self.library.get_vocab(with_added_tokens=True)
+            self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
+            self.byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
+            self.pieces = pieces_of(vocabulary, self.special, self.byte_level)
+            spaced = self.library.decoder.decode([SPACE_MARK + "a"])
+            # A token that the model does not have: its vocabulary was read before.
+            self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
+        self.adds_space = not self.byte_level and spaced == "a"
+        # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
+        wants_bos = settings.get("add_bos_token")
+        self.file_decides_bos = wants_bos is None
+        self.bos = self.special.get(self.names["bos_token"]) if wants_bos else None
         self.eos_ids = frozenset({self.special.get(self.names["eos_token"])} - {None})
         for name in ("config.json", "generation_config.json"):  # the last that names any is right
             found = read_optional_json(folder / name).get("eos_token_id")
             if found is not None:
                 self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
-
-    def _read(self, path: Path, control: dict[str, int], wants_bos: bool | None) -> None:
-        """Read the vocabulary at ``path``. Raises errors of any kind.
-
-        ``control`` holds ids of control tokens by tokenizer_config.json, and ``wants_bos`` says
-        whether a text begins with the beginning-of-text token; None: as the file says.
-        """
-        self.normalise: Callable[[str], str] = str  # the library normalises, but for sentencepiece
-        if path.suffix == ".json":
-            self.library = tokenizers.Tokenizer.from_file(str(path))
-        else:
-            self.library, self.normalise = read_sentencepiece(path)
-        self.library.no_truncation()
-        self.library.no_padding()
-        self.library.encode_special_tokens = True  # as text
-        vocabulary = self.library.get_vocab(with_added_tokens=True)
-        self.special = {
-            token.content: number
-            for number, token in self.library.get_added_tokens_decoder().items()
-            if token.special
-        }
-        # The settings may list more control tokens, also beyond the vocabulary of the file.
-        more = {*control, *self.names.values()} & vocabulary.keys() - self.special.keys()
-        self.library.add_special_tokens(
-            [AddedToken(each, normalized=False) for each in sorted(more)]
-        )
-        self.special = control | {each: vocabulary[each] for each in more} | self.special
-        self.byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
-        largest = max(*vocabulary.values(), *self.special.values())
-        self.pieces = [b""] * (1 + max(token_ids(largest, "its largest token id")))
-        for piece in vocabulary.keys() - self.special.keys():
-            self.pieces[vocabulary[piece]] = piece_bytes(piece, self.byte_level)
-        spaced = self.library.decoder.decode([SPACE_MARK + "a"])
-        self.adds_space = not self.byte_level and spaced == "a"
-        # A random word, which no text contains. Added after the vocabulary was read: its id is not
-        # the model's.
-        self.gap = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(12))
-        self.library.add_tokens([AddedToken(self.gap, normalized=False)])
-        # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
-        self.bos = self.special.get(self.names["bos_token"]) if wants_bos else None
-        self.by_file = wants_bos is None  # whether the file decides
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, after the beginning-of-text token where the model expects
@@ -122,7 +99,9 @@ class Tokenizer:
 
         Names of control tokens in ``text`` are text: a user cannot end a turn by typing its token.
         """
-        ids = self.library.encode(self.normalise(text), add_special_tokens=self.by_file).ids
+        ids = self.library.encode(
+            self.normalise(text), add_special_tokens=self.file_decides_bos
+        ).ids
         return ids if self.bos is None else [self.bos, *ids]
 
     def encode_inside(self, text: str) -> list[int]:
@@ -142,11 +121,11 @@ class Tokenizer:
         """
         control = (part for part in parts if isinstance(part, int))
         text = "".join(
-            self.gap if isinstance(part, int) else self.normalise(part) for part in parts
+            self.placeholder if isinstance(part, int) else self.normalise(part) for part in parts
         )
         ids = self.library.encode(text, add_special_tokens=False).ids
-        gap = self.library.token_to_id(self.gap)
-        return [next(control) if number == gap else number for number in ids]
+        placeholder = self.library.token_to_id(self.placeholder)
+        return [next(control) if number == placeholder else number for number in ids]
 
     def encode_chat(self, messages: Sequence[dict[str, str]], answer: str = "") -> list[int]:
         """Token ids of a conversation, up to the beginning of the assistant's answer, or up to the
@@ -158,22 +137,30 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
-        name = re.compile(
-            "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)"
-        )
-        # The random word after each character of a typed name hides it while the text is split at
-        # the template's names.
-        mark = self.gap
+        asked = [each | {"content": self._with_names_hidden(each["content"])} for each in messages]
+        rendered = self._render(asked) + self._with_names_hidden(answer)
+        return self.encode_parts(*self._parts_of(rendered))
 
-        def hidden(text: str) -> str:
-            return name.sub(lambda found: mark.join(found[0]) + mark, text)
+    @cached_property
+    def any_name(self) -> re.Pattern[str]:
+        """Pattern of the names of control tokens; one that matches nothing where there are none."""
+        longest_first = sorted(self.special, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-        asked = [each | {"content": hidden(each["content"])} for each in messages]
-        rendered = self._render(asked) + hidden(answer)
-        parts = re.split(f"({name.pattern})(?!{mark})", rendered)
-        return self.encode_parts(
-            *(self.special.get(part, part.replace(mark, "")) for part in parts)
-        )
+    def _with_names_hidden(self, text: str) -> str:
+        """Text with the placeholder after each character of every name of a control token."""
+        mark = self.placeholder
+        return self.any_name.sub(lambda found: mark.join(found[0]) + mark, text)
+
+    def _parts_of(self, rendered: str) -> list[int | str]:
+        """Parts of a rendered conversation: ids of the control tokens that the template names, and
+        the texts between them, whose hidden names are shown again.
+
+        A hidden name is none, since a placeholder divides it, or follows its only character.
+        """
+        mark = self.placeholder
+        parts = re.split(f"({self.any_name.pattern})(?!{mark})", rendered)
+        return [self.special.get(part, part.replace(mark, "")) for part in parts]
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
         """Text of a conversation by the chat template."""
@@ -240,6 +227,55 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, in
     }
     token_ids([*control.values()], "added_tokens_decoder")
     return names, control
+
+
+def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
+    """The library's tokenizer of a file, for which names of control tokens are text, and the
+    normalisation of a text where the library does none: of sentencepiece. Raises errors of any
+    kind.
+    """
+    normalise: Callable[[str], str] = str
+    if path.suffix == ".json":
+        library = tokenizers.Tokenizer.from_file(str(path))
+    else:
+        library, normalise = read_sentencepiece(path)
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True  # as text
+    return library, normalise
+
+
+def control_tokens(
+    library: tokenizers.Tokenizer,
+    vocabulary: Mapping[str, int],
+    listed: Mapping[str, int],
+    names: Iterable[str],
+) -> dict[str, int]:
+    """Ids of control tokens by name: those of the tokenizer file, and those that
+    tokenizer_config.json has ``listed`` or named.
+
+    The latter may be beyond the vocabulary of the file. In it, they become control tokens of the
+    library.
+    """
+    own = {
+        token.content: number
+        for number, token in library.get_added_tokens_decoder().items()
+        if token.special
+    }
+    more = {*listed, *names} & vocabulary.keys() - own.keys()
+    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
+    return {**listed, **{each: vocabulary[each] for each in more}, **own}
+
+
+def pieces_of(
+    vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
+) -> list[bytes]:
+    """Bytes of each token by its id: none for control tokens and for ids without a token."""
+    largest = max(*vocabulary.values(), *special.values())
+    pieces = [b""] * (1 + max(token_ids(largest, "its largest token id")))
+    for piece in vocabulary.keys() - special.keys():
+        pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
+    return pieces
 
 
 def plain_chat(template: Any) -> str | None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from cli.command_line import OneLineParser
 from cli.options import FLAG, parser_of
-from decoding.run.chooser import DRAFTERS
+from decoding.run.chooser import DRAFTERS, GAMMA_LOW_BITS, LONGEST_ADAPTIVE
+from decoding.run.writer import GAMMA
 from decoding.verify import COUPLINGS
 from weights.load import DTYPES
 
@@ -60,7 +61,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--gamma": {
             "type": int,
             "metavar": "N",
-            "help": "tokens drafted per round (default: the plan's, else 4)",
+            "help": f"most tokens drafted per round, not with auto (default: the plan's, of lowbit"
+            f" {GAMMA_LOW_BITS}, else {GAMMA}, with --adaptive {LONGEST_ADAPTIVE})",
         },
         "--adaptive": {
             "action": ON_OR_OFF,

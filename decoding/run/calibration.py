@@ -1,22 +1,18 @@
-"""Calibration: texts that a model writes itself, and the mean squares of its linear layers' inputs
-on them.
+"""Calibration: the mean squares of the inputs of a model's linear layers on some texts, by which
+its low-bit copies are rounded; and these copies, made or kept.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cli.command_line import say
-from decoding.randomness import inverse_cdf
 from decoding.run.prompt import encode_prompt
-from decoding.sampling import SamplingParams, distribution
-from model import Decoder, InputError, LayerPlan, fast, quantise
-from model.errors import NON_FINITE
+from model import Decoder, LayerPlan, fast, quantise
 from model.places import version
 from weights.kept import KeptTensors
 from weights.tokenizer import Tokenizer
@@ -26,7 +22,6 @@ PROMPTS = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
 # the files that determine importance, rounding and packing
 SOURCES = [Path(__file__), PROMPTS_FILE, Path(quantise.__file__)]
 SOURCES += Path(fast.__file__).with_name("cpu").glob("*.py")
-TOKENS = 48  # written after each prompt
 
 
 @dataclass(frozen=True)
@@ -39,98 +34,6 @@ class Continuation:
     prompt: tuple[int, ...]
     written: tuple[int, ...]
     unused: int = 0
-
-
-@torch.inference_mode()
-def sample_texts(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    params: SamplingParams,
-    eos_ids: Collection[int],
-    seed: int,
-) -> list[list[int]]:
-    """The model's continuation of each prompt, of one token or more; greedy at temperature 0.
-
-    All rows advance together, one position per step. Within its prompt a row takes the prompt's
-    next token, after it a drawn one. There is no padding. A text ends with the first of
-    ``eos_ids``, which it keeps, after ``max_new_tokens`` or at the end of the context. Row i draws
-    by uniform random numbers from ``seed`` and i, one per output token: its text does not depend on
-    the other rows, up to rounding. Raises InputError for a prompt that does not fit the context,
-    and for non-finite logits.
-    """
-    if (longest := max(map(len, prompts), default=0)) >= model.max_positions:
-        raise InputError(
-            f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}"
-        )
-    if not prompts:
-        return []
-    starts = torch.tensor([len(prompt) for prompt in prompts])
-    ends = (starts + max_new_tokens).clamp(max=model.max_positions)
-    rows = len(prompts)
-    capacity = int(ends.max())
-    tokens = torch.zeros(rows, capacity, dtype=torch.int64)
-    uniform = torch.zeros(rows, capacity, dtype=torch.float64)  # of the token at each position
-    for row, prompt in enumerate(prompts):
-        stream = np.random.default_rng(np.random.SeedSequence(seed % 2**64, spawn_key=(row,)))
-        tokens[row, : starts[row]] = torch.tensor(prompt)
-        uniform[row, starts[row] : ends[row]] = torch.from_numpy(
-            stream.random(int(ends[row] - starts[row]))
-        )
-    eos = torch.tensor(sorted(eos_ids), dtype=torch.int64)
-    tokens, uniform, starts, ends, eos = (
-        each.to(model.device) for each in (tokens, uniform, starts, ends, eos)
-    )
-    cache = model.new_cache(capacity, batch=rows)
-    first = int(starts.min())
-    model.prefill(tokens[:, : first - 1], cache)
-    for position in range(first, capacity):
-        logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
-        if not logits.isfinite().all():
-            raise InputError(NON_FINITE)
-        if params.repetition_penalty == 1:
-            # ``distribution`` takes its rows for positions of one text, here that of the first row.
-            # Only the repetition penalty reads it.
-            probs = distribution(logits, tokens[0, :position], params)
-        else:
-            parts = zip(logits.split(1), tokens[:, :position], strict=True)
-            probs = torch.cat([distribution(row, text, params) for row, text in parts])
-        drawn = inverse_cdf(probs, uniform[:, position])
-        writes = (starts <= position) & (position < ends)
-        tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
-        ends = torch.where(writes & torch.isin(drawn, eos), position + 1, ends)
-        if (ends <= position + 1).all():
-            break
-    spans = zip(tokens.tolist(), starts.tolist(), ends.tolist(), strict=True)
-    return [text[start:end] for text, start, end in spans]
-
-
-def calibration_texts(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    params: SamplingParams,
-    seed: int = 0,
-    prompts: Sequence[str] = PROMPTS,
-    tokens: int = TOKENS,
-) -> list[Continuation]:
-    """The model's continuations of those prompts that fit its context, up to ``tokens`` tokens
-    each.
-    """
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    fitting = [ids for ids in encoded if len(ids) < model.max_positions]
-    texts = sample_texts(
-        model,
-        fitting,
-        max_new_tokens=tokens,
-        params=params,
-        eos_ids=tokenizer.eos_ids,
-        seed=seed,
-    )
-    return [
-        Continuation(tuple(prompt), tuple(text), tokens - len(text))
-        for prompt, text in zip(fitting, texts, strict=True)
-    ]
 
 
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:

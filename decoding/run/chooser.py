@@ -1,12 +1,12 @@
 """The draft of a request: the drafter and the policy that its options ask for. Begin with
-``choose``.
+``Chooser``.
 
 ``DRAFTERS`` names the kinds of draft. A new one is a function that makes a ``Drafting``, and a line
 there; ``FILE.py:Class`` names a class in a file of the user.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from cli.command_line import say
 from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, ForcedTokens, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.calibration import kept_of, low_bit_steps
 from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan
@@ -30,7 +30,7 @@ from weights.memory import LONGEST_DRAFT, bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
 BITS = 4  # of a low-bit draft by default
-GAMMA_LOW_BITS = 5  # tokens drafted per round with --bits
+GAMMA_LOW_BITS = 5  # tokens drafted per round with --draft lowbit
 PRIOR_LOW_BITS = 0.85  # acceptance of a draft in four bits before any is observed
 # and of tokens that are known without a model; "forced 0": of the guesses after forced ones
 KNOWN_PRIORS = {"lookup 0": 0.0, "lookup 1": 0.3, "lookup 2": 0.5, "forced 0": 0.9}
@@ -104,24 +104,26 @@ class DraftOptions:
         """Arguments of ``weights.memory.estimate`` that depend on the draft: draft model, longest
         draft, plan.
 
-        For ``kernels`` see ``fitting``. Low bits under ``auto`` are not counted: they are used only
-        if their copies fit. Raises InputError for a draft model or a plan that cannot be read.
+        For ``kernels`` see ``fitting``. The plans of ``auto`` are not counted: they are used only
+        if their low-bit copies fit. Raises InputError for a draft model or a plan that cannot be
+        read.
         """
         chosen = plan_for(self, folder, config.num_layers, kernels)
-        longest = BreakEven.LONGEST_WITH_FORCED if self.kind == "auto" else LONGEST_DRAFT
+        is_auto = self.kind == "auto"
+        longest = BreakEven.LONGEST_WITH_FORCED if is_auto else LONGEST_DRAFT
         return {
             "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
             "longest_draft": longest if self.gamma is None else self.gamma,
-            "plan": chosen and chosen.plan,
+            "plan": chosen.plan if chosen and not is_auto else None,
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setting:
     """The target of a draft and the texts it is to write.
 
     ``model`` is prepared (``model.fast.accelerate``); ``positions`` is the length of the longest
-    text in tokens, ``coupling`` the name of the rule of verification. ``made`` keeps the draftings.
+    text in tokens, ``coupling`` the name of the rule of verification.
     """
 
     folder: Path
@@ -130,32 +132,28 @@ class Setting:
     params: SamplingParams
     positions: int
     coupling: str = "ratio"
-    made: dict[DraftOptions, Drafting] = field(default_factory=dict)
 
     @cached_property
     def kept(self) -> KeptTensors:
         """The target's kept tensors, which no process drops while this exists."""
         return kept_of(self.model, self.folder)
 
+
+class Chooser:
+    """Choice of drafts in one setting; a drafting is made once for all its policies."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.made: dict[DraftOptions, Drafting] = {}
+
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that the options ask for, made once for all policies. Raises InputError
-        where it is not possible.
-        """
+        """The drafting that the options ask for. Raises InputError where it is not possible."""
         # Without a length a plan may say that no draft pays.
         gamma = options.gamma if options.kind == "skip" else None
         made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
         if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self)
+            self.made[made_of] = make_drafting(made_of, self.setting)
         return with_policy(self.made[made_of], options, params)
-
-
-def choose(options: DraftOptions, setting: Setting) -> Drafting:
-    """The drafting that the options ask for, prepared. Raises InputError where it is not
-    possible.
-    """
-    drafting = setting.drafting(options, setting.params)
-    drafting.preparation.finish()
-    return drafting
 
 
 def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
@@ -175,29 +173,37 @@ def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same drafting under --adaptive, else --gamma, else its default policy, behind the
+    """The same drafting under the policy that the options ask for, else its default one, behind the
     confidence gate if asked.
 
-    A length is that of --gamma, else that of the plan. A drafting that is plain by default stays
-    plain, unless --gamma is given.
+    A drafting that is plain by default stays plain, unless --gamma is given.
     """
     new_policy = drafting.new_policy
     if new_policy().gamma == 0 and options.gamma is None:
         return drafting
-    gamma = options.gamma
-    threshold = START_SAMPLED if params.temperature else START_GREEDY
-    if drafting.chosen:
-        gamma = drafting.chosen.gamma if gamma is None else gamma
-        threshold = drafting.chosen.threshold or threshold
-    if options.adaptive:
-        longest = LONGEST_ADAPTIVE if gamma is None else gamma
-        new_policy = partial(AdaptiveExit, threshold, longest)
-    elif options.gamma is not None or options.adaptive is not None:
-        new_policy = partial(FixedLength, GAMMA if gamma is None else gamma)
+    if options.gamma is not None or options.adaptive is not None:
+        new_policy = policy_asked_for(options, drafting.chosen, params)
     gate = options.min_target_confidence
     if gate is None:
         return replace(drafting, new_policy=new_policy)
     return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))
+
+
+def policy_asked_for(
+    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
+) -> Callable[[], Policy]:
+    """Maker of the policy of --gamma and --adaptive. A length that is not given is that of the
+    ``chosen`` plan, if any; so is the threshold.
+    """
+    gamma = options.gamma
+    if gamma is None and chosen:
+        gamma = chosen.gamma
+    if not options.adaptive:
+        return partial(FixedLength, GAMMA if gamma is None else gamma)
+    threshold = START_SAMPLED if params.temperature else START_GREEDY
+    if chosen and chosen.threshold:
+        threshold = chosen.threshold
+    return partial(AdaptiveExit, threshold, LONGEST_ADAPTIVE if gamma is None else gamma)
 
 
 def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
@@ -207,7 +213,6 @@ def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Dra
     Prints a line where low bits make drafts no faster.
     """
     model = setting.model
-    chosen = fitting(chosen, model.fast_bits)
     plan = chosen.plan
     if plan.has_low_bits and not model.fast_bits:
         where = f"{model.dtype} on {model.device.type}"
@@ -301,7 +306,10 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
-    plans = plans_for_auto(options, setting)
+    possible = plans_for_auto(options, setting.folder, model.num_layers, model.fast_bits)
+    plans = {
+        name: chosen for name, chosen in possible.items() if has_memory_for(model, chosen.plan)
+    }
     ways = {name: planned(setting, chosen) for name, chosen in plans.items()}
     ways["lookup"] = lookup(options, setting)
     slopes = {name: first_slope(model, chosen.plan) for name, chosen in plans.items()}
@@ -321,25 +329,20 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def plans_for_auto(options: DraftOptions, setting: Setting) -> dict[str, DraftPlan]:
-    """The plans under which the target may draft for itself, by name: each can pay on this device,
-    and its copies fit into the free memory.
+def plans_for_auto(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> dict[str, DraftPlan]:
+    """The plans under which the target may draft for itself, by name: each can pay on a device with
+    these ``kernels``.
     """
-    model = setting.model
-    low, given = (
-        plan_for(each, setting.folder, model.num_layers, model.fast_bits)
-        for each in (DraftOptions("lowbit"), options)
-    )
     plans: dict[str, DraftPlan] = {}
-    if BITS in model.fast_bits:
-        plans["low bits"] = low
-    if given and given.gamma != 0 and given.plan not in [each.plan for each in plans.values()]:
+    if BITS in kernels:
+        plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
+    given = plan_for(options, folder, layers, kernels)
+    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
+    if pays and given.plan not in [each.plan for each in plans.values()]:
         plans["plan"] = given
-    return {
-        name: chosen
-        for name, chosen in plans.items()
-        if not chosen.plan.has_low_bits or (model.fast_bits and has_memory_for(model, chosen.plan))
-    }
+    return plans
 
 
 def first_slope(model: Decoder, plan: LayerPlan) -> float:

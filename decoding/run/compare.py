@@ -10,8 +10,9 @@ from decoding.sampling import SamplingParams
 from decoding.text import common_prefix
 from decoding.verify import Coupling
 
-TURNS = 3  # a text is written both ways, one after the other, this often
-# below this number of tokens, or of seconds, noise is larger than the difference
+TURNS = 3  # a text is written both ways, one after the other, at least this often
+MOST_TURNS = 20
+# below this number of tokens, or of seconds of all turns, noise is larger than the difference
 FEW_TOKENS = 48
 SHORT = 0.5
 
@@ -34,33 +35,43 @@ def comparison(
     """
     if drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
-    turns = [
-        [
-            writer.write(writer.new_text(sample.source.rules), way, params, coupling)
-            for way in (drafting, writer.plain)
-        ]
-        for _ in range(TURNS)
-    ]
+    turns: list[list[Sample]] = []
+    while len(turns) < TURNS or (len(turns) < MOST_TURNS and is_short(turns)):
+        turns.append(
+            [
+                writer.write(writer.new_text(sample.source.rules), way, params, coupling)
+                for way in (drafting, writer.plain)
+            ]
+        )
     if params.temperature and coupling.name == "ratio":
         condition = "" if exact else ", if the drafter states its q truly"
         texts = f"another text of the same law{condition}"
     else:
         texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
-    tokens = min(each.statistics.tokens for turn in turns for each in turn)
-    seconds = min(each.seconds for turn in turns for each in turn)
-    if tokens < FEW_TOKENS or seconds < SHORT:
-        return (
-            f"[{texts}; too short to compare speeds ({tokens} tokens, {seconds:.2f} s): let it"
-            " write more]"
-        )
+    tokens = fewest_tokens(turns)
+    if tokens < FEW_TOKENS:
+        return f"[{texts}; too short to compare speeds: {tokens} tokens]"
     ratios = [drafted.speed / plain.speed for drafted, plain in turns]
-    spread = f"medians of {TURNS} turns, {min(ratios):.2f}-{max(ratios):.2f}"
+    spread = f"medians of {len(turns)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
     fast = median(drafted.speed for drafted, _ in turns)
     speed = median(plain.speed for _, plain in turns)
     return (
         f"[{median(ratios):.2f} times plain decoding, {fast:.1f} against {speed:.1f} tokens/s"
         f" ({spread}), {texts}]"
     )
+
+
+def is_short(turns: Sequence[Sequence[Sample]]) -> bool:
+    """Whether more turns would make the speeds comparable: all took little time, but not because
+    the text has few tokens.
+    """
+    seconds = min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
+    return seconds < SHORT and fewest_tokens(turns) >= FEW_TOKENS
+
+
+def fewest_tokens(turns: Sequence[Sequence[Sample]]) -> int:
+    """Number of tokens of the shortest text."""
+    return min(sample.statistics.tokens for turn in turns for sample in turn)
 
 
 def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str | None) -> str:

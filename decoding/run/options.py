@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from argparse import Action, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields, replace
@@ -14,18 +14,21 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
-from decoding.run.arguments import make_parser
-from decoding.run.chooser import DraftOptions
+from decoding.run.arguments import OPTIONS
+from decoding.run.chooser import DraftOptions, plans_for_auto
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
-from model.fast import gpu_bits
+from model.fast import gpu_bits, why_not_compiled
+from model.plan import LOW_BITS
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
-from weights.memory import Memory, estimate
+from weights.memory import Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,7 +54,13 @@ NOT_FROM_PYTHON = {
     "serve",
     "together",
     "interactive",
-    "help",
+}
+# Options of a call, with the arguments of argparse's ``add_argument``.
+OF_A_CALL: dict[str, dict[str, Any]] = {
+    name: settings
+    for group in OPTIONS.values()
+    for option, settings in group.items()
+    if (name := option.removeprefix("--").replace("-", "_")) not in NOT_FROM_PYTHON
 }
 # Options that a model is loaded with.
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
@@ -72,15 +81,13 @@ def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
     of draft comes without the known options of drafting, and a grammar without the known one.
     Raises InputError for a name that is no option of a call, and for a value of another type.
     """
-    actions = {action.dest: action for action in make_parser()._actions}
     for name, value in given.items():
-        if name not in actions or name in NOT_FROM_PYTHON:
+        if name not in OF_A_CALL:
             raise InputError(f"there is no option {name}: see python generate.py --help")
         with explaining(f"{name} is too large", (ValueError, RecursionError)):
             repr(value)  # as messages show it
-        action = actions[name]
-        fits, wanted = has_type_of(action, value)
-        if not fits and (value is not None or action.default is not None):
+        fits, wanted = has_type_of(name, value)
+        if not fits and (value is not None or OF_A_CALL[name].get("default") is not None):
             raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
         if isinstance(value, str | list):
             with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
@@ -93,20 +100,21 @@ def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
     return Namespace(**kept | given)
 
 
-def has_type_of(action: Action, value: Any) -> tuple[bool, str]:
+def has_type_of(name: str, value: Any) -> tuple[bool, str]:
     """Whether a value of Python or JSON is one that this option of the command line could have, and
     the type of its values in words.
     """
-    if action.choices is not None:
-        return value in list(action.choices), f"one of {', '.join(action.choices)}"
-    if isinstance(action.default, list):
+    settings = OF_A_CALL[name]
+    if "choices" in settings:
+        return value in settings["choices"], f"one of {', '.join(settings['choices'])}"
+    if isinstance(settings.get("default"), list):
         fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
         return fits, "a list of strings"
-    if action.nargs == 0:
+    if "action" in settings:
         return isinstance(value, bool), "True or False"
-    if action.dest == "json_schema" and isinstance(value, dict):
+    if name == "json_schema" and isinstance(value, dict):
         return True, "a schema"
-    types, words = TYPES.get(action.type, TYPES[None])
+    types, words = TYPES.get(settings.get("type"), TYPES[None])
     return isinstance(value, types) and not isinstance(value, bool), words
 
 
@@ -176,34 +184,40 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     return Vocabulary(tokens, tokenizer.eos_ids, tokenizer.encode_inside)
 
 
+def check_options(options: Namespace) -> None:
+    """Raises InputError for options of a command line that do not go together, for numbers out of
+    range, and for files that cannot be written.
+    """
+    with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
+        "".join((options.system or "", *options.stop, *options.ban)).encode()
+    if min(options.num_samples, options.together, options.context or 1) < 1:
+        raise InputError("--num-samples, --together and --context must be at least 1")
+    if max(options.num_samples, options.together) > MOST:
+        raise InputError(f"--num-samples and --together may be at most {MOST}")
+    for place in filter(None, (options.html, options.svg)):
+        check_place(place)
+    open_ended = options.serve or options.interactive
+    if open_ended and any(getattr(options, name) for name in OF_ONE_PROMPT):
+        raise InputError(
+            "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
+        )
+    if options.serve and options.interactive:
+        raise InputError("give --serve or --interactive: one process does one of them")
+    if options.svg and options.num_samples > 1:
+        raise InputError("--svg shows one text: leave out --num-samples")
+
+
 class Request:
     """The request of ``generate.py``'s command line, checked before any weight is read.
 
-    ``ids`` are the prompt's token ids, ``[0]`` where there is no prompt, as with --serve. Raises
+    ``prompt`` and its token ``ids`` are empty where there is no prompt, as with --serve. Raises
     InputError.
     """
 
     def __init__(self, options: Namespace) -> None:
-        with explaining(
-            "the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)
-        ):
-            "".join((options.system or "", *options.stop, *options.ban)).encode()
+        check_options(options)
+        self.options = options
         self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
-        if min(options.num_samples, options.together, options.context or 1) < 1:
-            raise InputError("--num-samples, --together and --context must be at least 1")
-        if max(options.num_samples, options.together) > MOST:
-            raise InputError(f"--num-samples and --together may be at most {MOST}")
-        for place in filter(None, (options.html, options.svg)):
-            check_place(place)
-        open_ended = options.serve or options.interactive
-        if open_ended and any(getattr(options, name) for name in OF_ONE_PROMPT):
-            raise InputError(
-                "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
-            )
-        if options.serve and options.interactive:
-            raise InputError("give --serve or --interactive: one process does one of them")
-        if options.svg and options.num_samples > 1:
-            raise InputError("--svg shows one text: leave out --num-samples")
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)
@@ -211,17 +225,22 @@ class Request:
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
-        self.options = options
         self.prompt = ""
-        self.ids = [0]
+        self.ids: list[int] = []
         has_prompt = options.prompt is not None or options.prompt_file is not None
-        if has_prompt or not (open_ended or options.dry_run):
-            self.prompt = read_prompt(options.prompt, options.prompt_file)
-            read = read_grammar_files(options)
-            self.rules = self.text_options(read).rules
-            self.ids = self.encode(self.prompt, read)
-            budget = min(self.rules.max_new_tokens, self.context - len(self.ids))
-            self.rules = replace(self.rules, max_new_tokens=budget)
+        if has_prompt or not (options.serve or options.interactive or options.dry_run):
+            self._read_prompt()
+
+    def _read_prompt(self) -> None:
+        """Read the prompt and the grammar, and limit the text to the room that the prompt leaves
+        in the context.
+        """
+        self.prompt = read_prompt(self.options.prompt, self.options.prompt_file)
+        read = read_grammar_files(self.options)
+        rules = self.text_options(read).rules
+        self.ids = self.encode(self.prompt, read)
+        budget = min(rules.max_new_tokens, self.context - len(self.ids))
+        self.rules = replace(rules, max_new_tokens=budget)
 
     def text_options(self, options: Namespace, seconds: float = math.inf) -> TextOptions:
         """The options of a text for this model, among those of a call whose files are read.
@@ -289,6 +308,19 @@ class Request:
             "prompt": len(self.ids),
             **self.draft.needs(self.folder, self.config, kernels),
         }
+
+    def optional_copies(self) -> int:
+        """Bytes of the low-bit copies that --draft auto makes if they fit, at most: two plans may
+        share some.
+        """
+        if self.draft.kind != "auto":
+            return 0
+        kernels = gpu_bits(self.device, self.dtype)
+        is_compiled = self.dtype != torch.float64 and not self.options.no_compile
+        if self.device.type == "cpu" and is_compiled and not why_not_compiled():
+            kernels = LOW_BITS
+        plans = plans_for_auto(self.draft, self.folder, self.config.num_layers, kernels)
+        return sum(low_bit_bytes(self.config, chosen.plan) for chosen in plans.values())
 
     def memory(self, **changes: Any) -> Memory:
         """Memory for texts in one process, with some other needs."""

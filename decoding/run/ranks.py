@@ -113,7 +113,8 @@ def run(options: Namespace, write: Callable[[Session], None]) -> None:
         rank, size, local_rank, sharers = (int(os.environ[name]) for name in ENVIRONMENT)
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     if rank == 0 and options.prompt_file is not None:
-        options.prompt, options.prompt_file = read_prompt(options.prompt, options.prompt_file), None
+        options.prompt = read_prompt(options.prompt, options.prompt_file)
+        options.prompt_file = None
     options = Namespace(**from_rank_0(vars(options)))
     if on_gpus:
         options.device = f"cuda:{local_rank}"
@@ -122,35 +123,45 @@ def run(options: Namespace, write: Callable[[Session], None]) -> None:
     try:
         request = Request(options)
         shard = Shard(request.config, rank, size)
-        needs = request.needs()
-        plan = needs["plan"]
-        if plan and plan.has_low_bits and request.draft.kind != "auto":
-            raise InputError(
-                "several processes draft without low bits: give --draft lookup or exit, or another"
-                " --plan"
-            )
-        whole, part = (
-            estimate(config, **{**needs, "plan": None}) for config in (shard.config, shard.local)
-        )
-        # Every rank has all logits, which are in the workspace of the whole model.
-        needed = replace(part, workspace=whole.workspace)
-        fits = check_fits(needed, request.device, 1 if on_gpus else sharers)
-        found = fits, (needs, request.ids, options.dry_run or model_fingerprint(request.folder))
+        line = check_shard_fits(request, shard, 1 if on_gpus else sharers)
+        files = request.needs(), request.ids, options.dry_run or model_fingerprint(request.folder)
     except InputError as error:
-        found = str(error), None
-    ranks = exchange(dist.all_gather_object, [None] * size, found)
-    for number, (line, files) in enumerate(ranks):
-        if files is None or files != ranks[0][1]:
-            raise InputError(
-                f"process {number}: {'it has other files than process 0' if files else line}"
-            )
+        line = str(error)
+        files = None
+    lines = lines_of_ranks(line, files)
     if options.dry_run:
-        print(
-            "\n".join(
-                f"process {number} of {size}: {line}" for number, (line, _) in enumerate(ranks)
-            )
-        )
+        for number, each in enumerate(lines):
+            print(f"process {number} of {size}: {each}")
         return
     model = split(load_model(request.folder, request.dtype, request.device, shard), shard)
     signal.signal(signal.SIGINT, lambda *_: INTERRUPTED.set())
     write(Session(request, model, decide_as_rank_0))
+
+
+def check_shard_fits(request: Request, shard: Shard, sharers: int) -> str:
+    """Line of the memory that this rank takes. Raises InputError where it is too small, and for a
+    draft in low bits.
+    """
+    needs = request.needs()
+    plan = needs.pop("plan")
+    if plan and plan.has_low_bits:
+        raise InputError(
+            "several processes draft without low bits: give --draft lookup or exit, or another"
+            " --plan"
+        )
+    whole = estimate(shard.config, **needs)
+    part = estimate(shard.local, **needs)
+    # Every rank has all logits, which are in the workspace of the whole model.
+    return check_fits(replace(part, workspace=whole.workspace), request.device, sharers)
+
+
+def lines_of_ranks(line: str, files: Any) -> list[str]:
+    """The ``line`` of each rank. Raises InputError, on all ranks, where one's is an error, and
+    where its ``files`` are not those of rank 0. They are None beside an error.
+    """
+    found = exchange(dist.all_gather_object, [None] * dist.get_world_size(), (line, files))
+    for number, (said, theirs) in enumerate(found):
+        if theirs is None or theirs != found[0][1]:
+            trouble = said if theirs is None else "it has other files than process 0"
+            raise InputError(f"process {number}: {trouble}")
+    return [said for said, _ in found]

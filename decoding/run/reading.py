@@ -70,14 +70,14 @@ def reusable(
     ``wanted``. Of steps every token counts by itself, a prefill counts only as a whole, since the
     rounding of a row depends on the others of its chunk.
     """
-    kept = 0
+    entries = 0
     for old, new in zip(read, wanted, strict=False):
         if (old.begin, old.by_steps) != (new.begin, new.by_steps):
             break
         end = min(old.end, new.end)
         equal = new.begin + common_prefix(tokens[new.begin : end], ids[new.begin : end])
         if new.by_steps or equal == old.end == new.end:
-            kept = equal
+            entries = equal
         if not equal == old.end == new.end:
             break
-    return kept
+    return entries

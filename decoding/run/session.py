@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.run.chooser import Setting
+from decoding.run.chooser import Chooser, Setting
 from decoding.run.options import (
     OF_THE_MODEL,
     Request,
@@ -34,10 +34,11 @@ Pieces = Generator[str, None, None]
 
 
 class Session:
-    """A loaded model. Options of a call stand in place of those that the session was made with.
+    """A loaded model, to be called by ``write``, ``stream``, ``write_all`` and ``chat``. Options of
+    a call stand in place of those that the session was made with.
 
     What it learned about drafts stays in it. One text is written at a time: a call ends a stream
-    that has not ended.
+    that has not ended. ``sample`` is the last text that ``write`` or ``stream`` began.
     """
 
     def __init__(
@@ -58,16 +59,18 @@ class Session:
         self.model = model
         self.tokenizer = request.tokenizer
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        self.setting = Setting(
-            request.folder,
-            model,
-            self.tokenizer,
-            request.params,
-            request.capacity,
-            request.coupling.name,
+        self.chooser = Chooser(
+            Setting(
+                request.folder,
+                model,
+                self.tokenizer,
+                request.params,
+                request.capacity,
+                request.coupling.name,
+            )
         )
         self.writer: Writer | None = None
-        self.sample: Sample | None = None  # the last text
+        self.sample: Sample | None = None
         self.streaming: Pieces = (piece for piece in ())
 
     def write(self, prompt: str, **options: object) -> Sample:
@@ -103,7 +106,7 @@ class Session:
             self.new_text(self.request.encode(prompt, given), asked.rules) for prompt in prompts
         ]
         capacity = max((len(text) + text.remaining for text in texts), default=1)
-        drafting = self.setting.drafting(asked.draft, asked.params)
+        drafting = self.chooser.drafting(asked.draft, asked.params)
         tasks = [
             Task(text, drafting, asked.params, replace(asked.coupling, sample=number))
             for number, text in enumerate(texts)
@@ -151,7 +154,7 @@ class Session:
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
         writer.begin(sample.source.tokens, answers)
-        drafting = self.setting.drafting(asked.draft, asked.params)
+        drafting = self.chooser.drafting(asked.draft, asked.params)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
             for read in readers:

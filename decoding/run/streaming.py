@@ -28,7 +28,7 @@ class TextStream:
         ``at_end``, when no more tokens will come, as after Ctrl-C: also those that were held back.
         """
         ended = self.text.finish is not None
-        end = len(self.text.data) if at_end and not ended else self.text.certain
+        end = len(self.text.data) if at_end and not ended else self.text.certain_end
         begin, self.shown = self.shown, max(self.shown, end)
         return self.decoder.decode(bytes(self.text.data[begin:end]), final=at_end or ended)
 

@@ -222,7 +222,9 @@ class Scheduler:
             free = [slot for slot in self.slots if slot not in taken]
             task.slot = free[0]
             if task.answers:  # A conversation goes on where its cache is.
-                task.slot = max(free, key=lambda slot: slot.kept(task.prompt, task.answers))
+                task.slot = max(
+                    free, key=lambda slot: slot.reusable_entries(task.prompt, task.answers)
+                )
             task.loop = greenlet(self._write)
             self._go_on(task, task)
         return bool(self.active)

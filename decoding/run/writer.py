@@ -7,6 +7,7 @@ time the same.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -96,6 +97,9 @@ class Sample:
     seconds: float = 0.0
     trouble: str | None = None  # the reason why steps fell back to the readable blocks
 
+    def __repr__(self) -> str:
+        return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
+
     @property
     def text(self) -> str:
         """The output, up to the stop string; bytes that are no UTF-8 become U+FFFD."""
@@ -161,15 +165,15 @@ class Writer:
         """
         began = self.clock()
         segments = segments_of(len(prompt), answers)
-        kept = self.kept(prompt, answers) if answers else 0
+        reused = self.reusable_entries(prompt, answers) if answers else 0
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
-            drafter.rollback(kept + 1 if kept else 0)
-        self.cache.truncate(kept)
+            drafter.rollback(reused + 1 if reused else 0)
+        self.cache.truncate(reused)
         ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
         for segment in segments:
-            first = max(segment.begin, kept)
+            first = max(segment.begin, reused)
             read = self.target if segment.by_steps else self.target.prefill
             if first < segment.end:
                 read(ids[:, first : segment.end], self.cache, first)
@@ -177,7 +181,7 @@ class Writer:
         self.segments = segments
         return self.clock() - began
 
-    def kept(self, prompt: Sequence[int], answers: Spans) -> int:
+    def reusable_entries(self, prompt: Sequence[int], answers: Spans) -> int:
         """Number of entries of the cache that this prompt can use: see ``begin``."""
         tokens = self.prompt
         segments = self.segments

@@ -263,7 +263,7 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
     def drafts(*options: str) -> dict[str, LayerPlan | None]:
         bench = bench_of(folder, *options)
-        return {name: way.plan for name, way in find_drafts(bench.setting, bench.options).items()}
+        return {name: way.plan for name, way in find_drafts(bench).items()}
 
     folder = write_folder(tmp_path / "model")
     assert list(drafts()) == ["lookup", "exit 2", "exit 3"]

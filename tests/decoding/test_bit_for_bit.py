@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.run.chooser import Drafting, DraftOptions, Setting, choose
+from decoding.run.chooser import Chooser, DraftOptions, Setting
 from decoding.run.prompt import encode_prompt
-from decoding.run.writer import Writer
+from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -45,7 +45,9 @@ class Loaded:
         wanted = [DraftOptions("lookup"), DraftOptions("exit", exit_layer=layers * 4 // 5, gamma=6)]
         wanted.append(DraftOptions("exit", exit_layer=layers // 4, adaptive=True))
         wanted += [DraftOptions("skip", gamma=4)] if (folder / "plan.json").exists() else []
-        return Loaded(folder, setting, [choose(options, setting) for options in wanted], tokenizer)
+        chooser = Chooser(setting)
+        draftings = [chooser.drafting(options, setting.params) for options in wanted]
+        return Loaded(folder, setting, draftings, tokenizer)
 
     def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:
         """Every drafter's text is plain decoding's; a machine that cannot guarantee it gives the

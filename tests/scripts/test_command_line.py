@@ -331,10 +331,13 @@ def test_a_dry_run_says_what_it_would_take_and_loads_nothing(
     monkeypatch.delattr("decoding.run.session.load_model")
     whole = run("--model", model, "--dry-run")
     assert whole.status == 0 and re.fullmatch(
-        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+, free: .+ GB\n"
+        r"weights: .+, KV cache at 256 tokens: .+, workspace: .+,"
+        r" low-bit copies \(at most, if they fit\): .+, free: .+ GB\n"
         r"kept low-bit copies: .+ in .+low-bit\n",
         whole.out,
     )
+    for option in (["--draft", "lookup"], ["--no-compile"]):
+        assert "low-bit" not in run("--model", model, "--dry-run", *option).out.splitlines()[0]
     short = run("the", "--model", model, "--dry-run", "--max-new-tokens", "5")
     assert f"KV cache at {len(Tokenizer(Path(model)).encode('the')) + 5} tokens" in short.out
     monkeypatch.setattr("weights.memory.free_bytes", lambda device: 1000)

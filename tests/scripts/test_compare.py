@@ -17,7 +17,7 @@ import generate
 from decoding.policies import FixedLength
 from decoding.rounds import Round
 from decoding.run import writer
-from decoding.run.compare import TURNS, comparison
+from decoding.run.compare import MOST_TURNS, TURNS, comparison
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -89,21 +89,21 @@ def test_texts_that_differ_are_reported_with_their_first_difference(model: str) 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seconds", "short"), [(8, 9.0, True), (60, 0.1, True), (60, 9.0, False)]
+    ("tokens", "seconds", "turns"),
+    [(8, 9.0, 0), (60, 0.11, 5), (60, 1e-4, MOST_TURNS), (60, 9.0, TURNS)],
 )
 def test_speeds_are_compared_unless_the_text_is_too_short(
-    tokens: int, seconds: float, short: bool, model: str, monkeypatch: pytest.MonkeyPatch
+    tokens: int, seconds: float, turns: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few tokens, or many in a moment."""
+    """Many tokens in a moment are written in more turns."""
     ticks = count(step=seconds / tokens)  # one before each round and one after it
     monkeypatch.setattr(writer, "now", lambda device: next(ticks))
     _, compared = idly_written(model, tokens)
     speed = f"{tokens / seconds:.1f}"
     speeds = f"1.00 times plain decoding, {speed} against {speed} tokens/s"
-    speeds += f" (medians of {TURNS} turns, 1.00-1.00)"
-    assert compared().startswith(
-        "[same text; too short to compare speeds" if short else f"[{speeds}, same text]"
-    )
+    speeds += f" (medians of {turns} turns, 1.00-1.00)"
+    short = f"[same text; too short to compare speeds: {tokens} tokens]"
+    assert compared() == (f"[{speeds}, same text]" if turns else short)
 
 
 @pytest.mark.parametrize("own", [True, False])

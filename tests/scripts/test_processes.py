@@ -131,7 +131,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a plan of another model": (
         rewrite("plan.json", '{"mlp": [9]}'),
-        "skips layer 9",
+        "mlp must be a list of different layers from 0 to 3, found [9]",
     ),
 }
 

@@ -22,7 +22,6 @@ from decoding.policies import FixedLength
 from decoding.proof.judge import Setup, run_loop
 from decoding.proof.plain_law import Request
 from decoding.randomness import Place
-from decoding.run.calibration import sample_texts
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError
 from tests.calls import recorded, status_of
@@ -30,6 +29,7 @@ from tests.folders import VOCAB_SIZE, write_folder
 from tests.laws import no_draft, tiny_model
 from training.corpus import __main__ as corpus
 from training.corpus import stories as templates
+from training.corpus.sampling import sample_texts
 from weights.tokenizer import Tokenizer
 
 EOS = 1

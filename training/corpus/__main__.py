@@ -20,11 +20,11 @@ from cli.command_line import run_command, say
 from cli.device import keep_freed_memory, pick_device
 from cli.files import explaining, read_json_lines, write_text
 from cli.options import DEVICE, DTYPE, MODEL, TEMPERATURE, Groups, parser_of, within
-from decoding.run.calibration import sample_texts
 from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
+from training.corpus.sampling import sample_texts
 from training.corpus.stories import story_request, worth_learning
 from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
 from decoding.run import chooser
 from decoding.run.calibration import (
     PROMPTS,
-    TOKENS,
     Continuation,
-    calibration_texts,
     input_squares,
     kept_of,
     linear_layers,
@@ -23,9 +22,9 @@ from decoding.run.calibration import (
 )
 from decoding.run.chooser import (
     VERIFY_SLOPE,
+    Chooser,
     DraftOptions,
     Setting,
-    choose,
     first_slope,
 )
 from decoding.run.writer import Drafting, Writer
@@ -55,7 +54,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def few(tokenizer: Tokenizer) -> list[Continuation]:
-    return calibration_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
+    return own_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
 
 
 def test_importance_is_the_mean_square_of_a_layers_inputs(
@@ -158,7 +157,7 @@ def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
 ) -> None:
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
     for bits, wanted in ((None, 4), (8, 8)):
-        drafting = choose(DraftOptions("lowbit", bits=bits), setting)
+        drafting = Chooser(setting).drafting(DraftOptions("lowbit", bits=bits), GREEDY)
         assert {*drafting.plan.attention, *drafting.plan.mlp} == {wanted}
         assert drafting.new_policy().gamma == 5
 
@@ -174,7 +173,7 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel_in_the_memory_estimate_too
     model.fast_bits = kernels
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
     for kind in ("lowbit", "auto") if kernels else ("lowbit",):
-        assert setting.drafting(DraftOptions(kind), GREEDY).plan.head == head
+        assert Chooser(setting).drafting(DraftOptions(kind), GREEDY).plan.head == head
     assert DraftOptions("lowbit").needs(FOLDER, model.config, kernels)["plan"].head == head
 
 
@@ -182,7 +181,9 @@ def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chooser, "has_memory_for", lambda model, plan: False)
-    drafting = choose(DraftOptions("auto"), Setting(tmp_path, model, tokenizer, GREEDY, 64))
+    setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
+    drafting = Chooser(setting).drafting(DraftOptions("auto"), GREEDY)
+    drafting.preparation.finish()
     assert drafting.plan is None and not model.low_bits
 
 
@@ -193,7 +194,8 @@ def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
     folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     folder.chmod(0o555)
-    choose(DraftOptions(kind), Setting(folder, model, tokenizer, GREEDY, 64))
+    setting = Setting(folder, model, tokenizer, GREEDY, 64)
+    Chooser(setting).drafting(DraftOptions(kind), GREEDY).preparation.finish()
     folder.chmod(0o755)
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
@@ -207,7 +209,7 @@ def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder)
 def drafting_and_writer(model: Decoder, tokenizer: Tokenizer) -> tuple[Drafting, Writer]:
     """Of ``auto`` without a shipped plan, on a folder whose copies are not kept yet."""
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 200)
-    drafting = setting.drafting(DraftOptions("auto"), GREEDY)
+    drafting = Chooser(setting).drafting(DraftOptions("auto"), GREEDY)
     writer = Writer(model, 200, tokenizer.token_bytes)
     writer.begin(tokenizer.encode("Once upon a time"))
     return drafting, writer
@@ -259,3 +261,12 @@ def test_the_clock_is_granted_where_no_draft_length_can_change_a_text(
         writer.write(writer.new_text(Rules(4)), way, params, Coupling(rule, 0))
         timed = granted and not rows_vary
         assert (policy.grant_clock.called, policy.observe_time.called) == (timed, timed)
+
+
+def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(
+    tmp_path: Path, model: Decoder
+) -> None:
+    """They are made only if they fit."""
+    (tmp_path / "plan.json").write_text('{"bits": 8}')
+    needed = [DraftOptions(kind).needs(tmp_path, model.config)["plan"] for kind in ("skip", "auto")]
+    assert needed[0].has_low_bits and needed[1] is None

@@ -240,7 +240,7 @@ def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Sessi
     chat.say("Hello")
     chat.say("Again")
     with pytest.raises(ContextFull, match="forget its oldest turns"):
-        chat.say("fox " * session.setting.positions)
+        chat.say("fox " * session.chooser.setting.positions)
     assert len(chat.messages) == 4
     chat.forget()
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
@@ -280,3 +280,9 @@ def test_a_terminal_answers_a_command_and_names_an_unknown_one(
     said = capsys.readouterr().err
     assert "[draft: exit]" in said and said.count("unknown command") == 1
     assert "[unknown command /bogus: /help" in said and said.count("/draft KIND") == 1
+
+
+def test_a_sample_is_printed_in_one_short_line(session: Session) -> None:
+    """Without its rounds."""
+    sample = session.write("Tell me of a fox.", max_new_tokens=90)
+    assert repr(sample).startswith("Sample(") and len(repr(sample)) < 120
