@@ -102,8 +102,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file, atomically."""
-    with atomic_path(path) as temporary:
+    """Write a UTF-8 file, atomically. Raises InputError when it cannot be written."""
+    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

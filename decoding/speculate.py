@@ -71,9 +71,11 @@ def speculate(
             position,
             verdict.drafted,
             verdict.accepted,
-            *extension,
-            verdict.confidence,
-            forced_places(allowed if text.constraints else None),
+            extension.emitted,
+            extension.retracted,
+            extension.finish,
+            target_confidence=verdict.confidence,
+            forced=forced_places(allowed if text.constraints else None),
         )
         policy.observe(round)
         if observer:

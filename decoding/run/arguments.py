@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.command_line import OneLineParser
-from cli.options import FLAG, parser_of
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, parser_of
 from decoding.run.chooser import DRAFTERS, GAMMA_LOW_BITS, LONGEST_ADAPTIVE
 from decoding.run.writer import GAMMA
 from decoding.verify import COUPLINGS
@@ -28,10 +28,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "F",
             "help": "read the prompt from a file (-: standard input)",
         },
-        "--model": {
-            "default": "smollm2-135m-instruct",
-            "help": "a folder, a name under weights/, or ORG/NAME on the Hugging Face hub",
-        },
+        "--model": MODEL,
         "--revision": {"metavar": "R", "help": "branch, tag or commit of a model on the hub"},
         "--chat": {"action": ON_OR_OFF, "help": "as a chat (default: if the model can)"},
         "--system": {"metavar": "S", "help": "system message of the chat"},
@@ -81,7 +78,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "N",
             "help": "most tokens of a text",
         },
-        "--temperature": {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy"},
+        "--temperature": TEMPERATURE,
         "--top-k": {"type": int, "default": 0, "metavar": "K", "help": "0: off"},
         "--top-p": {"type": float, "default": 1.0, "metavar": "P", "help": "1: off"},
         "--min-p": {"type": float, "default": 0.0, "metavar": "P", "help": "0: off"},
@@ -120,12 +117,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "machine and output": {
-        "--device": {"help": "cpu, cuda, cuda:1 ... (default: cuda if there is one)"},
-        "--dtype": {
-            "choices": [*DTYPES, "auto"],
-            "default": "auto",
-            "help": "auto: the checkpoint's",
-        },
+        "--device": DEVICE,
+        "--dtype": {**DTYPE, "choices": [*DTYPES, "auto"]},
         "--context": {
             "type": int,
             "metavar": "N",

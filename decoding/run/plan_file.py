@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.files import explaining, read_json, write_json
+from cli.files import read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
@@ -62,8 +62,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
     }
     if plan.has_low_bits:
         content |= {"bits": {"attn": plan.attention, "mlp": plan.mlp}, "head_bits": plan.head}
-    with explaining(f"{path} cannot be written"):
-        write_json(path, content | provenance)
+    write_json(path, content | provenance)
 
 
 def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:

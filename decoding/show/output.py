@@ -7,14 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
 
 from cli.command_line import say
-from cli.files import atomic_path, explaining
+from cli.files import write_text
 from decoding.rounds import Round
 from decoding.run.session import Session
 from decoding.run.streaming import TextStream, visible
@@ -163,7 +162,7 @@ class Output:
             facts = heading(
                 request.prompt, request.name, self.drafting, request.params, request.coupling
             )
-            save(request.options.html, render_page(facts, samples))
+            write_text(request.options.html, render_page(facts, samples))
             say(f"the run round by round: {request.options.html}")
 
     def write_picture(self, writer: Writer) -> None:
@@ -179,14 +178,8 @@ class Output:
         picture = render_picture(
             title, plain, self.timeline, self.drafting.name, self.session.labels
         )
-        save(request.options.svg, picture)
+        write_text(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")
-
-
-def save(path: Path, text: str) -> None:
-    """Write a file atomically. Raises InputError when it cannot be written."""
-    with explaining(f"{path} cannot be written"), atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def in_words(sample: Sample, draft: str) -> str:

@@ -41,8 +41,7 @@ def add(stories: dict[str, dict[str, str]], more: Iterable[dict[str, str]], path
     """
     for story in more:
         stories.setdefault(story["response"][:DISTINCT_CHARACTERS], story)
-    with explaining(f"{path} cannot be written"):
-        write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
+    write_text(path, "".join(json.dumps(story) + "\n" for story in stories.values()))
 
 
 def write_stories(
