@@ -26,8 +26,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from decoding.policies import Offer, Policy
-from decoding.rounds import Round
-from decoding.text import common_prefix
+from decoding.rounds import Round, common_prefix
 
 WINDOW = 9  # measurements in a median
 KNOWN = "known"  # the name of the slope of tokens that are drafted without running a model

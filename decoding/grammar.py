@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.text import common_prefix
+from decoding.rounds import common_prefix
 from model.errors import InputError
 
 Kind = Literal["json_schema", "regex", "lark"]

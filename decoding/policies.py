@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from decoding.rounds import Round
-
-if TYPE_CHECKING:
-    from decoding.break_even import Past
 
 
 class Policy:
@@ -55,7 +52,7 @@ class Policy:
     def observe(self, round: Round) -> None:
         """Update the policy with a finished round."""
 
-    def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
+    def grant_clock(self, past: Any, shares_steps: Callable[[], bool]) -> None:
         """Grant the times of rounds, by ``observe_time``, and the ``past`` of earlier texts.
 
         ``shares_steps`` tells whether other texts share the model's steps now. Only for a text that
@@ -151,7 +148,7 @@ class PolicyAround(Policy):
     def observe(self, round: Round) -> None:
         self.inner.observe(round)
 
-    def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
+    def grant_clock(self, past: Any, shares_steps: Callable[[], bool]) -> None:
         self.inner.grant_clock(past, shares_steps)
 
     def observe_time(self, seconds: float) -> None:

@@ -1,5 +1,6 @@
-"""Record of one round of the loop, and statistics over such records."""
+"""Record of one round of the loop, statistics over such records, and equal beginnings of texts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -94,3 +95,12 @@ class Statistics:
     @property
     def tokens_per_round(self) -> float:
         return self.tokens / self.rounds if self.rounds else 0.0
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:  # mostly so, and fast
+        return shorter
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), shorter)

@@ -104,15 +104,6 @@ class Patterns:
         return end
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # mostly so, and fast
-        return shorter
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), shorter)
-
-
 def forced_places(allowed: Tensor | None) -> list[bool]:
     """Of each row of a mask ``[rows, vocab]``, whether it allows one token only; none without a
     mask.

@@ -5,9 +5,9 @@ texts.
 from collections.abc import Sequence
 from statistics import median
 
+from decoding.rounds import common_prefix
 from decoding.run.writer import Drafting, Sample, Writer
 from decoding.sampling import SamplingParams
-from decoding.text import common_prefix
 from decoding.verify import Coupling
 
 TURNS = 3  # a text is written both ways, one after the other, at least this often

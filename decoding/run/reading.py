@@ -9,7 +9,7 @@ are kept from turn to turn have the same bits as those of a conversation that is
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from decoding.text import common_prefix
+from decoding.rounds import common_prefix
 from weights.tokenizer import Tokenizer
 
 
