@@ -236,6 +236,15 @@ def test_a_round_whose_model_drafted_nothing_is_no_plain_round() -> None:
     assert set(policy.plain_time.times) == {1.0}
 
 
+def test_the_first_round_of_a_draft_is_not_learned_from() -> None:
+    """Its weights are read for the first time, which takes longer than ever after."""
+    policy = with_clock(0.2)
+    [*plain, drafted] = write(policy, 3, 5.0)
+    assert plain == [0, 0] and drafted and list(policy.slope("model").measured) == [0.2, 0.2]
+    write(policy, 1, 0.3)
+    assert policy.slope("model").measured[-1] == pytest.approx(0.3)
+
+
 def test_a_slope_that_is_not_measured_returns_to_its_first_value() -> None:
     slope = Slope(0.5)
     for _ in range(9):
