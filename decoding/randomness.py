@@ -119,22 +119,6 @@ class SeededRandomness(Randomness):
         return self.uniform(len(probabilities)) < probabilities
 
 
-class GivenUniforms(Randomness):
-    """Draws of one verification under the ratio rule, by uniform numbers that ``SeededRandomness``
-    gave: ``[k]`` for its acceptances and ``[1]`` for its draw.
-    """
-
-    def __init__(self, accepting: Tensor, drawing: Tensor) -> None:
-        self.accepting = accepting
-        self.drawing = drawing
-
-    def draw(self, probs: Tensor, place: Place) -> Tensor:
-        return inverse_cdf(probs[None], self.drawing)[0]
-
-    def accept(self, probabilities: Tensor) -> Tensor:
-        return self.accepting < probabilities
-
-
 class KeyedRandomness(Randomness):
     """Exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): the seed determines
     the text.

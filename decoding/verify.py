@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.randomness import (
-    GivenUniforms,
-    KeyedRandomness,
-    Place,
-    Randomness,
-    SeededRandomness,
-)
+from decoding.randomness import KeyedRandomness, Place, Randomness, SeededRandomness
 from model.errors import InputError
-from model.launch import LAUNCHERS, launch
 
 
 def verify_by_ratio(
@@ -81,41 +74,10 @@ def verify_by_race(
     return accepted, drawn.index_select(0, accepted[None])[0]
 
 
-def launch_ratio_rule(
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    drafted: Tensor,
-    randomness: SeededRandomness,
-    place: Place,
-) -> tuple[Tensor, Tensor]:
-    """``verify_by_ratio``; on a GPU in one launch, with uniform numbers that are drawn before
-    it.
-    """
-    if not len(drafted) or drafted.device not in LAUNCHERS:
-        return verify_by_ratio(target_probs, draft_probs, drafted, randomness, place)
-    accepting = randomness.uniform(len(drafted))
-    drawing = randomness.uniform(1)
-    inputs = (target_probs, draft_probs, drafted, accepting, drawing)
-    verdict = launch(ratio_verdicts, *(each[None] for each in inputs), is_compiled=False)
-    return verdict[0, 0], verdict[0, 1]
-
-
-def ratio_verdicts(
-    target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, accepting: Tensor, drawing: Tensor
-) -> Tensor:
-    """Results of ``verify_by_ratio``, ``[1, 2]`` int64, for arguments ``[1, ...]`` and uniform
-    numbers: a function of rows (``model.launch``), of which each is a draft.
-    """
-    given = GivenUniforms(accepting[0], drawing[0])
-    verdict = verify_by_ratio(target_probs[0], draft_probs[0], drafted[0], given, Place(0))
-    return torch.stack(verdict)[None]
-
-
 Verify = Callable[[Tensor, Tensor, Tensor, Randomness, Place], tuple[Tensor, Tensor]]
 
-
 COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness], Verify]] = {
-    "ratio": (SeededRandomness, launch_ratio_rule),
+    "ratio": (SeededRandomness, verify_by_ratio),
     "race": (KeyedRandomness, verify_by_race),
 }
 

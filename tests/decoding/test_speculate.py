@@ -2,7 +2,6 @@
 ends.
 """
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -23,7 +22,6 @@ from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from model import Decoder, InputError, KVCache, LayerPlan
-from model.launch import LAUNCHERS
 from tests.configs import FAMILIES
 from tests.laws import (
     REAL_DRAFTERS,
@@ -212,25 +210,6 @@ def test_non_finite_target_logits_end_the_loop() -> None:
     model.norm.weight[3] = torch.nan
     with pytest.raises(InputError, match="stop being finite"):
         write(model, prefilled(model, PROMPT), NoDraft(VOCAB), FixedLength(0))
-
-
-def test_the_ratio_rule_in_one_launch_takes_the_same_uniform_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also where the generator draws new ones in the middle of a verification."""
-
-    def launcher(function: Callable[..., Tensor], *rows: Tensor, is_compiled: bool) -> Tensor:
-        return function(*rows)
-
-    monkeypatch.setitem(LAUNCHERS, torch.device("cpu"), launcher)
-    generator = torch.Generator().manual_seed(0)
-    alone, launched = SeededRandomness(5), SeededRandomness(5)
-    for drafted in (0, 1, 2, 3, 5) * 15:
-        p = torch.rand(drafted + 1, VOCAB, generator=generator).softmax(-1)
-        q = torch.rand(drafted, VOCAB, generator=generator).softmax(-1)
-        tokens = torch.randint(VOCAB, (drafted,), generator=generator)
-        expected = rules.verify_by_ratio(p, q, tokens, alone, Place(0))
-        assert rules.launch_ratio_rule(p, q, tokens, launched, Place(0)) == expected
 
 
 def test_an_all_zero_residual_draws_from_the_target() -> None:
