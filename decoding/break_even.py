@@ -303,7 +303,7 @@ class BreakEven(Policy):
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         candidates = [draft for draft in drafts if draft.speed > 1]
         if not (candidates or self.waiting or any_forced):  # a probe, of one token
-            candidates = [draft for draft in drafts if draft.offer.tokens is None]
+            candidates = [draft for draft in drafts if draft.offer.by_model]
         if candidates:
             best = max(candidates, key=lambda draft: draft.speed)
             self.taken = best.offer
@@ -322,7 +322,7 @@ class BreakEven(Policy):
         """
         rate = self.acceptance(offer.kind)
         slope = self.slope(slope_of(offer)).value
-        longest = self.LONGEST_WITH_FORCED if offer.tokens is None else len(offer.tokens)
+        longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
         tokens = 1.0
         best = None
         for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
@@ -339,19 +339,17 @@ class BreakEven(Policy):
     def _reading(self, offer: Offer, guesses: int) -> float:
         """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
         forced_so_far = self.text_forced + offer.forced
-        if offer.tokens is not None or not forced_so_far:
+        if not offer.by_model or not forced_so_far:
             return 0.0
         between = guesses * forced_so_far / (self.text_free + 1)
         return (offer.forced + between) * self.slope(KNOWN).value
 
     def observe(self, round: Round) -> None:
-        offers = self.offers
-        self.offers = ()  # of the next round, unless its drafters are asked
-        if not offers:
-            self.taken = None
         self.rounds += 1
         self.guessed, accepted = round.guessed
         self.forced = len(round.drafted) - self.guessed
+        if not self.offers:  # no drafter was asked
+            self.taken = None
         cost = 1 + self._cost_of_forced()
         if self.taken:
             cost += self.guessed * self.slope(slope_of(self.taken)).value
@@ -365,11 +363,18 @@ class BreakEven(Policy):
         elif self.guessed:
             self.rests_until = self.rounds + self.past.rest.after_draft(written, cost)
         self.waiting = self.pause if self.guessed else max(0, self.waiting - 1)
+        self._learn_rates(round.emitted, accepted)
+        self.offers = ()  # of the next round, unless its drafters are asked
+
+    def _learn_rates(self, emitted: Sequence[int], accepted: int) -> None:
+        """Learn acceptance rates from the tokens of a round, of which ``accepted`` were guessed: of
+        known tokens also where their offer was not taken.
+        """
         learn = partial(self.past.rates.learn, memory=self.memory)
-        for offer in offers:
+        for offer in self.offers:
             if offer.tokens:
-                equal = common_prefix(offer.tokens, round.emitted)
-                judged = min(len(offer.tokens), written)
+                equal = common_prefix(offer.tokens, emitted)
+                judged = min(len(offer.tokens), len(emitted))
                 learn(offer.kind, max(0, equal - offer.forced), rejected=equal < judged)
             elif self.guessed and offer is self.taken:
                 learn(offer.kind, accepted, rejected=accepted < self.guessed)
@@ -380,7 +385,7 @@ class BreakEven(Policy):
         """
         if not self.forced:
             return 0.0
-        by_model = self.taken is not None and self.taken.tokens is None and self.guessed
+        by_model = self.taken is not None and self.taken.by_model and self.guessed
         return (2 if by_model else 1) * self.forced * self.slope(KNOWN).value
 
     def observe_time(self, seconds: float) -> None:
@@ -395,14 +400,18 @@ class BreakEven(Policy):
         slope = self.slope(name)
         was_warm = slope.is_warm
         slope.is_warm = True
-        drafted = self.guessed + (self.forced if name == KNOWN else 0)
+        drafted = self.guessed
+        beside = self._cost_of_forced()
+        if name == KNOWN:  # forced tokens are known ones
+            drafted += self.forced
+            beside = 0.0
         if not (was_warm and drafted):  # a model that drafted nothing ran all the same
             return
         extra = self.plain_time.extra(seconds, self.rounds)
         if extra is not None:
-            slope.learn((extra - (self._cost_of_forced() if name != KNOWN else 0)) / drafted)
+            slope.learn((extra - beside) / drafted)
 
 
 def slope_of(offer: Offer) -> str:
     """Name of the slope of an offer's tokens."""
-    return offer.name if offer.tokens is None else KNOWN
+    return offer.name if offer.by_model else KNOWN

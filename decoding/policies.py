@@ -126,6 +126,11 @@ class Offer:
     tokens: Sequence[int] | None = None
     forced: int = 0
 
+    @property
+    def by_model(self) -> bool:
+        """Whether a model has to run for the draft."""
+        return self.tokens is None
+
 
 class PolicyAround(Policy):
     """Policy around another one, ``inner``: a subclass replaces some of its decisions."""
