@@ -29,8 +29,7 @@ CATCH_UP = 16
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens ``[k]`` int64, with the distributions ``[k, vocab]`` that they were drawn
-    from.
+    """Drafted tokens ``[k]`` int64 and the distributions ``[k, vocab]`` they were drawn from.
 
     For records only: ``logits`` of each token, ``[1, vocab]``, if a model drafted; ``drafter``, the
     name of the drafter, where there are several or the tokens were not drawn.
@@ -43,9 +42,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Interface of a drafter, as the module's docstring says. ``propose`` may draw only through
-    ``randomness``.
-    """
+    """Interface of a drafter. ``propose`` may draw only through ``randomness``."""
 
     def propose(
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
@@ -62,9 +59,7 @@ def check_drafter(drafter: Drafter) -> None:
 
 
 def check_draft(drafter: Drafter, draft: Draft, limit: int, target: Model) -> None:
-    """Raises InputError for a draft of wrong type, length or shape and, on a CPU, for wrong numbers
-    in it.
-    """
+    """Raises InputError for a draft of wrong type, length or shape, on a CPU for wrong numbers."""
     if not (
         isinstance(draft, Draft)
         and isinstance(draft.tokens, Tensor)
@@ -143,8 +138,7 @@ class GrowingDraft:
 
 
 class ModelDrafter:
-    """Draft by a model: the target itself under a layer plan, or a smaller model of the same
-    vocabulary.
+    """Draft by a model: the target under a layer plan, or a smaller one of the same vocabulary.
 
     Self-speculation shares the target's cache: a draft step reads the target's entries and writes
     its entries at new positions, which verification overwrites. Another model has a separate cache,
@@ -170,8 +164,7 @@ class ModelDrafter:
         randomness: Randomness,
         steps: int | None = None,
     ) -> Draft:
-        """Draft of up to ``limit`` tokens, drawn one by one from the distribution of the model's
-        logits.
+        """Draft of up to ``limit`` tokens, drawn one by one from the model's distributions.
 
         ``steps``: the most tokens that the model draws, where these are fewer. Tokens that
         constraints force come without a step, before, between and after them.
@@ -218,9 +211,7 @@ class ModelDrafter:
         return draft.finished()
 
     def _read(self, tokens: Tensor, start: int) -> Tensor:
-        """Logits ``[1, vocab]`` after tokens ``[n]`` from position ``start`` on, which the cache
-        then holds.
-        """
+        """Logits ``[1, vocab]`` after tokens ``[n]`` from ``start`` on, which enter the cache."""
         if len(tokens) > CATCH_UP:
             self.model.prefill(tokens[None, :-1], self.cache, start)
             start += len(tokens) - 1
@@ -382,7 +373,5 @@ class BestOf:
 
 
 def raw_probability(logits: Tensor, token: Tensor) -> float:
-    """Confidence of a token: its softmax probability under unprocessed logits ``[vocab]``.
-    Synchronises.
-    """
+    """Confidence of a token: its softmax probability under raw logits ``[vocab]``. Synchronises."""
     return torch.softmax(logits.float(), dim=-1).gather(0, token[None]).item()

@@ -50,9 +50,7 @@ class Vocabulary:
         eos_ids: frozenset[int],
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """Raises InputError without an end-of-text token: a text could not end where its grammar
-        ends.
-        """
+        """Raises InputError without an end-of-text token, with which a grammar ends."""
         if not eos_ids:
             raise InputError("a grammar needs a model with an end-of-text token: this one has none")
         self.encode = encode
@@ -86,8 +84,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Grammar of the output of texts. Called with the length of a prompt, it makes a text's
-    constraint.
+    """Grammar of the output. Called with the length of a prompt, it makes a text's constraint.
 
     ``source`` is a JSON schema as JSON, a regular expression in the syntax of Rust, which the whole
     output must match, or a Lark grammar whose start is ``start``. ``seconds``: the
@@ -165,8 +162,7 @@ class GrammarConstraint:
         self.trouble: str | None = None  # the reason why the last mask allows nothing
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Mask, bool ``[vocab]``, of the tokens that may follow. Nothing may where the library
-        fails.
+        """Mask, bool ``[vocab]``, of the tokens that may follow: none where the library fails.
 
         Raises InputError where the masks of the text have taken too long.
         """
@@ -182,9 +178,7 @@ class GrammarConstraint:
         return self.masks[len(written)]
 
     def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens of the bytes that the grammar forces next, in the tokenizer's own way to write
-        them.
-        """
+        """Tokens that the tokenizer gives to the bytes which the grammar forces next."""
         began = time.thread_time()
         self._move_to(list(tokens[self.prompt_length :]))
         forced = self.matcher.compute_ff_bytes()

@@ -9,11 +9,11 @@ from model.plan import LayerPlan
 
 
 class Model(Protocol):
-    """Interface that ``model.Decoder`` and the proof's ``TableModel`` have. ``cache`` is made by
-    ``new_cache``.
+    """Interface of ``model.Decoder`` and of the proof's ``TableModel``.
 
     A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
-    ``start`` on, and writes their entries into the cache; ``prefill`` only writes the entries. For
+    ``start`` on, and writes their entries into the cache, which ``new_cache`` makes; ``prefill``
+    only writes the entries. For
     the rest of a prepared model see ``model.decoder.Steps``.
     """
 

@@ -38,15 +38,11 @@ class Policy:
         return self.gamma
 
     def keep_drafting(self, confidence: float) -> bool:
-        """Whether to continue the draft after a token of this confidence. The token itself stays in
-        the draft.
-        """
+        """Whether to continue the draft behind a token of this confidence, which stays in it."""
         return True
 
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        """The offer to take, and the largest number of its tokens, 0 for plain decoding: see
-        ``BreakEven``.
-        """
+        """The offer to take, and the largest number of its tokens; 0 for plain decoding."""
         return offers[0], self.draft_length()
 
     def observe(self, round: Round) -> None:
@@ -68,8 +64,7 @@ class FixedLength(Policy):
 
 
 class AdaptiveExit(Policy):
-    """Draft & Verify's adaptive exit (arXiv 2309.08168, section 3.3): stop after a token of low
-    confidence.
+    """Draft & Verify's adaptive exit, after a token of low confidence (arXiv 2309.08168, 3.3).
 
     Drafting ends after the first token whose confidence is below ``threshold``; that token is
     verified like the others. Below a smoothed acceptance rate of ``ALPHA`` the threshold rises.

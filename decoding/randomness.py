@@ -32,24 +32,16 @@ class Place(NamedTuple):
 
 
 class Randomness(Protocol):
-    """Source of all random draws. Its methods take and return tensors, so that no draw needs the
-    host.
-    """
+    """Source of all random draws, on tensors, so that no draw needs the host."""
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        """Token drawn from ``[vocab]`` probabilities, or from weights that need not sum to 1:
-        ``[]`` int64.
-        """
+        """Token ``[]`` int64 drawn from ``[vocab]`` probabilities, or weights of any sum."""
 
     def accept(self, probabilities: Tensor) -> Tensor:
-        """Independent events of ``[k]`` probabilities, of which those above 1 count as 1: ``[k]``
-        bool.
-        """
+        """Independent events ``[k]`` bool of ``[k]`` probabilities; above 1 counts as 1."""
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """Token drawn from each row, the first at ``place``: ``[rows, vocab]`` -> ``[rows]``
-        int64.
-        """
+        """Tokens ``[rows]`` int64 drawn from rows ``[rows, vocab]``, the first at ``place``."""
         return torch.stack(
             [self.draw(row, place.after(number)) for number, row in enumerate(probs)]
         )
@@ -120,14 +112,13 @@ class SeededRandomness(Randomness):
 
 
 class KeyedRandomness(Randomness):
-    """Exponential race (Gumbel-max with shared randomness, arXiv 2408.07978): the seed determines
-    the text.
+    """Exponential race, or Gumbel-max with shared randomness (arXiv 2408.07978).
 
-    At every place each token id has an exponential random number E. The draw from p is argmin E/p,
-    which has the distribution p. Draft and target use the same E, so they mostly agree. E is a
-    counter-based hash of (seed, sample, position, retractions, id): it has the same bits on every
-    device and does not depend on earlier draws. After a retraction every place has new E, since the
-    old ones are not independent of the retraction.
+    The seed determines the text. At every place each token id has an exponential random number E.
+    The draw from p is argmin E/p, which has the distribution p. Draft and target use the same E, so
+    they mostly agree. E is a counter-based hash of (seed, sample, position, retractions, id): it
+    has the same bits on every device and does not depend on earlier draws. After a retraction every
+    place has new E, since the old ones are not independent of the retraction.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", sample: int = 0) -> None:
@@ -138,9 +129,7 @@ class KeyedRandomness(Randomness):
         return self.draw_each(probs[None], place)[0]
 
     def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        """Token of the least E/p of each row, the first at ``place``: ``[rows, vocab]`` ->
-        ``[rows]`` int64.
-        """
+        """Tokens ``[rows]`` of the least E/p of rows ``[rows, vocab]``, the first at ``place``."""
         places = range(place.position, place.position + len(probs))
         keys = [signed(mix(self.key, position, place.retractions)) for position in places]
         if probs.device.type == "cpu":
@@ -205,9 +194,7 @@ def complements(bits: Tensor | np.ndarray) -> Tensor | np.ndarray:
 
 
 def hashed(counters: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    """SplitMix64's finaliser of int64 ``counters`` of any shape, in place; int64 wraps as unsigned
-    numbers do.
-    """
+    """SplitMix64's finaliser of int64 ``counters`` of any shape, in place, which wrap around."""
     for shift, factor in MIXERS:
         counters ^= shifted(counters, shift)
         counters *= signed(factor)

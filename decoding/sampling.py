@@ -100,8 +100,7 @@ def probabilities(
     min_p: float | None,
     top_k: float | None,
 ) -> Tensor:
-    """Probabilities ``[rows, vocab]`` of logits ``[rows, vocab]``, in at least float32; see
-    ``distribution``.
+    """Probabilities of logits ``[rows, vocab]``, in at least float32: see ``distribution``.
 
     None: greedy, or no such filter. Numbers may be tensors ``[]``, as in a graph.
     """
@@ -171,9 +170,7 @@ def joined(rows: Sequence[Tensor]) -> Tensor:
 
 
 def one_hot(tokens: Tensor, vocab: int) -> Tensor:
-    """Distributions ``[k, vocab]`` float32 of known tokens ``[k]``; on a CPU written by one
-    thread.
-    """
+    """Distributions ``[k, vocab]`` float32 of known tokens ``[k]``, by one thread on a CPU."""
     shape = len(tokens), vocab
     if tokens.device.type == "cpu":
         probs = torch.from_numpy(np.zeros(shape, np.float32))

@@ -1,6 +1,4 @@
-"""The speculative loop: draft, verify, extend the text, roll back. The other files here support
-it.
-"""
+"""The speculative loop: draft, verify, extend the text, roll back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

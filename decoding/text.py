@@ -79,8 +79,7 @@ class Patterns:
         self.longest = max(map(len, self.strings), default=0)
 
     def completed(self, data: bytearray, new: int, floor: int = 0) -> int | None:
-        """Offset of the pattern that ends first within the last ``new`` bytes; None if there is
-        none.
+        """Offset of the pattern that ends first within the last ``new`` bytes, if any.
 
         Of several that end at the same byte, the longest counts. It must begin at ``floor`` or
         later.
@@ -105,9 +104,7 @@ class Patterns:
 
 
 def forced_places(allowed: Tensor | None) -> list[bool]:
-    """Of each row of a mask ``[rows, vocab]``, whether it allows one token only; none without a
-    mask.
-    """
+    """Whether each row of a mask ``[rows, vocab]`` allows one token only; none without a mask."""
     if allowed is None:
         return []
     return [np.count_nonzero(row) == 1 for row in allowed.cpu().numpy()]  # ten times torch's speed
@@ -185,9 +182,7 @@ class Text:
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that may still be written, by the token budget and by the model's
-        context.
-        """
+        """Number of tokens that the token budget and the model's context still allow."""
         return min(self.rules.max_new_tokens + self.prompt_length, self.max_positions) - len(self)
 
     @property
@@ -212,8 +207,7 @@ class Text:
         return Place(len(self) + drafted, self.retractions)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Tokens as ``[n]`` int64 on ``device``, a view of a buffer that is valid until the text is
-        extended.
+        """Tokens ``[n]`` int64 on ``device``: a view that is valid until the text is extended.
 
         Only the tokens that are new since the last call are copied.
         """
@@ -355,7 +349,5 @@ class Text:
         return self.ends[position - 1] if position else 0
 
     def _holder(self, offset: int) -> int:
-        """Position of the token that holds the byte at ``offset``, but at least of the first
-        generated token.
-        """
+        """Position of the token with the byte at ``offset``, at least the first generated one."""
         return max(bisect_right(self.ends, offset), self.prompt_length)

@@ -1,6 +1,4 @@
-"""Rules of verification: the ratio rule and the race. Under either, the text has the target's
-distribution.
-"""
+"""Rules of verification, the ratio rule and the race: the text has the target's distribution."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from model.errors import InputError
 def verify_by_ratio(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """The ratio rule: a prefix of the draft and the token after it (arXiv 2211.17192, algorithm 1;
-    2302.01318).
+    """The ratio rule: a prefix of the draft and the token after it (arXiv 2211.17192, 2302.01318).
 
     ``target_probs`` p ``[k + 1, vocab]``, ``draft_probs`` q ``[k, vocab]``, ``drafted`` ``[k]`` ids
     drawn from the rows of q, the first at ``place``. p and q are compared in the wider of their
@@ -58,14 +55,13 @@ def verify_by_ratio(
 def verify_by_race(
     target_probs: Tensor, draft_probs: Tensor, drafted: Tensor, randomness: Randomness, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """The race: the target's token at every place, and the drafted ones that equal it (arXiv
-    2408.07978).
+    """The race: the target's token at every place, and the drafted ones that equal it.
 
-    Shapes as in ``verify_by_ratio``. The text is the one that plain decoding draws at the same
-    places, for every draft: q is never read, so a drafter that misstates it changes nothing. A
-    token drafted by the race with the same exponentials is accepted with probability Σ_x 1 / Σ_y
-    max(p_y / p_x, q_y / q_x), at most the ratio rule's Σ min(p, q). A token x of a one-hot q is
-    accepted with probability p(x).
+    From arXiv 2408.07978; shapes as in ``verify_by_ratio``. The text is the one that plain decoding
+    draws at the same places, for every draft: q is never read, so a drafter that misstates it
+    changes nothing. A token drafted by the race with the same exponentials is accepted with
+    probability Σ_x 1 / Σ_y max(p_y / p_x, q_y / q_x), at most the ratio rule's Σ min(p, q). A token
+    x of a one-hot q is accepted with probability p(x).
     """
     drawn = randomness.draw_each(target_probs, place)
     if not len(drafted):  # plain decoding
@@ -84,8 +80,7 @@ COUPLINGS: dict[str, tuple[Callable[[int, torch.device | str, int], Randomness],
 
 @dataclass(frozen=True)
 class Coupling:
-    """Rule of verification with its seed. Together with the request and its draft, they determine a
-    drawn text.
+    """Rule of verification with its seed, which determine a drawn text of a request and a draft.
 
     ``name`` is a key of ``COUPLINGS``; ``sample`` numbers the texts of one request.
     """

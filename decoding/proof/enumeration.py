@@ -1,5 +1,4 @@
-"""Proof by enumeration: the exact law (distribution of the output) of code that draws through
-``Randomness``.
+"""Proof by enumeration: the exact law (distribution of the output) of code that draws randomly.
 
 ``output_law`` receives a function that runs the production loop with a given randomness. It runs it
 once for every path of outcomes: each draw takes each token of positive probability in turn, each
@@ -71,8 +70,7 @@ class Enumerator(Randomness):
 
 
 class RaceEnumerator(Enumerator):
-    """Enumerator of the exponential race over two tokens, where one number u decides every draw at
-    a place.
+    """Enumerator of the race over two tokens, where one number u decides every draw at a place.
 
     Token a wins, E_a/p_a < E_b/p_b, exactly when u = E_a / (E_a + E_b) < p_a, and u is uniform on
     (0, 1). The draws of a path limit the u of each place to an interval. The next draw at that
@@ -122,9 +120,7 @@ def output_law(
 
 
 def total_variation(law: dict[Hashable, float], other: dict[Hashable, float]) -> float:
-    """Total variation: half the sum of |difference|, 0 for equal laws, 1 for laws that share no
-    outcome.
-    """
+    """Total variation, half the sum of |difference|: 1 for laws that share no outcome."""
     return (
         sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2
     )

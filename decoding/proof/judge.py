@@ -1,5 +1,4 @@
-"""Proof of one drafter: the distance between the production loop's law with it and plain sampling's
-law.
+"""Proof of one drafter: the distance between the loop's law with it and plain sampling's.
 
     bias(table, request, Setup(Bigrams)) < 1e-9
 

@@ -1,5 +1,4 @@
-"""Law of plain sampling, by recursion over texts: the reference that the loop's law is compared
-with.
+"""Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
 It shares only the function ``distribution`` with the production loop, and has no rounds, drafts,
 caches or rollbacks.
@@ -109,9 +108,7 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
 
 
 def _completed(tokens: Sequence[int], words: Sequence[str], floor: int) -> int | None:
-    """Offset of the word that the last token completes first (the longest, if several), by trying
-    every end.
-    """
+    """Offset of the word that the last token completes first; of several, of the longest."""
     text = b"".join(TEXTS[token] for token in tokens)
     for end in range(len(text) - len(TEXTS[tokens[-1]]) + 1, len(text) + 1):
         for word in sorted((word.encode() for word in words), key=len, reverse=True):

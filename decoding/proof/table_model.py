@@ -1,6 +1,4 @@
-"""Table model: a table of probabilities with the interface of a model, small enough to compute its
-law exactly.
-"""
+"""Table of probabilities as a model, small enough to compute its law exactly."""
 
 from collections.abc import Sequence
 
@@ -17,8 +15,7 @@ DRAFT_PLAN = LayerPlan((FULL, 0), (FULL, FULL))
 
 
 class TableModel(Steps):
-    """Language model that is a table: after each text a row of probabilities, which depends on its
-    whole history.
+    """Language model that is a table: one row of probabilities after each whole history.
 
     It writes token ids where a real model writes keys, into a real KVCache of two layers, and reads
     its history from there. A wrong position, a hole, a token fed twice or a stale entry of the
@@ -30,9 +27,7 @@ class TableModel(Steps):
     why_rows_vary = None
 
     def __init__(self, target: Tensor, draft: Tensor | None = None) -> None:
-        """``target``, ``draft``: ``[states, vocab]`` float64, at most 6 tokens; ``draft`` answers
-        under DRAFT_PLAN.
-        """
+        """Tables ``[states, vocab]`` float64 of at most 6 tokens, ``draft`` under DRAFT_PLAN."""
         if target.shape[1] > len(TEXTS):
             raise InputError(f"a table has at most {len(TEXTS)} tokens, found {target.shape[1]}")
         self.tables = {None: target.log(), DRAFT_PLAN: (target if draft is None else draft).log()}
@@ -42,9 +37,7 @@ class TableModel(Steps):
         return KVCache(2, (1, 1, capacity, 1), torch.float64, self.device)
 
     def row(self, history: Sequence[int], plan: LayerPlan | None = None) -> Tensor:
-        """Logits ``[vocab]`` after a history: the row number is a hash of all its tokens and their
-        order.
-        """
+        """Logits ``[vocab]`` after a history, whose hash is the number of the row."""
         state = 0
         for token in history:
             state = (3 * state + token + 1) % self.states
