@@ -1,12 +1,11 @@
-"""Break-even: the policy of ``--draft auto``, which takes in each round the draft of the largest
-expected speed-up, or none.
+"""Break-even, the policy of ``--draft auto``: the draft of the largest expected speed-up, or none.
 
 A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
 drafted token adds: its draft step, and its share of the verification. It writes
 1 + α + ... + α^k expected tokens (arXiv 2211.17192, equation 1), where α is the acceptance rate.
 The speed-up is their ratio; where none is above 1, the round is plain.
 
-α and s are learned while the text is written. Begin with ``BreakEven``, which puts these together:
+α and s are learned while the text is written. ``BreakEven`` decides. It consists of these parts:
 
 ``AcceptanceRates``  α of each kind of draft
 ``Slope``            s of the tokens of one model, or of known tokens
@@ -32,194 +31,31 @@ WINDOW = 9  # measurements in a median
 KNOWN = "known"  # the name of the slope of tokens that are drafted without running a model
 
 
-class AcceptanceRates:
-    """Acceptance rate α of each kind of draft: accepted over judged tokens of recent rounds.
-
-    The tokens behind a rejected one are not judged. A rate begins at its prior, which weighs as
-    much as ``PRIOR_WEIGHT`` tokens.
-    """
-
-    PRIOR_WEIGHT = 2.0
-
-    def __init__(self) -> None:
-        self.seen: dict[str, tuple[float, float]] = {}  # tokens accepted and judged, by kind
-
-    def rate(self, kind: str, prior: float) -> float:
-        """Estimate of α."""
-        accepted, judged = self.seen.get(kind, (0.0, 0.0))
-        return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
-
-    def learn(self, kind: str, accepted: int, *, rejected: bool, memory: float) -> None:
-        """Add a round: the tokens accepted, and whether one was rejected behind them. The rounds
-        before it count ``memory`` times what they did.
-        """
-        before = self.seen.get(kind, (0.0, 0.0))
-        judged = accepted + rejected
-        self.seen[kind] = (memory * before[0] + accepted, memory * before[1] + judged)
-
-
-class Slope:
-    """Time that a drafted token adds to a round, in plain rounds: a median of measurements.
-
-    The estimate begins at ``first``. Without new measurements it fades back to it, so that a draft
-    which was slow once is tried again.
-    """
-
-    FLOOR = 0.02
-    FADE = 0.97  # per round without a measurement
-
-    def __init__(self, first: float) -> None:
-        self.first = first
-        # Two copies of the first value, so that one disturbed round does not decide.
-        self.measured = deque([first, first], maxlen=WINDOW)
-        self.median = first
-        self.trust = 1.0
-        self.is_warm = False  # its drafts have run once: the first round is slower, and not learned
-
-    @property
-    def value(self) -> float:
-        faded = self.first + self.trust * (self.median - self.first)
-        return max(self.FLOOR, faded)
-
-    def learn(self, slope: float) -> None:
-        """Add a measurement."""
-        self.measured.append(slope)
-        self.median = median(self.measured)
-        self.trust = 1.0
-
-    def fade(self) -> None:
-        """Count a round without a measurement."""
-        self.trust *= self.FADE
-
-
-class PlainTime:
-    """Time T of a plain round: the median of this text's last ones, but at most its fastest round
-    with a draft.
-
-    A few rounds are plain only to measure T: the first two, and others 16, 32, 48 and then every
-    64 rounds after those before. They come in twos, and the second is learned from: behind a draft
-    a plain round of a small model finds the draft's weights in the processor's caches, and takes
-    up to twice as long. Where a draft was much faster than T, T must have been disturbed, and is
-    measured at once.
-    """
-
-    FIRST_PAUSE = 16  # rounds from the first measurement to the second; as many more follow
-    LONGEST_PAUSE = 64
-    DISTURBED = 1.5  # T in times of a round with a draft, above which it is measured again
-
-    def __init__(self) -> None:
-        self.next = math.inf  # the number of the round that measures T next; never without a clock
-        self.was_plain = False  # the round before
-        self.times: deque[float] = deque(maxlen=WINDOW)
-        self.draft_times: deque[float] = deque(maxlen=WINDOW)
-
-    def add_plain(self, seconds: float, rounds: int) -> None:
-        """Add the time of a plain round; ``rounds`` is the number of rounds so far."""
-        if self.was_plain:
-            self.times.append(seconds)
-            self.next = rounds + min(self.FIRST_PAUSE * len(self.times), self.LONGEST_PAUSE)
-        self.was_plain = True
-
-    def extra(self, seconds: float, rounds: int) -> float | None:
-        """Time of a round with a draft beyond T, in plain rounds; None before T is known."""
-        self.draft_times.append(seconds)
-        if not self.times:
-            return None
-        plain = median_low(self.times)
-        if plain > self.DISTURBED * seconds:
-            self.next = rounds
-        # A plain round that took longer than one with a draft was disturbed.
-        return seconds / min(plain, *self.draft_times) - 1
-
-
-class Credit:
-    """Limit of losses: plain rounds that a text may still lose by drafting.
-
-    No draft is made whose cost, were all of it rejected, exceeds that of a plain round by more
-    than the credit. Each round adds 1 + ``PER_TOKEN`` per token of the text and subtracts its
-    cost. So a text never costs more than ``START`` plus 1 + ``PER_TOKEN`` times plain decoding, by
-    the slopes, whatever the target accepts.
-    """
-
-    START = 4.0
-    PER_TOKEN = 0.02
-    LARGEST = 6.0
-
-    def __init__(self) -> None:
-        self.left = self.START
-
-    def add_round(self, written: int, cost: float) -> None:
-        """Count a round that wrote this number of tokens, with its cost in plain rounds."""
-        self.left = min(self.LARGEST, self.left + (1 + self.PER_TOKEN) * written - cost)
-
-
-class Rest:
-    """Rest from drafting where the last drafts together gained less than ``WORTHWHILE``.
-
-    Looking for a draft takes time too, in a small model a tenth of a plain round. So no drafter is
-    asked for 16 rounds, then for 32, then for 64, until drafts gain again.
-    """
-
-    WORTHWHILE = 1.05  # speed-up of drafts below which looking for them does not pay
-    MEMORY = 0.95  # share of what was saved before that still counts, per draft
-    SHORTEST = 16  # rounds
-    LONGEST = 64
-
-    def __init__(self) -> None:
-        # plain rounds that the last drafts saved: above 0, so that one bad draft decides nothing
-        self.saved = 2.0
-        self.rounds = self.SHORTEST  # of the next rest
-
-    def after_draft(self, written: int, cost: float) -> int:
-        """Rounds to rest after a draft whose round wrote this number of tokens at this cost."""
-        self.saved = self.MEMORY * self.saved + written - self.WORTHWHILE * cost
-        if self.saved >= 0:
-            self.rounds = self.SHORTEST
-            return 0
-        rest = self.rounds
-        self.rounds = min(2 * rest, self.LONGEST)
-        return rest
-
-
-@dataclass
-class Past:
-    """Estimates from past rounds, of one text or of several; ``slopes`` by the name of a model's
-    offer, and that of ``KNOWN`` tokens.
-    """
-
-    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
-    slopes: dict[str, Slope] = field(default_factory=dict)
-    rest: Rest = field(default_factory=Rest)
-
-
-class PossibleDraft(NamedTuple):
-    """Draft of an offer's forced tokens and of some guesses, with its expected speed-up."""
-
-    offer: Offer
-    guesses: int
-    speed: float
-
-
 class BreakEven(Policy):
     """Draft choice by break-even: the offer and length of the largest expected speed-up.
 
-    Known tokens, which no model drafts, such as a lookup's, have one slope, that of their
-    verification. They are compared with the text afterwards, even if their offer was not taken. A
-    model whose speed-up is below 1 is probed with a draft of one token, ``pause`` plain rounds
-    after the last draft.
+    A round passes through four methods: ``draft_length``, which is 0 during a rest; ``choose``
+    among the offers of the drafters; ``observe``, with the finished round; and, with a clock,
+    ``observe_time``.
 
-    With a clock (``grant_clock``) the slopes are measured while the text is written: a round of k
-    drafted tokens that takes the time t measures s = (t / T - 1) / k. Without a clock they keep
-    their first values. Where several texts share the model's steps, nothing is drafted: the more
-    rows a step has, the more another row costs.
+    Known tokens: those that no model drafts, such as a lookup's. They have one slope, that of their
+    verification. They are compared with the text afterwards, even if their offer was not taken.
 
-    Tokens that constraints force are sure to be accepted, and the target verifies them under every
-    offer. So they count neither into α nor as a risk, and offers are compared without their
-    verification. A model must read them too, which costs another known token's slope each, since a
-    row more costs it about as much as the target. It reads those before its first token, and
-    behind each of its tokens as many as this text had so far per token that was not forced. So a
-    model drafts where few tokens are forced, and stays away from a form that is to be filled in. It
-    is not probed behind forced tokens, and a text with forced tokens has no ``Rest``.
+    Probes: a model whose speed-up is below 1 drafts one token, ``pause`` plain rounds after the
+    last draft, so that its α is learned.
+
+    The clock (``grant_clock``) measures slopes while the text is written: a round of k drafted
+    tokens that takes the time t measures s = (t / T - 1) / k. Without it they keep their first
+    values. Where several texts share the model's steps, nothing is drafted: the more rows a step
+    has, the more another row costs.
+
+    Forced tokens: those that constraints force are sure to be accepted, and the target verifies
+    them under every offer. So they count neither into α nor as a risk, and offers are compared
+    without their verification. A model must read them too, each at the slope of a known token. It
+    reads those before its first token, and behind each of its tokens as many as this text had so
+    far per token that was not forced. So a model drafts where few tokens are forced, and stays away
+    from a form that is to be filled in. It is not probed behind forced tokens, and a text with
+    forced tokens has no ``Rest``.
 
     Five rounds with one model, without a clock, where the slope is 0.6 and ``pause`` is 2.
     "Waiting" counts the plain rounds before the next probe.
@@ -412,6 +248,174 @@ class BreakEven(Policy):
             slope.learn((extra - beside) / drafted)
 
 
+class PossibleDraft(NamedTuple):
+    """Draft of an offer's forced tokens and of some guesses, with its expected speed-up."""
+
+    offer: Offer
+    guesses: int
+    speed: float
+
+
 def slope_of(offer: Offer) -> str:
     """Name of the slope of an offer's tokens."""
     return offer.name if offer.by_model else KNOWN
+
+
+class AcceptanceRates:
+    """Acceptance rate α of each kind of draft: accepted over judged tokens of recent rounds.
+
+    The tokens behind a rejected one are not judged. A rate begins at its prior, which weighs as
+    much as ``PRIOR_WEIGHT`` tokens.
+    """
+
+    PRIOR_WEIGHT = 2.0
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[float, float]] = {}  # tokens accepted and judged, by kind
+
+    def rate(self, kind: str, prior: float) -> float:
+        """Estimate of α."""
+        accepted, judged = self.seen.get(kind, (0.0, 0.0))
+        return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
+
+    def learn(self, kind: str, accepted: int, *, rejected: bool, memory: float) -> None:
+        """Add a round: the tokens accepted, and whether one was rejected behind them. The rounds
+        before it count ``memory`` times what they did.
+        """
+        before = self.seen.get(kind, (0.0, 0.0))
+        judged = accepted + rejected
+        self.seen[kind] = (memory * before[0] + accepted, memory * before[1] + judged)
+
+
+class Slope:
+    """Time that a drafted token adds to a round, in plain rounds: a median of measurements.
+
+    The estimate begins at ``first``. Without new measurements it fades back to it, so that a draft
+    which was slow once is tried again.
+    """
+
+    FLOOR = 0.02
+    FADE = 0.97  # per round without a measurement
+
+    def __init__(self, first: float) -> None:
+        self.first = first
+        # Two copies of the first value, so that one disturbed round does not decide.
+        self.measured = deque([first, first], maxlen=WINDOW)
+        self.median = first
+        self.trust = 1.0
+        self.is_warm = False  # its drafts have run once: the first round is slower, and not learned
+
+    @property
+    def value(self) -> float:
+        faded = self.first + self.trust * (self.median - self.first)
+        return max(self.FLOOR, faded)
+
+    def learn(self, slope: float) -> None:
+        """Add a measurement."""
+        self.measured.append(slope)
+        self.median = median(self.measured)
+        self.trust = 1.0
+
+    def fade(self) -> None:
+        """Count a round without a measurement."""
+        self.trust *= self.FADE
+
+
+class PlainTime:
+    """Time T of a plain round: the median of this text's last ones, but at most its fastest round
+    with a draft.
+
+    A few rounds are plain only to measure T: the first two, and others 16, 32, 48 and then every
+    64 rounds after those before. They come in twos, and the second is learned from: behind a draft
+    a plain round of a small model finds the draft's weights in the processor's caches, and takes
+    up to twice as long. Where a draft was much faster than T, T must have been disturbed, and is
+    measured at once.
+    """
+
+    FIRST_PAUSE = 16  # rounds from the first measurement to the second; as many more follow
+    LONGEST_PAUSE = 64
+    DISTURBED = 1.5  # T in times of a round with a draft, above which it is measured again
+
+    def __init__(self) -> None:
+        self.next = math.inf  # the number of the round that measures T next; never without a clock
+        self.was_plain = False  # the round before
+        self.times: deque[float] = deque(maxlen=WINDOW)
+        self.draft_times: deque[float] = deque(maxlen=WINDOW)
+
+    def add_plain(self, seconds: float, rounds: int) -> None:
+        """Add the time of a plain round; ``rounds`` is the number of rounds so far."""
+        if self.was_plain:
+            self.times.append(seconds)
+            self.next = rounds + min(self.FIRST_PAUSE * len(self.times), self.LONGEST_PAUSE)
+        self.was_plain = True
+
+    def extra(self, seconds: float, rounds: int) -> float | None:
+        """Time of a round with a draft beyond T, in plain rounds; None before T is known."""
+        self.draft_times.append(seconds)
+        if not self.times:
+            return None
+        plain = median_low(self.times)
+        if plain > self.DISTURBED * seconds:
+            self.next = rounds
+        # A plain round that took longer than one with a draft was disturbed.
+        return seconds / min(plain, *self.draft_times) - 1
+
+
+class Credit:
+    """Limit of losses: plain rounds that a text may still lose by drafting.
+
+    No draft is made whose cost, were all of it rejected, exceeds that of a plain round by more
+    than the credit. Each round adds 1 + ``PER_TOKEN`` per token of the text and subtracts its
+    cost. So a text never costs more than ``START`` plus 1 + ``PER_TOKEN`` times plain decoding, by
+    the slopes, whatever the target accepts.
+    """
+
+    START = 4.0
+    PER_TOKEN = 0.02
+    LARGEST = 6.0
+
+    def __init__(self) -> None:
+        self.left = self.START
+
+    def add_round(self, written: int, cost: float) -> None:
+        """Count a round that wrote this number of tokens, with its cost in plain rounds."""
+        self.left = min(self.LARGEST, self.left + (1 + self.PER_TOKEN) * written - cost)
+
+
+class Rest:
+    """Rest from drafting where the last drafts together gained less than ``WORTHWHILE``.
+
+    Looking for a draft takes time too, in a small model a tenth of a plain round. So no drafter is
+    asked for 16 rounds, then for 32, then for 64, until drafts gain again.
+    """
+
+    WORTHWHILE = 1.05  # speed-up of drafts below which looking for them does not pay
+    MEMORY = 0.95  # share of what was saved before that still counts, per draft
+    SHORTEST = 16  # rounds
+    LONGEST = 64
+
+    def __init__(self) -> None:
+        # plain rounds that the last drafts saved: above 0, so that one bad draft decides nothing
+        self.saved = 2.0
+        self.rounds = self.SHORTEST  # of the next rest
+
+    def after_draft(self, written: int, cost: float) -> int:
+        """Rounds to rest after a draft whose round wrote this number of tokens at this cost."""
+        self.saved = self.MEMORY * self.saved + written - self.WORTHWHILE * cost
+        if self.saved >= 0:
+            self.rounds = self.SHORTEST
+            return 0
+        rest = self.rounds
+        self.rounds = min(2 * rest, self.LONGEST)
+        return rest
+
+
+@dataclass
+class Past:
+    """Estimates from past rounds, of one text or of several; ``slopes`` by the name of a model's
+    offer, and that of ``KNOWN`` tokens.
+    """
+
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    slopes: dict[str, Slope] = field(default_factory=dict)
+    rest: Rest = field(default_factory=Rest)
