@@ -193,6 +193,6 @@ def make_parser() -> OneLineParser:
     return parser_of(
         OPTIONS,
         prog="generate.py",
-        description="Write text with a checkpoint, speculatively or not.",
+        description="Write text with a language model, by self-speculative decoding.",
         epilog=EPILOG,
     )
