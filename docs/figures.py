@@ -76,8 +76,8 @@ def rules() -> Figure:
     figure = Figure(figsize=(7.5, 3.4))
     both = np.minimum(P, Q)
     sides = (
-        ("what is drafted: q", Q, PALE_RED, P, "p"),
-        ("what is written: p", P, BLUE, Q, "q"),
+        ("drafted: q", Q, PALE_RED, P, "p"),
+        ("written: p", P, BLUE, Q, "q"),
     )
     grid = figure.subplots(1, 2, sharey=True)
     for axes, (title, own, colour, other, name) in zip(grid, sides, strict=True):
