@@ -155,7 +155,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "most tokens of prompt and text together"
             " (default: the model's; in conversations at most 8192)",
         },
-        "--no-compile": {**FLAG, "help": "run the plain PyTorch blocks, several times slower"},
+        "--no-compile": {
+            **FLAG,
+            "help": "run the readable blocks, in plain PyTorch: several times slower",
+        },
         "--dry-run": {**FLAG, "help": "only print the memory that the run would take"},
         "--compare": {
             **FLAG,
