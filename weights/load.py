@@ -76,7 +76,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
                 raise InputError(f"--revision is for models on the hub, but {folder} is a folder")
             return folder
     if HUB_NAME.fullmatch(name) and not os.path.exists(name):
-        from weights.hub import download  # its library is seldom needed
+        from weights.hub import download  # its library takes long to import
 
         return download(name, revision)
     known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
