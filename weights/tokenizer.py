@@ -28,6 +28,7 @@ from model.config import LARGEST
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
+BYTE_LEVEL_SPACE = "Ġ"  # a space in byte-level pieces
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
@@ -54,15 +55,14 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
-        config = folder / "tokenizer_config.json"
-        settings = read_optional_json(config)
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            path = folder / "tokenizer.model"
-        if not path.exists():
+        places = (folder / "tokenizer.json", folder / "tokenizer.model")
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
             )
+        config = folder / "tokenizer_config.json"
+        settings = read_optional_json(config)
         with explaining(
             f"{config} is damaged: fetch it again",
             (AttributeError, KeyError, TypeError, ValueError),
@@ -77,12 +77,11 @@ class Tokenizer:
             self.library, self.normalise = read_library(path)
             vocabulary = self.library.get_vocab(with_added_tokens=True)
             self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
-            self.byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
+            self.byte_level = self.library.decoder.decode([BYTE_LEVEL_SPACE]) == " "
+            self.adds_space = self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
             self.pieces = pieces_of(vocabulary, self.special, self.byte_level)
-            spaced = self.library.decoder.decode([SPACE_MARK + "a"])
             # A token that the model does not have: its vocabulary was read before.
             self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
-        self.adds_space = not self.byte_level and spaced == "a"
         # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
         wants_bos = settings.get("add_bos_token")
         self.file_decides_bos = wants_bos is None
@@ -104,7 +103,7 @@ class Tokenizer:
         ).ids
         return ids if self.bos is None else [self.bos, *ids]
 
-    def encode_inside(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Token ids of a text that continues another one: nothing begins, and no space stands
         before it.
         """
