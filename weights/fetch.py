@@ -25,8 +25,9 @@ from gguf.quants import dequantize
 from safetensors.torch import save
 from tokenizers import AddedToken, models
 
-from cli.command_line import OneLineParser, run_command, say
+from cli.command_line import run_command, say
 from cli.files import explaining
+from cli.options import Groups, parser_of
 from model import InputError, build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer
@@ -119,10 +120,17 @@ def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
+OPTIONS: Groups = {
+    "": {
+        "name": {"choices": [SMOLLM2], "help": "the model"},
+        "--out": {"type": Path, "default": WEIGHTS / SMOLLM2, "help": "folder to write"},
+    },
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=[SMOLLM2], help="the model")
-    parser.add_argument("--out", type=Path, default=WEIGHTS / SMOLLM2, help="folder to write")
+    description = __doc__.splitlines()[0]
+    parser = parser_of(OPTIONS, prog="python -m weights.fetch", description=description)
     return run_command(
         lambda: print(fetch(parser.parse_args(arguments).out)),
         "interrupted: nothing was changed; run the same command again",
