@@ -136,9 +136,13 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
-        asked = [each | {"content": self._with_names_hidden(each["content"])} for each in messages]
-        rendered = self._render(asked) + self._with_names_hidden(answer)
-        return self.encode_parts(*self._parts_of(rendered))
+        hidden = [each | {"content": self._with_names_hidden(each["content"])} for each in messages]
+        rendered = self._render(hidden) + self._with_names_hidden(answer)
+        # A name of one character is hidden by the placeholder behind it.
+        parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
+        return self.encode_parts(
+            *(self.special.get(part, part.replace(self.placeholder, "")) for part in parts)
+        )
 
     @cached_property
     def any_name(self) -> re.Pattern[str]:
@@ -151,18 +155,10 @@ class Tokenizer:
         mark = self.placeholder
         return self.any_name.sub(lambda found: mark.join(found[0]) + mark, text)
 
-    def _parts_of(self, rendered: str) -> list[int | str]:
-        """Parts of a rendered conversation: ids of the control tokens that the template names, and
-        the texts between them, whose hidden names are shown again.
-
-        A hidden name is none, since a placeholder divides it, or follows its only character.
-        """
-        mark = self.placeholder
-        parts = re.split(f"({self.any_name.pattern})(?!{mark})", rendered)
-        return [self.special.get(part, part.replace(mark, "")) for part in parts]
-
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        """Text of a conversation by the chat template."""
+        """Text of a conversation by the chat template, with the variables that transformers
+        gives it.
+        """
 
         def refuse(message: str) -> None:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
@@ -170,18 +166,18 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
         )
-        environment.globals.update(
-            raise_exception=refuse,
-            strftime_now=lambda form: datetime.now().strftime(form),
-            add_generation_prompt=True,
-            tools=None,
-            documents=None,
-            **self.names,
-        )
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
-            template = environment.from_string(self.chat_template)
-            return as_text(template.render(messages=messages))
+            rendered = environment.from_string(self.chat_template).render(
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                raise_exception=refuse,
+                strftime_now=lambda form: datetime.now().strftime(form),
+                **self.names,
+            )
+            return as_text(rendered)
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that this token adds to the text: none for control tokens and ids outside the
@@ -321,14 +317,12 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
         for each, rank in ranks.items()
         if rank == 0 and each in library.SampleEncodeAsPieces(each, -1, 1.0)
     ]
-    words = {piece: ranks[piece] for piece in ranks.keys() - {*whole, *control}}
-    splits = (
-        (rank, word[:cut], word[cut:])
-        for word, rank in words.items()
-        for cut in range(1, len(word))
-    )
+    words = ranks.keys() - {*whole, *control}
     merges = [
-        (left, right) for _, left, right in sorted(splits) if left in words and right in words
+        (word[:cut], word[cut:])
+        for word in sorted(words, key=lambda word: (ranks[word], word))
+        for cut in range(1, len(word))
+        if word[:cut] in words and word[cut:] in words
     ]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
