@@ -15,9 +15,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -29,6 +27,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
 BYTE_LEVEL_SPACE = "Ġ"  # a space in byte-level pieces
+# Tag of a template around an answer, which marks it for training
+GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
@@ -164,11 +164,12 @@ class Tokenizer:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
+        template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # a scope, too
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
-            rendered = environment.from_string(self.chat_template).render(
+            rendered = environment.from_string(template).render(
                 messages=messages,
                 add_generation_prompt=True,
                 tools=None,
@@ -193,17 +194,6 @@ class Tokenizer:
         """
         data = b"".join(map(self.token_bytes, tokens))
         return data.removeprefix(b" " if self.adds_space else b"").decode("utf-8", errors="replace")
-
-
-class GenerationTag(Extension):
-    """Template tag ``{% generation %}`` around an answer, which marks it for training: its body."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
 
 
 def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
