@@ -101,8 +101,9 @@ def train(options: argparse.Namespace) -> None:
             state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
             progress.update(bar, completed=done, description=f"loss {loss:.3f}")
             if done == options.steps or done % options.save_every == 0:
-                judged = evaluate(model, held_out, options.autocast)
-                state["records"].append({"step": done, **judged})
+                state["records"].append(
+                    {"step": done, **evaluate(model, held_out, options.autocast)}
+                )
                 parts = [part.state_dict() for part in (model, *optimisers)]
                 save_run(options, model, {**state, "step": done, "parts": parts})
     if size > 1:
@@ -208,11 +209,11 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
         tokenizer_from=options.tokenizer or options.out,
     )
     records = "".join(json.dumps(record) + "\n" for record in state["records"])
-    trouble = (
+    with explaining(
         f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
-        " and run again"
-    )
-    with explaining(trouble, (OSError, RuntimeError)):
+        " and run again",
+        (OSError, RuntimeError),
+    ):
         write_text(options.out / LOG, records)
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
@@ -240,9 +241,10 @@ def load_state(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    stopped = "stopped: the same command continues from the last saved state in its --out folder"
-    description = __doc__.splitlines()[0]
-    return run_command(lambda: train(parse_options(arguments, description)), stopped)
+    return run_command(
+        lambda: train(parse_options(arguments, __doc__.splitlines()[0])),
+        "stopped: the same command continues from the last saved state in its --out folder",
+    )
 
 
 if __name__ == "__main__":

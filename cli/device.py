@@ -21,11 +21,10 @@ def pick_device(name: str | None) -> torch.device:
     not available.
     """
     if name is None and not torch.cuda.is_available() and NVIDIA.exists():
-        cuda = torch.version.cuda
-        target = f"CUDA {cuda}, which wants a newer driver" if cuda else "CPUs"
+        cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
         say(
             "the CPU is used although there is an NVIDIA GPU:"
-            f" torch {torch.__version__} is built for {target}"
+            f" torch {torch.__version__} is built for {cuda or 'CPUs'}"
         )
     # torch's for an unknown name and for a missing GPU
     with suppress(RuntimeError, AssertionError):

@@ -104,8 +104,7 @@ def recipe_loss(
         log_probs = log_probabilities(model, hidden)
         loss = (1 - taught) * F.nll_loss(log_probs, following)
         if taught:
-            lesson = teacher.detach().exp()
-            loss -= taught * (lesson * log_probs).sum() / len(following)
+            loss -= taught * (teacher.detach().exp() * log_probs).sum() / len(following)
         total += weight * loss
     return total
 

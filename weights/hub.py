@@ -15,7 +15,7 @@ from model import InputError, ModelConfig, parse_config
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES
 
-FILES = ("config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES)
+FILES = ["config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
 NARROWEST = 2  # bytes per weight in bfloat16 and float16
 
 
@@ -28,8 +28,8 @@ def download(name: str, revision: str | None = None) -> Path:
     try:
         config = Path(hf_hub_download(name, "config.json", revision=revision))
         check_size(name, parse_config(read_json(config)))
-        commit = config.parent.name  # so that all files are of one version
-        return Path(snapshot_download(name, revision=commit, allow_patterns=list(FILES)))
+        # the commit of this config.json, so that all files are of one version
+        return Path(snapshot_download(name, revision=config.parent.name, allow_patterns=FILES))
     except InputError:
         raise
     except Exception as error:  # of the hub, the network and their libraries

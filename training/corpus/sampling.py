@@ -30,17 +30,17 @@ def sample_texts(
     the other rows, up to rounding. A repetition penalty in ``params`` has no effect. Raises
     InputError for a prompt that does not fit the context, and for non-finite logits.
     """
-    longest = max(map(len, prompts))
-    if longest >= model.max_positions:
+    if (longest := max(map(len, prompts))) >= model.max_positions:
         raise InputError(
             f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}"
         )
     starts = torch.tensor([len(prompt) for prompt in prompts])
     ends = (starts + max_new_tokens).clamp(max=model.max_positions)
-    rows = len(prompts)
     capacity = int(ends.max())
-    tokens = torch.zeros(rows, capacity, dtype=torch.int64)
-    uniform = torch.zeros(rows, capacity, dtype=torch.float64)  # of the token at each position
+    tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64)
+    uniform = torch.zeros(
+        len(prompts), capacity, dtype=torch.float64
+    )  # of the token at each position
     for row, prompt in enumerate(prompts):
         stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(row,)))
         tokens[row, : starts[row]] = torch.tensor(prompt)
@@ -51,7 +51,7 @@ def sample_texts(
     tokens, uniform, starts, ends, eos = (
         each.to(model.device) for each in (tokens, uniform, starts, ends, eos)
     )
-    cache = model.new_cache(capacity, batch=rows)
+    cache = model.new_cache(capacity, batch=len(prompts))
     first = int(starts.min())
     model.prefill(tokens[:, : first - 1], cache)
     for position in range(first, capacity):
