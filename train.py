@@ -159,9 +159,9 @@ def backward(
         kept = torch.rand(layers, options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
             loss = recipe_loss(model, tokens, kept.to(model.device), weights, options.exit_teaching)
-        loss = loss / len(micro_batches)
-        loss.backward()
-        mean += loss.detach()
+        share = loss / len(micro_batches)
+        share.backward()
+        mean += share.detach()
     return mean
 
 

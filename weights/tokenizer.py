@@ -1,8 +1,8 @@
-"""Tokenizers: text to token ids and back, for ``tokenizer.json`` and ``tokenizer.model`` alike, and
-chat templates.
+"""Tokenizers: text to token ids and back, and chat templates.
 
-``token_bytes`` gives the bytes that a token adds to the text. Streaming, stop strings and banned
-words work on bytes, because a token may end in the middle of a UTF-8 character.
+Two kinds of files are read into the tokenizers library: ``tokenizer.json``, its own, and
+``tokenizer.model``, sentencepiece's. A piece is a token as the file spells it: byte-level, in an
+alphabet with a character per byte, or by the rules of sentencepiece.
 """
 
 import re
@@ -27,7 +27,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
 BYTE_LEVEL_SPACE = "Ġ"  # a space in byte-level pieces
-# Tag of a template around an answer, which marks it for training
+# tag of a chat template around an answer, which marks it for training
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -41,16 +41,20 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 class Tokenizer:
-    """Tokenizer of a model folder, by the tokenizers library. Names of control tokens in a text are
-    text.
+    """Tokenizer of a model folder. Only a chat template makes control tokens: their names in a text
+    are text, so that no user can end a turn by typing one.
 
-    ``special`` holds the ids of control tokens by name; ``pieces`` the bytes that each token adds
-    to the text, none for a control token; ``adds_space`` says whether encoding puts a space before
-    the text; ``eos_ids`` end a text.
-
-    ``placeholder`` is a random word, which no text contains, as a token of its own. It stands for a
-    control token while a text is encoded, and hides the names of control tokens that a user typed
-    while a chat template names some itself.
+    ``special``       ids of control tokens by name
+    ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
+    ``pieces``        bytes that each token adds to the text: none for a control token. Streaming,
+                      stop strings and banned words work on bytes, because a token may end in the
+                      middle of a UTF-8 character
+    ``eos_ids``       tokens that end a text
+    ``adds_space``    whether encoding puts a space before the text
+    ``chat_template`` source of the template, in Jinja; None: there is none
+    ``placeholder``   a random word, which no text contains, as a token of its own. It stands for a
+                      control token while a text is encoded, and hides typed names of control tokens
+                      while a chat template is rendered
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,8 +99,6 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, after the beginning-of-text token where the model expects
         one.
-
-        Names of control tokens in ``text`` are text: a user cannot end a turn by typing its token.
         """
         ids = self.library.encode(
             self.normalise(text), add_special_tokens=self.file_decides_bos
@@ -115,8 +117,8 @@ class Tokenizer:
         """Token ids of texts and, given as ids, control tokens between them, without a beginning of
         text.
 
-        All are encoded in one text: a text after a control token may be encoded differently from
-        one at the beginning.
+        They are encoded together, because a text after a control token may be encoded differently
+        from one at the beginning.
         """
         control = (part for part in parts if isinstance(part, int))
         text = "".join(
@@ -136,9 +138,10 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
-        hidden = [each | {"content": self._with_names_hidden(each["content"])} for each in messages]
-        rendered = self._render(hidden) + self._with_names_hidden(answer)
-        # A name of one character is hidden by the placeholder behind it.
+        hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
+        rendered = self._render(hidden) + self._hide_names(answer)
+        # The names that the template has, and the texts between them. A hidden name does not match:
+        # it is in pieces, or one character before a placeholder.
         parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
         return self.encode_parts(
             *(self.special.get(part, part.replace(self.placeholder, "")) for part in parts)
@@ -150,8 +153,8 @@ class Tokenizer:
         longest_first = sorted(self.special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _with_names_hidden(self, text: str) -> str:
-        """Text with the placeholder after each character of every name of a control token."""
+    def _hide_names(self, text: str) -> str:
+        """Text with a placeholder after each character of every name of a control token."""
         mark = self.placeholder
         return self.any_name.sub(lambda found: mark.join(found[0]) + mark, text)
 
@@ -166,7 +169,7 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # a scope, too
+        template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
             rendered = environment.from_string(template).render(
@@ -181,9 +184,7 @@ class Tokenizer:
             return as_text(rendered)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that this token adds to the text: none for control tokens and ids outside the
-        vocabulary.
-        """
+        """Bytes that a token adds to the text: none for an id outside the vocabulary."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -197,9 +198,9 @@ class Tokenizer:
 
 
 def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
-    """Names of tokens by their role, and ids of control tokens by name, of tokenizer_config.json.
+    """Names of tokens by role, and ids of control tokens by name, from tokenizer_config.json.
 
-    Raises errors of several kinds for another form than that of transformers.
+    Raises errors of several kinds for a form that transformers does not write.
     """
     given = {key: settings.get(key) or "" for key in NAMED_TOKENS}
     names = {
@@ -214,57 +215,10 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, in
     return names, control
 
 
-def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """The library's tokenizer of a file, for which names of control tokens are text, and the
-    normalisation of a text where the library does none: of sentencepiece. Raises errors of any
-    kind.
-    """
-    normalise: Callable[[str], str] = str
-    if path.suffix == ".json":
-        library = tokenizers.Tokenizer.from_file(str(path))
-    else:
-        library, normalise = read_sentencepiece(path)
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True  # as text
-    return library, normalise
-
-
-def control_tokens(
-    library: tokenizers.Tokenizer,
-    vocabulary: Mapping[str, int],
-    listed: Mapping[str, int],
-    names: Iterable[str],
-) -> dict[str, int]:
-    """Ids of control tokens by name: those of the tokenizer file, and those that
-    tokenizer_config.json has ``listed`` or named.
-
-    The latter may be beyond the vocabulary of the file. In it, they become control tokens of the
-    library.
-    """
-    own = {
-        token.content: number
-        for number, token in library.get_added_tokens_decoder().items()
-        if token.special
-    }
-    more = {*listed, *names} & vocabulary.keys() - own.keys()
-    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
-    return {**listed, **{each: vocabulary[each] for each in more}, **own}
-
-
-def pieces_of(
-    vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
-) -> list[bytes]:
-    """Bytes of each token by its id: none for control tokens and for ids without a token."""
-    largest = max(*vocabulary.values(), *special.values())
-    pieces = [b""] * (1 + max(token_ids(largest, "its largest token id")))
-    for piece in vocabulary.keys() - special.keys():
-        pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
-    return pieces
-
-
 def plain_chat(template: Any) -> str | None:
-    """Template for plain chat, from the one of tokenizer_config.json or the several by name."""
+    """Template for plain chat, from tokenizer_config.json: its only one, or of several by name the
+    default.
+    """
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else as_text(template)
@@ -279,20 +233,37 @@ def as_text(value: Any) -> str:
 
 
 def token_ids(value: Any, place: str) -> frozenset[int]:
-    """Ids of tokens, one or a list. Raises InputError with the place where it is anything else."""
+    """Set of one token id or of a list of them. Raises InputError, which names the ``place``, for
+    any other value.
+    """
     ids = value if isinstance(value, list) else [value]
     if not all(type(each) is int and 0 <= each < LARGEST for each in ids):
         raise InputError(f"{place} must be a token id or a list of them, found {value!r:.80}")
     return frozenset(ids)
 
 
+def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
+    """Tokenizer of a file, which encodes the names of control tokens as text; and the function that
+    normalises a text before it. Only sentencepiece has one. Raises errors of any kind.
+    """
+    normalise: Callable[[str], str] = str
+    if path.suffix == ".json":
+        library = tokenizers.Tokenizer.from_file(str(path))
+    else:
+        library, normalise = read_sentencepiece(path)
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True  # as text
+    return library, normalise
+
+
 def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
     """Byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text. Raises
-    InputError for a unigram.
+    InputError for a unigram model.
 
-    A piece is merged from any two pieces, the higher its score the earlier. User-defined pieces are
-    found before any merge: they score 0, and stay whole under a dropout of 1, by which
-    sentencepiece leaves all merges out.
+    Its file has no merges but a score per piece. A piece is merged from any two pieces, the higher
+    its score the earlier. User-defined pieces are found before any merge. They are those of score 0
+    that stay whole under a dropout of 1, with which sentencepiece merges nothing.
     """
     library = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     pieces = [library.IdToPiece(number) for number in range(library.GetPieceSize())]
@@ -349,17 +320,49 @@ def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Bytes of a piece: in that alphabet where the tokenizer is byte-level, else by the rules of
-    sentencepiece.
+def control_tokens(
+    library: tokenizers.Tokenizer,
+    vocabulary: Mapping[str, int],
+    listed: Mapping[str, int],
+    names: Iterable[str],
+) -> dict[str, int]:
+    """Ids of control tokens by name: those of the tokenizer file, and those that
+    tokenizer_config.json has ``listed`` (with ids) or only named.
 
-    Another character, as in an added token, makes a piece plain text. Sentencepiece writes a raw
-    byte as ``<0x0A>``.
+    Of the latter, the tokens in the file's vocabulary become control tokens of the library too. The
+    ids of the others are beyond the vocabulary.
+    """
+    own = {
+        token.content: number
+        for number, token in library.get_added_tokens_decoder().items()
+        if token.special
+    }
+    more = {*listed, *names} & vocabulary.keys() - own.keys()
+    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
+    return {**listed, **{each: vocabulary[each] for each in more}, **own}
+
+
+def pieces_of(
+    vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
+) -> list[bytes]:
+    """Bytes of each token by its id: none for control tokens and for ids without a token."""
+    largest = max(*vocabulary.values(), *special.values())
+    token_ids(largest, "its largest token id")  # a damaged file must not ask for a billion
+    pieces = [b""] * (1 + largest)
+    for piece in vocabulary.keys() - special.keys():
+        pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
+    return pieces
+
+
+def piece_bytes(piece: str, byte_level: bool) -> bytes:
+    """Bytes of a piece, byte-level or of sentencepiece.
+
+    A byte-level piece with a character outside the alphabet is an added token, in plain text.
+    Sentencepiece writes a raw byte as ``<0x0A>``.
     """
     if byte_level:
-        known = all(character in BYTE_OF_CHARACTER for character in piece)
-        return (
-            bytes(BYTE_OF_CHARACTER[character] for character in piece) if known else piece.encode()
-        )
+        if not BYTE_OF_CHARACTER.keys() >= set(piece):
+            return piece.encode()
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
     byte = BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()
