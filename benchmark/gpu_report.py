@@ -84,8 +84,9 @@ OPTIONS: Groups = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns its exit status, 0 also without a GPU."""
-    description = __doc__.splitlines()[0]
-    parser = parser_of(OPTIONS, prog="python -m benchmark.gpu_report", description=description)
+    parser = parser_of(
+        OPTIONS, prog="python -m benchmark.gpu_report", description=__doc__.splitlines()[0]
+    )
     return run_command(lambda: report(**vars(parser.parse_args(arguments))))
 
 

@@ -19,12 +19,13 @@ def say(line: str) -> None:
 
 
 def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
-    """Exit status of the ``work`` of a command line; every failure is printed as one line.
+    """Exit status of ``work``, all of a command line; every failure is printed as one line.
 
-    The result of ``work``, by default 0. 2 after wrong input, too little memory, and failed reading
-    or writing. 130 after Ctrl-C, which prints the line ``interrupted``, if any. 0 without a message
-    when the output is a closed pipe, as after ``| head``. ``work`` includes parsing the arguments;
-    the parser's SystemExit passes through.
+    0      or the result of ``work``; also where the output is a closed pipe, as after ``| head``
+    2      wrong input, too little memory, failed reading or writing
+    130    Ctrl-C, after the line ``interrupted``
+
+    ``work`` includes the parsing of arguments; the parser's SystemExit passes through.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,7 +39,7 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         finally:
             sys.stdout.flush()  # while a failure can still be reported
     except InputError as error:
-        # of code of the user's
+        # a cause is an error in the user's own code
         trace = traceback.format_exception(error.__cause__) if error.__cause__ else []
         complaint = f"{''.join(trace)}error: {error}"
     except KeyboardInterrupt:

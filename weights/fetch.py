@@ -129,8 +129,7 @@ OPTIONS: Groups = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    description = __doc__.splitlines()[0]
-    parser = parser_of(OPTIONS, prog="python -m weights.fetch", description=description)
+    parser = parser_of(OPTIONS, prog="python -m weights.fetch", description=__doc__.splitlines()[0])
     return run_command(
         lambda: print(fetch(parser.parse_args(arguments).out)),
         "interrupted: nothing was changed; run the same command again",
