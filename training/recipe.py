@@ -18,8 +18,8 @@ from model.layers import layer_positions
 from training.text import Rows
 
 CURRICULA = ("rotational", "gradual", "none")
-HELD_OUT_BATCHES = 8
-HELD_OUT_ROWS = 8
+HELD_OUT_BATCHES = 8  # of an evaluation
+HELD_OUT_ROWS = 8  # per batch
 
 
 def dropout_rates(layers: int, p_max: float, growth: float = 1.0) -> list[float]:

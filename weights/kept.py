@@ -94,6 +94,6 @@ def size(folder: Path) -> int:
     return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def kept_in_words() -> str:
-    """Line of the folder and the size of all checkpoints' copies."""
+def describe_copies() -> str:
+    """Line with the size and the folder of all checkpoints' copies."""
     return f"kept low-bit copies: {decimal(size(copies_folder()))} in {copies_folder()}"

@@ -155,8 +155,9 @@ class Tokenizer:
 
     def _hide_names(self, text: str) -> str:
         """Text with a placeholder after each character of every name of a control token."""
-        mark = self.placeholder
-        return self.any_name.sub(lambda found: mark.join(found[0]) + mark, text)
+        return self.any_name.sub(
+            lambda found: "".join(character + self.placeholder for character in found[0]), text
+        )
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
         """Text of a conversation by the chat template, with the variables that transformers

@@ -12,7 +12,7 @@ import torch
 from model.places import cache_folder, version
 from tests.folders import LLAMA, write_folder
 from weights import kept as kept_module
-from weights.kept import KeptTensors, copies_folder, kept_in_words
+from weights.kept import KeptTensors, copies_folder, describe_copies
 
 CODES = torch.arange(1000, dtype=torch.int64).to(torch.uint8).view(10, 100)
 FILE_BYTES = 1004
@@ -170,9 +170,9 @@ def test_reading_counts_as_use(tmp_path: Path) -> None:
 def test_place_and_size_are_said(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "0 bytes" in kept_in_words() and str(copies_folder()) in kept_in_words()
+    assert "0 bytes" in describe_copies() and str(copies_folder()) in describe_copies()
     with_codes(model)
-    assert "1.0 kB" in kept_in_words()
+    assert "1.0 kB" in describe_copies()
     monkeypatch.delenv("SPECDEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder().is_relative_to(tmp_path / "xdg")
