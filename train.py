@@ -208,13 +208,12 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
         options.out,
         tokenizer_from=options.tokenizer or options.out,
     )
-    records = "".join(json.dumps(record) + "\n" for record in state["records"])
     with explaining(
         f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
         " and run again",
         (OSError, RuntimeError),
     ):
-        write_text(options.out / LOG, records)
+        write_text(options.out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
 

@@ -34,9 +34,8 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
 # themselves, the others are, in order, the characters from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-OTHERS = sorted(set(range(256)).difference(PRINTABLE))
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(OTHERS)
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
 }
 
 
@@ -59,8 +58,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
-        places = (folder / "tokenizer.json", folder / "tokenizer.model")
-        path = next((place for place in places if place.exists()), None)
+        files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
+        path = next((file for file in files if file.exists()), None)
         if path is None:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
