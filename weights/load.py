@@ -22,13 +22,19 @@ from model import Decoder, InputError, ModelConfig, build, parse_config
 from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
-FLOAT_DTYPES = {
-    "F64": torch.float64,
+# by name on a command line, and in a safetensors header
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+STORED_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F64": torch.float64,
 }
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -165,7 +171,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for path in files:
         header, data = read_header(path)
         for name, entry in header.items():
-            if entry["dtype"] not in FLOAT_DTYPES:
+            if entry["dtype"] not in STORED_DTYPES:
                 raise InputError(
                     f"{path}: tensor {name!r:.100} is stored as {entry['dtype']}: load the original"
                     " float weights, not a quantised checkpoint"
@@ -176,7 +182,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     name=name,
                     offset=data + entry["data_offsets"][0],
                     shape=tuple(entry["shape"]),
-                    dtype=FLOAT_DTYPES[entry["dtype"]],
+                    dtype=STORED_DTYPES[entry["dtype"]],
                 )
     if EMBEDDING not in tensors:
         raise InputError(

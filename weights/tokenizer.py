@@ -40,8 +40,8 @@ BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
 
 
 class Tokenizer:
-    """Tokenizer of a model folder. Only a chat template makes control tokens: their names in a text
-    are text, so that no user can end a turn by typing one.
+    """Tokenizer of a model folder. Names of control tokens count in a chat template only: in a text
+    they are text, so that no user can end a turn by typing one.
 
     ``special``       ids of control tokens by name
     ``names``         names of some of them by role, such as "bos_token"; "" for a role without one

@@ -52,7 +52,7 @@ def write_stories(
     max_new_tokens: int,
     rng: random.Random,
 ) -> list[dict[str, str]]:
-    """Those of ``rows`` written stories that are worth learning, each a "prompt" and a "response".
+    """Stories worth learning, of ``rows`` that the model writes: each a "prompt" and a "response".
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues its
     opening.
