@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     assert fault != "a full disk" or list(kept.folder.iterdir()) == []
 
 
-def test_the_least_recently_used_are_dropped_first_but_not_the_own(tmp_path: Path) -> None:
+def test_the_least_recently_used_are_dropped_first_but_never_its_own(tmp_path: Path) -> None:
     stores = [with_codes(write_folder(tmp_path / str(seed), seed=seed)) for seed in range(4)]
     for time, kept in enumerate(stores):
         os.utime(kept.folder, (time, time))
