@@ -22,7 +22,7 @@ from decoding.run.writer import Sample
 from decoding.serve import serve
 from decoding.show.interactive import converse
 from decoding.show.output import Output
-from weights.kept import kept_in_words
+from weights.kept import describe_copies
 from weights.memory import check_fits
 
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         copies = request.optional_copies()
         print(check_fits(request.memory(), request.device, optional_copies=copies))
-        print(kept_in_words())
+        print(describe_copies())
     elif options.serve:
         serve(request)
     elif options.interactive:

@@ -33,16 +33,24 @@ from cli.command_line import run_command
 from cli.device import keep_freed_memory, pick_device
 from cli.files import atomic_path, explaining, read_json, write_text
 from model import Decoder, InputError, build, parse_config
-from training.evaluation import evaluate
-from training.optimisers import learning_rate, optimisers_of
 from training.options import parse_options
-from training.recipe import Recipe, dropout_rates, exit_weights, recipe_loss
+from training.recipe import (
+    dropout_rates,
+    evaluate,
+    exit_weights,
+    exits_on,
+    growth_from_scratch,
+    recipe_loss,
+)
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
 
-MAX_NORM = 1.0
+MAX_NORM = 1.0  # of a step's gradient
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+LAST_RATE = 0.1  # share of the peak learning rate at the end
 STATE = "training/state.pt"
 LOG = "training/log.jsonl"
 
@@ -93,12 +101,43 @@ def train(options: argparse.Namespace) -> None:
             state["records"].append({"step": done, "loss": loss, "norm": norm, "rate": share})
             progress.update(bar, completed=done, description=f"loss {loss:.3f}")
             if done == options.steps or done % options.save_every == 0:
-                judged = evaluate(model, held_out, options.autocast)
-                state["records"].append({"step": done, **judged})
+                state["records"].append(
+                    {"step": done, **evaluate(model, held_out, options.autocast)}
+                )
                 parts = [part.state_dict() for part in (model, *optimisers)]
                 save_run(options, model, {**state, "step": done, "parts": parts})
     if size > 1:
         dist.destroy_process_group()
+
+
+def learning_rate(step: int, steps: int, warm_up: int) -> float:
+    """Share of the peak learning rate: linear warm-up to 1, then a cosine down to a tenth."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, steps - warm_up)
+    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def optimisers_of(model: Decoder, rate: float, muon_rate: float) -> list[torch.optim.Optimizer]:
+    """AdamW; above a ``muon_rate`` of 0, Muon for the matrices of the blocks and AdamW for the
+    other parameters.
+
+    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") makes the singular values of a
+    matrix's update alike. The deep, narrow models here learn much more from their first tokens with
+    it than with AdamW.
+    """
+    muon = dict.fromkeys(
+        parameter for parameter in model.layers.parameters() if muon_rate and parameter.dim() > 1
+    )
+    rest = [parameter for parameter in model.parameters() if parameter not in muon]
+    groups = [
+        {"params": [each for each in rest if each.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [each for each in rest if each.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
+    if not muon:
+        return [adamw]
+    return [adamw, torch.optim.Muon(list(muon), lr=muon_rate, weight_decay=WEIGHT_DECAY)]
 
 
 def backward(
@@ -107,35 +146,23 @@ def backward(
     """Mean loss of these micro-batches of a step, whose gradients are added to the parameters'
     gradients.
     """
-    recipe = recipe_of(options)
-    weights = exit_weights(recipe, model.num_layers, step)
-    rates = torch.tensor(dropout_rates(recipe, model.num_layers, step))[:, None]
+    layers = model.num_layers
+    growth = 1.0 if options.start_from else growth_from_scratch(step, options.steps)
+    rates = torch.tensor(dropout_rates(layers, options.layer_dropout, growth))[:, None]
+    on = exits_on(options.curriculum, layers, step, options.steps, options.rotation)
+    weights = exit_weights(on, options.exit_scale, options.exit_power)
     mean = torch.zeros((), device=model.device)
     for micro in micro_batches:
         seed = np.random.SeedSequence((options.seed, step, micro)).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(seed))
         tokens = rows.pick(options.batch, generator).to(model.device, non_blocking=True)
-        kept = torch.rand(model.num_layers, options.batch, generator=generator) >= rates
+        kept = torch.rand(layers, options.batch, generator=generator) >= rates
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast):
-            loss = recipe_loss(model, tokens, kept.to(model.device), weights, recipe.exit_teaching)
-        loss = loss / len(micro_batches)
-        loss.backward()
-        mean += loss.detach()
+            loss = recipe_loss(model, tokens, kept.to(model.device), weights, options.exit_teaching)
+        share = loss / len(micro_batches)
+        share.backward()
+        mean += share.detach()
     return mean
-
-
-def recipe_of(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options ask for."""
-    return Recipe(
-        steps=options.steps,
-        from_scratch=not options.start_from,
-        layer_dropout=options.layer_dropout,
-        exit_scale=options.exit_scale,
-        exit_power=options.exit_power,
-        exit_teaching=options.exit_teaching,
-        curriculum=options.curriculum,
-        rotation=options.rotation,
-    )
 
 
 def prepare(options: argparse.Namespace) -> tuple[Decoder, Rows, Rows]:
@@ -181,13 +208,12 @@ def save_run(options: argparse.Namespace, model: Decoder, state: dict[str, Any])
         options.out,
         tokenizer_from=options.tokenizer or options.out,
     )
-    records = "".join(json.dumps(record) + "\n" for record in state["records"])
-    trouble = (
+    with explaining(
         f"{options.out / STATE} cannot be written, the last saved state is kept; free some space"
-        " and run again"
-    )
-    with explaining(trouble, (OSError, RuntimeError)):
-        write_text(options.out / LOG, records)
+        " and run again",
+        (OSError, RuntimeError),
+    ):
+        write_text(options.out / LOG, "".join(f"{json.dumps(each)}\n" for each in state["records"]))
         with atomic_path(options.out / STATE) as temporary:
             torch.save(state, temporary)
 
@@ -214,9 +240,10 @@ def load_state(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    stopped = "stopped: the same command continues from the last saved state in its --out folder"
-    description = __doc__.splitlines()[0]
-    return run_command(lambda: train(parse_options(arguments, description)), stopped)
+    return run_command(
+        lambda: train(parse_options(arguments, __doc__.splitlines()[0])),
+        "stopped: the same command continues from the last saved state in its --out folder",
+    )
 
 
 if __name__ == "__main__":

@@ -1,42 +1,16 @@
-"""Command lines: help, error lines, exit status, standard streams."""
+"""Command lines: error lines, exit status, standard streams."""
 
-import argparse
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
 
 from cli.files import one_line
 from model.errors import InputError
 
-
-class DefaultsFormatter(
-    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-):
-    """Help with the default of every option, unless it is none or off, or is in the option's help
-    text already.
-    """
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if (
-            action.default is False
-            or action.default in (None, "", [])
-            or "default" in (action.help or "")
-        ):
-            return action.help
-        return super()._get_help_string(action)
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Argument parser with errors of one line and defaults in its help."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=DefaultsFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+# in torch's message, by device: a GPU, the host
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 def say(line: str) -> None:
@@ -44,22 +18,14 @@ def say(line: str) -> None:
     print(f"[{line}]", file=sys.stderr)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that the memory of a GPU or of the host ran out."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # torch's of a GPU; it may not be loaded
-        or "DefaultCPUAllocator" in str(error)  # torch's of the host
-    )
-
-
 def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
-    """Exit status of the ``work`` of a command line; every failure is printed as one line.
+    """Exit status of ``work``, all of a command line; every failure is printed as one line.
 
-    The result of ``work``, by default 0. 2 after wrong input, too little memory, and failed reading
-    or writing. 130 after Ctrl-C, which prints the line ``interrupted``, if any. 0 without a message
-    when the output is a closed pipe, as after ``| head``. ``work`` includes parsing the arguments;
-    the parser's SystemExit passes through.
+    0      or the result of ``work``; also where the output is a closed pipe, as after ``| head``
+    2      wrong input, too little memory, failed reading or writing
+    130    Ctrl-C, after the line ``interrupted``
+
+    ``work`` includes the parsing of arguments; the parser's SystemExit passes through.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by ``start``
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +39,7 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         finally:
             sys.stdout.flush()  # while a failure can still be reported
     except InputError as error:
-        # of code of the user's
+        # a cause is an error in the user's own code
         trace = traceback.format_exception(error.__cause__) if error.__cause__ else []
         complaint = f"{''.join(trace)}error: {error}"
     except KeyboardInterrupt:
@@ -91,9 +57,10 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
             f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
         )
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        reason = one_line(error)
+        if isinstance(error, RuntimeError) and not any(each in reason for each in OUT_OF_MEMORY):
             raise
-        complaint = f"error: out of memory: ask for less, or free some first ({one_line(error)})"
+        complaint = f"error: out of memory: ask for less, or free some first ({reason})"
     for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):
         try:
             if stream:

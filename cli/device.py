@@ -22,8 +22,10 @@ def pick_device(name: str | None) -> torch.device:
     """
     if name is None and not torch.cuda.is_available() and NVIDIA.exists():
         cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
-        built = f"torch {torch.__version__} is built for {cuda or 'CPUs'}"
-        say(f"the CPU is used although there is an NVIDIA GPU: {built}")
+        say(
+            "the CPU is used although there is an NVIDIA GPU:"
+            f" torch {torch.__version__} is built for {cuda or 'CPUs'}"
+        )
     # torch's for an unknown name and for a missing GPU
     with suppress(RuntimeError, AssertionError):
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

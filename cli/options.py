@@ -1,11 +1,9 @@
-"""Options of command lines, as tables, and numbers within a range."""
+"""Parsers of command lines, from tables of options."""
 
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from cli.command_line import OneLineParser
+from typing import Any, NoReturn
 
 # Arguments of argparse's ``add_argument`` for options of several commands
 FLAG = {"action": "store_true", "default": False}
@@ -20,11 +18,35 @@ TEMPERATURE = {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
+class DefaultsFormatter(
+    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+):
+    """Help with the default of every option, unless it is none or off, or is in the option's help
+    text already.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if (
+            action.default is False
+            or action.default in (None, "", [])
+            or "default" in (action.help or "")
+        ):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Argument parser with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def parser_of(groups: Groups, **texts: str) -> OneLineParser:
     """Parser with the options of all groups; ``texts`` are arguments of ``ArgumentParser``, such as
     ``prog``.
     """
-    parser = OneLineParser(**texts)
+    parser = OneLineParser(formatter_class=DefaultsFormatter, **texts)
     for title, options in groups.items():
         group = parser.add_argument_group(title) if title else parser
         for name, settings in options.items():

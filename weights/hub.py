@@ -10,13 +10,12 @@ import torch
 from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
 from rich.filesize import decimal
 
-from cli.files import explaining
-from model import InputError, ModelConfig
-from weights.load import read_config
+from cli.files import one_line, read_json
+from model import InputError, ModelConfig, parse_config
 from weights.memory import free_bytes, parameter_count
 from weights.save import TOKENIZER_FILES
 
-FILES = ("config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES)
+FILES = ["config.json", "model.safetensors", "model-*.safetensors", *TOKENIZER_FILES]
 NARROWEST = 2  # bytes per weight in bfloat16 and float16
 
 
@@ -26,18 +25,15 @@ def download(name: str, revision: str | None = None) -> Path:
     Raises InputError for a model that is unknown, gated or cannot run here, and where the download
     fails.
     """
-    trouble = f"{name} could not be downloaded, run the same command again"
-    with explaining(trouble, (Exception,)):  # of the network and its libraries
-        try:
-            config = Path(hf_hub_download(name, "config.json", revision=revision))
-            check_size(name, read_config(config.parent))
-            # the commit of this config.json, so that all files are of one version
-            commit = config.parent.name
-            return Path(snapshot_download(name, revision=commit, allow_patterns=list(FILES)))
-        except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
-            if reason := refusal(name, revision, error):
-                raise InputError(reason) from None
-            raise
+    try:
+        config = Path(hf_hub_download(name, "config.json", revision=revision))
+        check_size(name, parse_config(read_json(config)))
+        # the commit of this config.json, so that all files are of one version
+        return Path(snapshot_download(name, revision=config.parent.name, allow_patterns=FILES))
+    except InputError:
+        raise
+    except Exception as error:  # of the hub, the network and their libraries
+        raise InputError(f"{name} {reason_of(error, revision)}") from None
 
 
 def check_size(name: str, config: ModelConfig) -> None:
@@ -52,19 +48,21 @@ def check_size(name: str, config: ModelConfig) -> None:
         )
 
 
-def refusal(name: str, revision: str | None, error: Exception) -> str | None:
-    """Reason and remedy for an error of the hub that is final; None for one worth another try."""
-    if constants.HF_HUB_OFFLINE:
-        return f"no folder {name}, and the cache of the hub lacks it: unset HF_HUB_OFFLINE to fetch"
+def reason_of(error: Exception, revision: str | None) -> str:
+    """Reason of a failed download, and its remedy, to follow the name of the model."""
+    not_cached = (
+        "the cache of the hub lacks it: unset HF_HUB_OFFLINE to fetch it"
+        if constants.HF_HUB_OFFLINE
+        else "the hub cannot be reached: check the network, or give a folder"
+    )
     reasons = {
         errors.GatedRepoError: "is gated: ask for access on its page, and set HF_TOKEN",
         errors.RepositoryNotFoundError: "is no folder, and no model on the hub that you may see:"
         " check its name, or set HF_TOKEN if it is private",
         errors.RevisionNotFoundError: f"has no revision {revision!r:.80}: give a branch, a tag or a"
         " commit",
-        errors.LocalEntryNotFoundError: "is no folder, and the hub cannot be reached: check the"
-        " network, or give a folder",
+        errors.LocalEntryNotFoundError: f"is no folder, and {not_cached}",
         errors.EntryNotFoundError: "has no config.json: it is no model in Hugging Face's format",
+        Exception: f"could not be downloaded, run the same command again: {one_line(error)}",
     }
-    found = (reason for kind, reason in reasons.items() if isinstance(error, kind))
-    return next((f"{name} {reason}" for reason in found), None)
+    return next(reason for kind, reason in reasons.items() if isinstance(error, kind))

@@ -22,13 +22,19 @@ from model import Decoder, InputError, ModelConfig, build, parse_config
 from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
-FLOAT_DTYPES = {
-    "F64": torch.float64,
+# by name on a command line, and in a safetensors header
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+STORED_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F64": torch.float64,
 }
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -76,7 +82,7 @@ def model_folder(name: str, revision: str | None = None) -> Path:
                 raise InputError(f"--revision is for models on the hub, but {folder} is a folder")
             return folder
     if HUB_NAME.fullmatch(name) and not os.path.exists(name):
-        from weights.hub import download  # its library is seldom needed
+        from weights.hub import download  # its library takes long to import
 
         return download(name, revision)
     known = ", ".join(sorted(path.parent.name for path in WEIGHTS.glob("*/config.json")))
@@ -146,19 +152,14 @@ def read_config(folder: Path) -> ModelConfig:
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Dtype of a stored checkpoint, that of its embedding: the default of ``load_model``."""
-    stored = stored_tensors(folder)
-    if EMBEDDING not in stored:
-        raise InputError(
-            f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
-        )
-    return stored[EMBEDDING].dtype
+    return stored_tensors(folder)[EMBEDDING].dtype
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of a folder's safetensors files, by name without the ``model.`` prefix.
 
     They are in one file or in shards. Pickles are not loaded, because opening one can run any code.
-    Raises InputError for a missing or damaged file and for quantised tensors.
+    Raises InputError for a missing or damaged file, for quantised tensors and without an embedding.
     """
     files = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*.safetensors"))
     if not files:
@@ -170,7 +171,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for path in files:
         header, data = read_header(path)
         for name, entry in header.items():
-            if entry["dtype"] not in FLOAT_DTYPES:
+            if entry["dtype"] not in STORED_DTYPES:
                 raise InputError(
                     f"{path}: tensor {name!r:.100} is stored as {entry['dtype']}: load the original"
                     " float weights, not a quantised checkpoint"
@@ -181,8 +182,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     name=name,
                     offset=data + entry["data_offsets"][0],
                     shape=tuple(entry["shape"]),
-                    dtype=FLOAT_DTYPES[entry["dtype"]],
+                    dtype=STORED_DTYPES[entry["dtype"]],
                 )
+    if EMBEDDING not in tensors:
+        raise InputError(
+            f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
+        )
     return tensors
 
 
@@ -191,9 +196,11 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
     Raises InputError for a missing or damaged file.
     """
-    trouble = f"{path} is not a whole safetensors file, fetch or export it again"
     with (
-        explaining(trouble, (SafetensorError, OSError)),
+        explaining(
+            f"{path} is not a whole safetensors file, fetch or export it again",
+            (SafetensorError, OSError),
+        ),
         safe_open(path, framework="pt"),  # compares all of the header with the size of the file
         path.open("rb") as file,
     ):

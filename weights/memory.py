@@ -63,20 +63,19 @@ def estimate(
     models = [config] if draft is None else [config, draft]
     on_gpu = fast_on is not None and fast_on.type != "cpu"
     entries = static_capacity(positions) if on_gpu else positions
-    logits = min(longest_draft + 1, max(1, positions - prompt)) * config.vocab_size
-    tokens = min(prompt, PREFILL_CHUNK)
+    keys_and_values = sum(
+        2 * each.num_layers * each.num_kv_heads * each.head_dim for each in models
+    )
     # Of a layer the MLP takes the most: three tensors of each width at once.
-    layers = (3 * tokens * (c.hidden_size + c.intermediate_size) * dtype.itemsize for c in models)
+    widest = max(each.hidden_size + each.intermediate_size for each in models)
+    layer = 3 * min(prompt, PREFILL_CHUNK) * widest * dtype.itemsize
+    rows = min(longest_draft + 1, max(1, positions - prompt))
+    copies = LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES
+    logits = copies * rows * config.vocab_size * wide_dtype(dtype).itemsize
     return Memory(
         weights=sum(map(parameter_count, models)) * dtype.itemsize,
-        cache=sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models)
-        * entries
-        * dtype.itemsize,
-        workspace=max(
-            logits * (LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES) * wide_dtype(dtype).itemsize,
-            *layers,
-        )
-        + GPU_BUFFERS * on_gpu,
+        cache=keys_and_values * entries * dtype.itemsize,
+        workspace=max(layer, logits) + GPU_BUFFERS * on_gpu,
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
     )
@@ -111,11 +110,10 @@ def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
 
 def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
     """Whether the low-bit copies of a plan, if it has any, fit into the free memory."""
-    if not plan.has_low_bits:
-        return True
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return low_bit_bytes(model.config, plan) + rounding < free_bytes(model.device)
+    needed = low_bit_bytes(model.config, plan) + rounding
+    return not plan.has_low_bits or needed < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:

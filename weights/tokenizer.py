@@ -1,8 +1,8 @@
-"""Tokenizers: text to token ids and back, for ``tokenizer.json`` and ``tokenizer.model`` alike, and
-chat templates.
+"""Tokenizers: text to token ids and back, and chat templates.
 
-``token_bytes`` gives the bytes that a token adds to the text. Streaming, stop strings and banned
-words work on bytes, because a token may end in the middle of a UTF-8 character.
+Two kinds of files are read into the tokenizers library: ``tokenizer.json``, its own, and
+``tokenizer.model``, sentencepiece's. A piece is a token as the file spells it: byte-level, in an
+alphabet with a character per byte, or by the rules of sentencepiece.
 """
 
 import re
@@ -15,9 +15,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -28,41 +26,46 @@ from model.config import LARGEST
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
 SPACE_MARK = "▁"  # a space in sentencepiece's pieces
+BYTE_LEVEL_SPACE = "Ġ"  # a space in byte-level pieces
+# tag of a chat template around an answer, which marks it for training
+GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Byte of each character of a byte-level piece, in the alphabet of GPT-2: printable bytes are
 # themselves, the others are, in order, the characters from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-OTHERS = sorted(set(range(256)).difference(PRINTABLE))
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(256 + i): byte for i, byte in enumerate(OTHERS)
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
 }
 
 
 class Tokenizer:
-    """Tokenizer of a model folder, by the tokenizers library. Names of control tokens in a text are
-    text.
+    """Tokenizer of a model folder. Names of control tokens count in a chat template only: in a text
+    they are text, so that no user can end a turn by typing one.
 
-    ``special`` holds the ids of control tokens by name; ``pieces`` the bytes that each token adds
-    to the text, none for a control token; ``adds_space`` says whether encoding puts a space before
-    the text; ``eos_ids`` end a text.
-
-    ``placeholder`` is a random word, which no text contains, as a token of its own. It stands for a
-    control token while a text is encoded, and hides the names of control tokens that a user typed
-    while a chat template names some itself.
+    ``special``       ids of control tokens by name
+    ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
+    ``pieces``        bytes that each token adds to the text: none for a control token. Streaming,
+                      stop strings and banned words work on bytes, because a token may end in the
+                      middle of a UTF-8 character
+    ``eos_ids``       tokens that end a text
+    ``adds_space``    whether encoding puts a space before the text
+    ``chat_template`` source of the template, in Jinja; None: there is none
+    ``placeholder``   a random word, which no text contains, as a token of its own. It stands for a
+                      control token while a text is encoded, and hides typed names of control tokens
+                      while a chat template is rendered
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the folder's tokenizer files. Raises InputError when they are absent or damaged."""
-        config = folder / "tokenizer_config.json"
-        settings = read_optional_json(config)
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            path = folder / "tokenizer.model"
-        if not path.exists():
+        files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
+        path = next((file for file in files if file.exists()), None)
+        if path is None:
             raise InputError(
                 f"{folder} holds no tokenizer.json and no tokenizer.model: fetch it again with one"
             )
+        config = folder / "tokenizer_config.json"
+        settings = read_optional_json(config)
         with explaining(
             f"{config} is damaged: fetch it again",
             (AttributeError, KeyError, TypeError, ValueError),
@@ -77,12 +80,11 @@ class Tokenizer:
             self.library, self.normalise = read_library(path)
             vocabulary = self.library.get_vocab(with_added_tokens=True)
             self.special = control_tokens(self.library, vocabulary, listed, self.names.values())
-            self.byte_level = b"ByteLevel" in self.library.decoder.__getstate__()
+            self.byte_level = self.library.decoder.decode([BYTE_LEVEL_SPACE]) == " "
+            self.adds_space = self.library.decoder.decode([SPACE_MARK + "a"]) == "a"
             self.pieces = pieces_of(vocabulary, self.special, self.byte_level)
-            spaced = self.library.decoder.decode([SPACE_MARK + "a"])
             # A token that the model does not have: its vocabulary was read before.
             self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
-        self.adds_space = not self.byte_level and spaced == "a"
         # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
         wants_bos = settings.get("add_bos_token")
         self.file_decides_bos = wants_bos is None
@@ -96,15 +98,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, after the beginning-of-text token where the model expects
         one.
-
-        Names of control tokens in ``text`` are text: a user cannot end a turn by typing its token.
         """
         ids = self.library.encode(
             self.normalise(text), add_special_tokens=self.file_decides_bos
         ).ids
         return ids if self.bos is None else [self.bos, *ids]
 
-    def encode_inside(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Token ids of a text that continues another one: nothing begins, and no space stands
         before it.
         """
@@ -116,8 +116,8 @@ class Tokenizer:
         """Token ids of texts and, given as ids, control tokens between them, without a beginning of
         text.
 
-        All are encoded in one text: a text after a control token may be encoded differently from
-        one at the beginning.
+        They are encoded together, because a text after a control token may be encoded differently
+        from one at the beginning.
         """
         control = (part for part in parts if isinstance(part, int))
         text = "".join(
@@ -137,9 +137,14 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template: leave out --chat and --system")
-        asked = [each | {"content": self._with_names_hidden(each["content"])} for each in messages]
-        rendered = self._render(asked) + self._with_names_hidden(answer)
-        return self.encode_parts(*self._parts_of(rendered))
+        hidden = [each | {"content": self._hide_names(each["content"])} for each in messages]
+        rendered = self._render(hidden) + self._hide_names(answer)
+        # The names that the template has, and the texts between them. A hidden name does not match:
+        # it is in pieces, or one character before a placeholder.
+        parts = re.split(f"({self.any_name.pattern})(?!{self.placeholder})", rendered)
+        return self.encode_parts(
+            *(self.special.get(part, part.replace(self.placeholder, "")) for part in parts)
+        )
 
     @cached_property
     def any_name(self) -> re.Pattern[str]:
@@ -147,47 +152,39 @@ class Tokenizer:
         longest_first = sorted(self.special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _with_names_hidden(self, text: str) -> str:
-        """Text with the placeholder after each character of every name of a control token."""
-        mark = self.placeholder
-        return self.any_name.sub(lambda found: mark.join(found[0]) + mark, text)
-
-    def _parts_of(self, rendered: str) -> list[int | str]:
-        """Parts of a rendered conversation: ids of the control tokens that the template names, and
-        the texts between them, whose hidden names are shown again.
-
-        A hidden name is none, since a placeholder divides it, or follows its only character.
-        """
-        mark = self.placeholder
-        parts = re.split(f"({self.any_name.pattern})(?!{mark})", rendered)
-        return [self.special.get(part, part.replace(mark, "")) for part in parts]
+    def _hide_names(self, text: str) -> str:
+        """Text with a placeholder after each character of every name of a control token."""
+        return self.any_name.sub(
+            lambda found: "".join(character + self.placeholder for character in found[0]), text
+        )
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        """Text of a conversation by the chat template."""
+        """Text of a conversation by the chat template, with the variables that transformers
+        gives it.
+        """
 
         def refuse(message: str) -> None:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.globals.update(
-            raise_exception=refuse,
-            strftime_now=lambda form: datetime.now().strftime(form),
-            add_generation_prompt=True,
-            tools=None,
-            documents=None,
-            **self.names,
-        )
+        template = GENERATION_TAG.sub(r"\1with\2", self.chat_template)  # both are a scope
         # a template can raise any error
         with explaining("the model's chat template fails", (Exception,)):
-            template = environment.from_string(self.chat_template)
-            return as_text(template.render(messages=messages))
+            rendered = environment.from_string(template).render(
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                raise_exception=refuse,
+                strftime_now=lambda form: datetime.now().strftime(form),
+                **self.names,
+            )
+            return as_text(rendered)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that this token adds to the text: none for control tokens and ids outside the
-        vocabulary.
-        """
+        """Bytes that a token adds to the text: none for an id outside the vocabulary."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -200,21 +197,10 @@ class Tokenizer:
         return data.removeprefix(b" " if self.adds_space else b"").decode("utf-8", errors="replace")
 
 
-class GenerationTag(Extension):
-    """Template tag ``{% generation %}`` around an answer, which marks it for training: its body."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
 def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
-    """Names of tokens by their role, and ids of control tokens by name, of tokenizer_config.json.
+    """Names of tokens by role, and ids of control tokens by name, from tokenizer_config.json.
 
-    Raises errors of several kinds for another form than that of transformers.
+    Raises errors of several kinds for a form that transformers does not write.
     """
     given = {key: settings.get(key) or "" for key in NAMED_TOKENS}
     names = {
@@ -229,57 +215,10 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, in
     return names, control
 
 
-def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
-    """The library's tokenizer of a file, for which names of control tokens are text, and the
-    normalisation of a text where the library does none: of sentencepiece. Raises errors of any
-    kind.
-    """
-    normalise: Callable[[str], str] = str
-    if path.suffix == ".json":
-        library = tokenizers.Tokenizer.from_file(str(path))
-    else:
-        library, normalise = read_sentencepiece(path)
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True  # as text
-    return library, normalise
-
-
-def control_tokens(
-    library: tokenizers.Tokenizer,
-    vocabulary: Mapping[str, int],
-    listed: Mapping[str, int],
-    names: Iterable[str],
-) -> dict[str, int]:
-    """Ids of control tokens by name: those of the tokenizer file, and those that
-    tokenizer_config.json has ``listed`` or named.
-
-    The latter may be beyond the vocabulary of the file. In it, they become control tokens of the
-    library.
-    """
-    own = {
-        token.content: number
-        for number, token in library.get_added_tokens_decoder().items()
-        if token.special
-    }
-    more = {*listed, *names} & vocabulary.keys() - own.keys()
-    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
-    return {**listed, **{each: vocabulary[each] for each in more}, **own}
-
-
-def pieces_of(
-    vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
-) -> list[bytes]:
-    """Bytes of each token by its id: none for control tokens and for ids without a token."""
-    largest = max(*vocabulary.values(), *special.values())
-    pieces = [b""] * (1 + max(token_ids(largest, "its largest token id")))
-    for piece in vocabulary.keys() - special.keys():
-        pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
-    return pieces
-
-
 def plain_chat(template: Any) -> str | None:
-    """Template for plain chat, from the one of tokenizer_config.json or the several by name."""
+    """Template for plain chat, from tokenizer_config.json: its only one, or of several by name the
+    default.
+    """
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else as_text(template)
@@ -294,20 +233,37 @@ def as_text(value: Any) -> str:
 
 
 def token_ids(value: Any, place: str) -> frozenset[int]:
-    """Ids of tokens, one or a list. Raises InputError with the place where it is anything else."""
+    """Set of one token id or of a list of them. Raises InputError, which names the ``place``, for
+    any other value.
+    """
     ids = value if isinstance(value, list) else [value]
     if not all(type(each) is int and 0 <= each < LARGEST for each in ids):
         raise InputError(f"{place} must be a token id or a list of them, found {value!r:.80}")
     return frozenset(ids)
 
 
+def read_library(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
+    """Tokenizer of a file, which encodes the names of control tokens as text; and the function that
+    normalises a text before it. Only sentencepiece has one. Raises errors of any kind.
+    """
+    normalise: Callable[[str], str] = str
+    if path.suffix == ".json":
+        library = tokenizers.Tokenizer.from_file(str(path))
+    else:
+        library, normalise = read_sentencepiece(path)
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True  # as text
+    return library, normalise
+
+
 def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str], str]]:
     """Byte-pair encoding of a ``tokenizer.model``, and its normalisation of a text. Raises
-    InputError for a unigram.
+    InputError for a unigram model.
 
-    A piece is merged from any two pieces, the higher its score the earlier. User-defined pieces are
-    found before any merge: they score 0, and stay whole under a dropout of 1, by which
-    sentencepiece leaves all merges out.
+    Its file has no merges but a score per piece. A piece is merged from any two pieces, the higher
+    its score the earlier. User-defined pieces are found before any merge. They are those of score 0
+    that stay whole under a dropout of 1, with which sentencepiece merges nothing.
     """
     library = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     pieces = [library.IdToPiece(number) for number in range(library.GetPieceSize())]
@@ -322,14 +278,12 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
         for each, rank in ranks.items()
         if rank == 0 and each in library.SampleEncodeAsPieces(each, -1, 1.0)
     ]
-    words = {piece: ranks[piece] for piece in ranks.keys() - {*whole, *control}}
-    splits = (
-        (rank, word[:cut], word[cut:])
-        for word, rank in words.items()
-        for cut in range(1, len(word))
-    )
+    words = ranks.keys() - {*whole, *control}
     merges = [
-        (left, right) for _, left, right in sorted(splits) if left in words and right in words
+        (word[:cut], word[cut:])
+        for word in sorted(words, key=lambda word: (ranks[word], word))
+        for cut in range(1, len(word))
+        if word[:cut] in words and word[cut:] in words
     ]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
@@ -366,17 +320,49 @@ def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """Bytes of a piece: in that alphabet where the tokenizer is byte-level, else by the rules of
-    sentencepiece.
+def control_tokens(
+    library: tokenizers.Tokenizer,
+    vocabulary: Mapping[str, int],
+    listed: Mapping[str, int],
+    names: Iterable[str],
+) -> dict[str, int]:
+    """Ids of control tokens by name: those of the tokenizer file, and those that
+    tokenizer_config.json has ``listed`` (with ids) or only named.
 
-    Another character, as in an added token, makes a piece plain text. Sentencepiece writes a raw
-    byte as ``<0x0A>``.
+    Of the latter, the tokens in the file's vocabulary become control tokens of the library too. The
+    ids of the others are beyond the vocabulary.
+    """
+    own = {
+        token.content: number
+        for number, token in library.get_added_tokens_decoder().items()
+        if token.special
+    }
+    more = {*listed, *names} & vocabulary.keys() - own.keys()
+    library.add_special_tokens([AddedToken(each, normalized=False) for each in sorted(more)])
+    return {**listed, **{each: vocabulary[each] for each in more}, **own}
+
+
+def pieces_of(
+    vocabulary: Mapping[str, int], special: Mapping[str, int], byte_level: bool
+) -> list[bytes]:
+    """Bytes of each token by its id: none for control tokens and for ids without a token."""
+    largest = max(*vocabulary.values(), *special.values())
+    token_ids(largest, "its largest token id")  # a damaged file must not ask for a billion
+    pieces = [b""] * (1 + largest)
+    for piece in vocabulary.keys() - special.keys():
+        pieces[vocabulary[piece]] = piece_bytes(piece, byte_level)
+    return pieces
+
+
+def piece_bytes(piece: str, byte_level: bool) -> bytes:
+    """Bytes of a piece, byte-level or of sentencepiece.
+
+    A byte-level piece with a character outside the alphabet is an added token, in plain text.
+    Sentencepiece writes a raw byte as ``<0x0A>``.
     """
     if byte_level:
-        known = all(character in BYTE_OF_CHARACTER for character in piece)
-        return (
-            bytes(BYTE_OF_CHARACTER[character] for character in piece) if known else piece.encode()
-        )
+        if not BYTE_OF_CHARACTER.keys() >= set(piece):
+            return piece.encode()
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
     byte = BYTE_PIECE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()

@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cli.command_line import OneLineParser
-from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, parser_of
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, OneLineParser, parser_of
 from decoding.run.chooser import DRAFTERS, GAMMA_LOW_BITS, LONGEST_ADAPTIVE
 from decoding.run.writer import GAMMA
 from decoding.verify import COUPLINGS

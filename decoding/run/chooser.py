@@ -135,7 +135,7 @@ class Setting:
 
     @cached_property
     def kept(self) -> KeptTensors:
-        """The target's kept tensors, which no process drops while this exists."""
+        """The target's kept tensors."""
         return kept_of(self.model, self.folder)
 
 

@@ -181,7 +181,7 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     from decoding.grammar import Vocabulary
 
     tokens = [tokenizer.token_bytes(token) for token in range(size)]
-    return Vocabulary(tokens, tokenizer.eos_ids, tokenizer.encode_inside)
+    return Vocabulary(tokens, tokenizer.eos_ids, tokenizer.encode_continuation)
 
 
 def check_options(options: Namespace) -> None:

@@ -23,7 +23,8 @@ SCRIPT = """
 import os, sys, time, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
-from cli.command_line import OneLineParser, run_command
+from cli.command_line import run_command
+from cli.options import parser_of
 from cli.start import start
 
 def little():
@@ -46,7 +47,7 @@ def foreign():
     print("caf\\u00e9", file=sys.stderr)
 
 def help():
-    OneLineParser(prog="script", description="words").parse_args(["--help"])
+    parser_of({}, prog="script", description="words").parse_args(["--help"])
 
 start()
 sys.exit(run_command(globals()[sys.argv[1]], "interrupted: go on with it"))

@@ -133,7 +133,7 @@ def test_where_the_template_refuses_system_messages_the_first_message_tells_it(
 def test_a_text_inside_another_has_its_bytes(name: str) -> None:
     tokenizer = Tokenizer(WEIGHTS / name)
     for text in ('{"name": "Zoë"}', " a  b ", "a", '": ', "\n\t", ""):
-        ids = tokenizer.encode_inside(text)
+        ids = tokenizer.encode_continuation(text)
         assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 

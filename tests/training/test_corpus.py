@@ -60,12 +60,12 @@ class First:
         return probabilities >= 1
 
 
-@pytest.mark.parametrize(("family", "penalty"), [("llama", 1.0), ("gemma2", 1.6)])
-def test_each_row_is_what_the_loop_writes_for_its_prompt_alone(family: str, penalty: float) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_each_row_is_what_the_loop_writes_for_its_prompt_alone(family: str) -> None:
     """Greedy, in float64: prompts of any lengths, rows that end early, rows that fill the context,
     in order.
     """
-    params = SamplingParams(repetition_penalty=penalty)
+    params = SamplingParams()
     texts = []
     for seed in (2, 3):
         model = tiny_model(family, vocab=6, seed=seed)
@@ -106,9 +106,9 @@ def replayed(
     ("family", "params"),
     [
         ("llama", SamplingParams(0.7, top_k=3, top_p=0.9)),
-        ("gemma2", SamplingParams(1.3, repetition_penalty=1.4)),
+        ("gemma2", SamplingParams(1.3)),
     ],
-    ids=["filtered", "penalised"],
+    ids=["filtered", "unfiltered"],
 )
 def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(
     family: str, params: SamplingParams

@@ -2,42 +2,52 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from model import Decoder, LayerPlan, build, parse_config
 from tests.folders import GEMMA2, LLAMA
-from training.optimisers import learning_rate
-from training.recipe import Recipe, dropout_rates, exit_weights, layer_outputs, recipe_loss
+from train import learning_rate
+from training.recipe import (
+    dropout_rates,
+    exit_weights,
+    exits_on,
+    growth_from_scratch,
+    layer_outputs,
+    recipe_loss,
+)
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24}
 
 
-def exits(layers: int, step: int, **changed: Any) -> list[float]:
-    """Weights of the exits' losses, by default in a run of 12 steps with every exit on."""
-    return exit_weights(Recipe(**{"steps": 12, "rotation": 1} | changed), layers, step)
+def weights_in_step(step: int, layers: int, curriculum: str, rotation: int = 1) -> list[float]:
+    """Weights of the exits' losses in a step of a run of 12."""
+    return exit_weights(exits_on(curriculum, layers, step, 12, rotation), scale=1.0)
 
 
 def test_layer_dropout_grows_over_depth_and_from_scratch_over_time() -> None:
     # L = 4: exp(l ln2 / 3) - 1 for l = 0..3
     by_hand = [0.0, 0.25992104989, 0.58740105197, 1.0]
-    for step in (0, 57):
-        rates = dropout_rates(Recipe(100, from_scratch=False, layer_dropout=0.2), 4, step)
-        assert rates == pytest.approx([0.2 * d for d in by_hand])
+    assert dropout_rates(4, 0.2) == pytest.approx([0.2 * d for d in by_hand])
     # t = 2 of T = 5: exp(2 ln2 / 4) - 1 = sqrt 2 - 1
-    last = [dropout_rates(Recipe(5, layer_dropout=0.2), 4, step)[3] for step in (0, 2, 4)]
-    assert last == pytest.approx([0, 0.2 * 0.41421356237, 0.2])
+    growth = [growth_from_scratch(step, 5) for step in (0, 2, 4)]
+    assert growth == pytest.approx([0, 0.41421356237, 1])
+    assert dropout_rates(4, 0.2, growth[1])[3] == pytest.approx(0.2 * 0.41421356237)
 
 
 def test_exit_weights_are_the_papers_sums_made_to_sum_to_one() -> None:
     # L = 4, e_scale = 1/2: below the last 0, 1/2, 3/2; the last 3 + 1/2·(0+1+2) = 9/2; together
     # 13/2
-    assert exits(4, 0, exit_scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
+    on = np.ones(3, dtype=bool)
+    assert exit_weights(on, scale=0.5) == pytest.approx([0, 1 / 13, 3 / 13, 9 / 13])
 
 
 def test_the_rotational_curriculum_takes_every_rth_exit_and_shifts_by_one_a_step() -> None:
-    on = [[bool(weight) for weight in exits(8, step, rotation=3)] for step in range(4)]
+    on = [
+        [bool(weight) for weight in weights_in_step(step, 8, "rotational", 3)] for step in range(4)
+    ]
     # layer 0 weighs nothing by its sum
     assert on[0] == [False, False, False, True, False, False, True, True]
     assert on[1] == [False, True, False, False, True, False, False, True]
@@ -48,8 +58,7 @@ def test_the_gradual_curriculum_goes_from_the_last_exit_to_the_first_by_half_of_
     # L = 4 of T = 12 steps: layer l is on from step (4 - l)·12/8, that is 6, 4.5, 3 for layers 0,
     # 1, 2
     first_on = [
-        next(s for s in range(12) if exits(4, s, curriculum="gradual")[layer])
-        for layer in (1, 2, 3)
+        next(s for s in range(12) if weights_in_step(s, 4, "gradual")[layer]) for layer in (1, 2, 3)
     ]
     assert first_on == [5, 3, 0]
 

@@ -1,6 +1,5 @@
 """Kept tensors: they are read as they were written, or not at all; a failure costs time only."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from model.places import cache_folder, version
 from tests.folders import LLAMA, write_folder
 from weights import kept as kept_module
-from weights.kept import KeptTensors, copies_folder, kept_in_words
+from weights.kept import KeptTensors, copies_folder, describe_copies
 
 CODES = torch.arange(1000, dtype=torch.int64).to(torch.uint8).view(10, 100)
 FILE_BYTES = 1004
@@ -132,32 +131,38 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     kept.drop_oldest(0)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "not kept" in said
-    assert fault != "a full disk" or [file.name for file in kept.folder.iterdir()] == ["used"]
+    assert fault != "a full disk" or list(kept.folder.iterdir()) == []
 
 
-def test_the_least_recently_used_are_dropped_first_but_not_those_in_use(
-    tmp_path: Path,
-) -> None:
+def test_the_least_recently_used_are_dropped_first_but_never_its_own(tmp_path: Path) -> None:
     stores = [with_codes(write_folder(tmp_path / str(seed), seed=seed)) for seed in range(4)]
     for time, kept in enumerate(stores):
-        os.utime(kept.folder / "used", (time, time))
-    places = [kept.folder for kept in stores]
-    own, in_use = stores.pop(), stores.pop(1)
-    del stores
+        os.utime(kept.folder, (time, time))
+    own = stores[1]
     own.drop_oldest(4 * FILE_BYTES)
-    assert all(place.exists() for place in places)
-    own.drop_oldest(3 * FILE_BYTES)
-    assert [place.exists() for place in places] == [False, True, True, True]
+    assert all(kept.folder.exists() for kept in stores)
+    own.drop_oldest(2 * FILE_BYTES)
+    assert [kept.folder.exists() for kept in stores] == [False, True, False, True]
     own.drop_oldest(0)
-    assert [place.exists() for place in places] == [False, True, False, True]
-    with (in_use.folder / "used").open() as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert [kept.folder.exists() for kept in stores] == [False, True, False, False]
+
+
+def test_dropping_costs_a_process_that_uses_the_copies_nothing_but_another_write(
+    tmp_path: Path, model: Path
+) -> None:
+    kept = with_codes(model)
+    found = kept.read("a")
+    keep(write_folder(tmp_path / "own", seed=9)).drop_oldest(0)
+    assert torch.equal(found, CODES.flatten()) and kept.read("a") is None
+    kept.write("a", CODES)
+    assert torch.equal(kept.read("a"), CODES.flatten())
 
 
 def test_reading_counts_as_use(tmp_path: Path) -> None:
     first, second = (write_folder(tmp_path / str(seed), seed=seed) for seed in range(2))
-    with_codes(first)
-    os.utime(with_codes(second).folder / "used", (1, 1))
+    for time, folder in enumerate((first, second)):
+        os.utime(with_codes(folder).folder, (time, time))
+    assert keep(first).read("a") is not None
     keep(write_folder(tmp_path / "own", seed=9)).drop_oldest(FILE_BYTES)
     assert keep(first).read("a") is not None and keep(second).read("a") is None
 
@@ -165,9 +170,9 @@ def test_reading_counts_as_use(tmp_path: Path) -> None:
 def test_place_and_size_are_said(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "0 bytes" in kept_in_words() and str(copies_folder()) in kept_in_words()
+    assert "0 bytes" in describe_copies() and str(copies_folder()) in describe_copies()
     with_codes(model)
-    assert "1.0 kB" in kept_in_words()
+    assert "1.0 kB" in describe_copies()
     monkeypatch.delenv("SPECDEC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder().is_relative_to(tmp_path / "xdg")

@@ -52,7 +52,7 @@ def write_stories(
     max_new_tokens: int,
     rng: random.Random,
 ) -> list[dict[str, str]]:
-    """Those of ``rows`` written stories that are worth learning, each a "prompt" and a "response".
+    """Stories worth learning, of ``rows`` that the model writes: each a "prompt" and a "response".
 
     A request is a turn of a chat or, without a chat template, plain text. The model continues its
     opening.
@@ -131,8 +131,9 @@ def run(options: argparse.Namespace) -> None:
     stories: dict[str, dict[str, str]] = {}
     fruitless = 0
     written = read_json_lines(options.out) if options.out.is_file() else ()
-    trouble = f"{options.out} is not a file of this command: give another"
-    with explaining(trouble, (KeyError, TypeError)):
+    with explaining(
+        f"{options.out} is not a file of this command: give another", (KeyError, TypeError)
+    ):
         add(stories, [row for _, row in written], options.out)
     keep_freed_memory()
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), device))
@@ -158,8 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(
         OPTIONS, prog="python -m training.corpus", description=__doc__.splitlines()[0]
     )
-    interrupted = "interrupted: run the same command again to continue"
-    return run_command(lambda: run(parser.parse_args(arguments)), interrupted)
+    return run_command(
+        lambda: run(parser.parse_args(arguments)),
+        "interrupted: run the same command again to continue",
+    )
 
 
 if __name__ == "__main__":

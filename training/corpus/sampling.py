@@ -27,23 +27,22 @@ def sample_texts(
     next token, after it a drawn one. There is no padding. A text ends with the first of
     ``eos_ids``, which it keeps, after ``max_new_tokens`` or at the end of the context. Row i draws
     by uniform random numbers from ``seed`` and i, one per output token: its text does not depend on
-    the other rows, up to rounding. Raises InputError for a prompt that does not fit the context,
-    and for non-finite logits.
+    the other rows, up to rounding. A repetition penalty in ``params`` has no effect. Raises
+    InputError for a prompt that does not fit the context, and for non-finite logits.
     """
-    if (longest := max(map(len, prompts), default=0)) >= model.max_positions:
+    if (longest := max(map(len, prompts))) >= model.max_positions:
         raise InputError(
             f"a prompt has {longest} tokens: the model's context ends after {model.max_positions}"
         )
-    if not prompts:
-        return []
     starts = torch.tensor([len(prompt) for prompt in prompts])
     ends = (starts + max_new_tokens).clamp(max=model.max_positions)
-    rows = len(prompts)
     capacity = int(ends.max())
-    tokens = torch.zeros(rows, capacity, dtype=torch.int64)
-    uniform = torch.zeros(rows, capacity, dtype=torch.float64)  # of the token at each position
+    tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64)
+    uniform = torch.zeros(
+        len(prompts), capacity, dtype=torch.float64
+    )  # of the token at each position
     for row, prompt in enumerate(prompts):
-        stream = np.random.default_rng(np.random.SeedSequence(seed % 2**64, spawn_key=(row,)))
+        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(row,)))
         tokens[row, : starts[row]] = torch.tensor(prompt)
         uniform[row, starts[row] : ends[row]] = torch.from_numpy(
             stream.random(int(ends[row] - starts[row]))
@@ -52,20 +51,15 @@ def sample_texts(
     tokens, uniform, starts, ends, eos = (
         each.to(model.device) for each in (tokens, uniform, starts, ends, eos)
     )
-    cache = model.new_cache(capacity, batch=rows)
+    cache = model.new_cache(capacity, batch=len(prompts))
     first = int(starts.min())
     model.prefill(tokens[:, : first - 1], cache)
     for position in range(first, capacity):
         logits = model(tokens[:, position - 1 : position], cache, position - 1)[:, -1]
         if not logits.isfinite().all():
             raise InputError(NON_FINITE)
-        if params.repetition_penalty == 1:
-            # ``distribution`` takes its rows for positions of one text, here that of the first row.
-            # Only the repetition penalty reads it.
-            probs = distribution(logits, tokens[0, :position], params)
-        else:
-            parts = zip(logits.split(1), tokens[:, :position], strict=True)
-            probs = torch.cat([distribution(row, text, params) for row, text in parts])
+        # The rows are of different texts: without a context there is no repetition penalty.
+        probs = distribution(logits, tokens[0, :0], params)
         drawn = inverse_cdf(probs, uniform[:, position])
         writes = (starts <= position) & (position < ends)
         tokens[:, position] = torch.where(writes, drawn, tokens[:, position])
