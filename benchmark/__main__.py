@@ -35,7 +35,7 @@ from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
@@ -150,15 +150,13 @@ def prepare(options: argparse.Namespace) -> Bench:
         )
     longest = min(1024, model.max_positions) if options.quick else model.max_positions
     lengths = [length for length in LENGTHS if length <= longest]
-    setting = Setting(
-        folder, model, tokenizer, SamplingParams(options.temperature), positions, "race"
-    )
-    bench = Bench(options, setting, prompts, lengths)
-    bench.libraries = library_contenders(bench)
-    bench.drafts = find_drafts(bench)
+    params = SamplingParams(options.temperature)
+    setting = Setting(folder, model, tokenizer, params, positions, "race")
+    libraries = library_contenders(options, setting, max(positions, *lengths))
+    drafts = find_drafts(options, setting)
     if model.why_rows_vary:
         say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
-    return bench
+    return Bench(options, setting, prompts, lengths, drafts, libraries)
 
 
 def benchmark(options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
 from model.quantise import GROUP
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from training.corpus.sampling import sample_texts
 from weights.load import load_model
 from weights.save import save_model

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from cli.picture import MUTED, RULE
 from cli.table import Row
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 
 
 def picture(report: dict[str, list[Row]]) -> Figure:

@@ -6,6 +6,7 @@ The first line of a section's docstring is the title of its table.
 import json
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -30,7 +31,6 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.chooser import DraftOptions
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
@@ -60,8 +60,7 @@ def costs_section(bench: Bench) -> list[Row]:
     ]
     return verifications + [
         {"step": f"draft step, {name}", "plain rounds": bench.costs[name].draft}
-        for name, draft in bench.drafts.items()
-        if draft.model
+        for name in bench.model_drafts
     ]
 
 
@@ -69,6 +68,7 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
     """Texts of each contender, one per prompt, timed with their prefill. After a warm-up the
     contenders take turns at each prompt.
     """
+    device = bench.setting.model.device
     found: dict[str, list[Written]] = {name: [] for name in contenders}
     for write in contenders.values():
         write(bench.prompts[0][1], WARM_UP_TOKENS)
@@ -76,9 +76,9 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
         bench.prompts, "measuring", console=Console(stderr=True), transient=True
     ):
         for name, write in contenders.items():
-            began = now(bench.setting.model.device)
-            found[name].append(write(prompt, bench.options.max_new_tokens))
-            found[name][-1].seconds = now(bench.setting.model.device) - began
+            began = now(device)
+            text = write(prompt, bench.options.max_new_tokens)
+            found[name].append(replace(text, seconds=now(device) - began))
     return found
 
 
@@ -137,11 +137,7 @@ def together_section(bench: Bench) -> list[Row]:
     draft = next(
         name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
     )
-    ways = {
-        "plain": plain(model),
-        draft: bench.drafts[draft],
-        "auto": bench.drafting(DraftOptions("auto")),
-    }
+    ways = {"plain": plain(model), draft: bench.drafts[draft], "auto": bench.drafts["auto"]}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = contender(Writer(model, setting.positions), ways["plain"], setting)
     texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
@@ -264,26 +260,23 @@ def structured_section(bench: Bench) -> list[Row]:
     """
     setting = bench.setting
     tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    drafts = structured_drafts(bench)
     writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
+    drafts = structured_drafts(bench)
+    ways = {"plain": writer.plain, **drafts}
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])
         grammar = Grammar("json_schema", schema, tokens)
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
-        turns = [
-            {
-                way: writer.write(
-                    writer.new_text(rules),
-                    drafting,
-                    setting.params,
-                    Coupling(setting.coupling, turn),
-                )
-                for way, drafting in {"plain": writer.plain, **drafts}.items()
+        turns = []
+        for seed in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
+            coupling = Coupling(setting.coupling, seed)
+            samples = {
+                name: writer.write(writer.new_text(rules), way, setting.params, coupling)
+                for name, way in ways.items()
             }
-            for turn in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS)
-        ]
+            turns.append(samples)
         rows += [{"schema": name, "decoder": way, **structured_row(turns, way)} for way in drafts]
     for way in drafts:
         medians = [row["speed-up"]["median"] for row in rows if row["decoder"] == way]
@@ -302,10 +295,8 @@ def structured_drafts(bench: Bench) -> dict[str, Drafting]:
             lambda: FixedLength(LONGEST_VERIFICATION - 1),
         )
     }
-    if "low bits" in bench.drafts:
-        drafts["low bits"] = bench.drafts["low bits"]
-    drafts["auto"] = bench.drafting(DraftOptions("auto"))
-    return drafts
+    wanted = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    return drafts | wanted
 
 
 def structured_row(turns: list[dict[str, Sample]], way: str) -> Row:

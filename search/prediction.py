@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from search.acceptance import Acceptance
-from search.costs import CostTable
+from model import LayerPlan
+from search.acceptance import Acceptance, Calibration
+from search.costs import CostTable, SublayerCosts
 from weights.memory import LONGEST_DRAFT
 
 GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
+THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
 TINY = 1e-12  # replaces a divisor of 0
 
 
@@ -160,33 +162,37 @@ def predict(
     acceptance: Acceptance,
     costs: CostTable,
     gammas: Sequence[int] = GAMMAS,
-    thresholds: Sequence[float] = (0.0,),
-    *,
-    confidence: float = 0.0,
+    thresholds: Sequence[float] = THRESHOLDS,
 ) -> Prediction:
     """Prediction at the draft length and threshold of the largest expected speed-up: the tokens of
     the texts over the cost of their rounds.
 
     In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under
-    a threshold k · ``confidence`` more, to read the confidence of each token. Plain decoding costs
-    1 per token: 60 tokens in 20 rounds, each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes
-    to the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    a threshold k · costs.confidence more. Plain decoding costs 1 per token: 60 tokens in 20 rounds,
+    each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes to the smaller threshold, then the
+    shorter draft. A speed-up below 1 means that no draft pays.
     """
     rounds = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
-    step = costs.draft + confidence * (np.array(thresholds) > 0)[:, None, None]
+    step = costs.draft + costs.confidence * (np.array(thresholds) > 0)[:, None, None]
     round_costs = lengths * step + np.array(costs.verify)[lengths]
     speedups = tokens / (rounds.drafted * round_costs).sum(-1)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
-    gamma = gammas[best[1]]
     accepted = rounds.accepted[best].sum()
     drafted = (rounds.drafted[best] * lengths).sum()
     judged = accepted + rounds.rejected[best].sum()
     return Prediction(
         speedup=float(speedups[best]),
-        gamma=gamma,
+        gamma=gammas[best[1]],
         threshold=thresholds[best[0]],
         acceptance_rate=float(accepted / max(TINY, drafted)),
         kept_share=float(accepted / max(TINY, judged)),
     )
+
+
+def predict_plan(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
+    """Prediction for a plan on the texts of the calibration, at its best draft length and
+    threshold.
+    """
+    return predict(calibration.acceptance(plan), costs.table(plan))

@@ -21,7 +21,7 @@ from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, clock
 from search.costs import CostTable
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from tests.calls import status_of
 from tests.folders import LLAMA, write_folder
 from tests.pictures import faults
@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench_of(folder: Path, *options: str, model: Decoder | None = None) -> Bench:
     prompts = [("story", [1]), ("code", [2])]
     setting = Setting(folder, model or load_model(folder), Tokenizer(folder), SamplingParams(), 24)
-    return Bench(command.parse_arguments([*options]), setting, prompts, [64, 256])
+    return Bench(command.parse_arguments([*options]), setting, prompts, [64, 256], {}, {})
 
 
 def report_of(folder: Path, *options: str) -> dict[str, Any]:
@@ -263,14 +263,14 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
     def drafts(*options: str) -> dict[str, LayerPlan | None]:
         bench = bench_of(folder, *options)
-        return {name: way.plan for name, way in find_drafts(bench).items()}
+        return {name: way.plan for name, way in find_drafts(bench.options, bench.setting).items()}
 
     folder = write_folder(tmp_path / "model")
-    assert list(drafts()) == ["lookup", "exit 2", "exit 3"]
+    assert list(drafts()) == ["lookup", "exit 2", "exit 3", "auto"]
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
     assert drafts("--exit-layer", "1")["plan.json"] == LayerPlan.skipping(4, [1], [])
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
-    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1"]
+    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "auto"]
     with pytest.raises(InputError, match="exit layer 5 is not in"):
         drafts("--exit-layer", "5")
 
