@@ -37,10 +37,10 @@ from decoding.run.together import Call, Scheduler, Task, answers
 from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder
+from model import Decoder, LayerPlan
 from model.clock import now, take_turns
 from search.costs import CostTable
-from weights.memory import parameter_count
+from weights.memory import bytes_read
 
 STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
@@ -230,17 +230,14 @@ def first_token_section(bench: Bench) -> list[Row]:
 def floor_section(bench: Bench) -> list[Row]:
     """Floor of a plain step: the time to read every weight once.
 
-    Of an untied embedding one row is read. On a GPU the row of the table also has the most memory
+    Norms and biases, a thousandth of them, are left out, and an untied embedding, of which one row
+    is read. On a GPU the row of the table also has the most memory
     that torch has held so far.
     """
     model = bench.setting.model
-    config = model.config
-    weights = parameter_count(config)
-    if not config.tie_embeddings:
-        weights -= config.vocab_size * config.hidden_size
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
     speed = block.nbytes / min(take_turns([block.sum], STEP_REPEATS, model.device)[0])
-    size = weights * model.dtype.itemsize
+    size = bytes_read(model.config, LayerPlan.full(model.num_layers), model.dtype.itemsize)
     floor = {
         "MB": size / 1e6,
         "GB/s": speed / 1e9,

@@ -131,10 +131,11 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         options.plots.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.calibration)
     setting = load_setting(options, folder)
+    model = setting.model
     coupling = Coupling(options.coupling, options.seed)
     identity = {
         "model": model_fingerprint(folder),
-        "dtype": str(setting.model.dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "bits": sorted({*options.bits}),
         "sampling": {**asdict(setting.params), "coupling": coupling.name},
         "prompts": [options.max_new_tokens, prompts],
@@ -147,7 +148,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     objective = partial(predict_plan, Calibration(setting, searched, SEARCH_DEPTHS), costs)
     status = 0
     try:
-        optimise(study, objective, space_of(setting.model.num_layers, options.bits), options.trials)
+        optimise(study, objective, space_of(model.num_layers, options.bits), options.trials)
     except KeyboardInterrupt:  # the study has all finished trials
         status = 130
         say(resuming)
@@ -161,7 +162,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     title = "held-out prompts: measured beside plain decoding, and predicted"
     rows = [row for _, row in results]
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows, title))
-    say(write_result(out, identity, *results[0], machine(setting.model.device)))
+    say(write_result(out, identity, *results[0], machine(model.device)))
     place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
     say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')
     if options.plots is not None:
