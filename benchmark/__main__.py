@@ -41,7 +41,6 @@ from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 STORIES = 24  # prompts of the kind "stories"
-LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 
 
 OPTIONS: Groups = {
@@ -148,15 +147,13 @@ def prepare(options: argparse.Namespace) -> Bench:
         raise InputError(
             f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens"
         )
-    longest = min(1024, model.max_positions) if options.quick else model.max_positions
-    lengths = [length for length in LENGTHS if length <= longest]
     params = SamplingParams(options.temperature)
     setting = Setting(folder, model, tokenizer, params, positions, "race")
-    libraries = library_contenders(options, setting, max(positions, *lengths))
+    libraries = library_contenders(options, setting)
     drafts = find_drafts(options, setting)
     if model.why_rows_vary:
         say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
-    return Bench(options, setting, prompts, lengths, drafts, libraries)
+    return Bench(options, setting, prompts, drafts, libraries)
 
 
 def benchmark(options: argparse.Namespace) -> None:

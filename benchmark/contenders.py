@@ -23,6 +23,7 @@ from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
 ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
+LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
 WARM_UP_TOKENS = 8
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
@@ -49,14 +50,12 @@ class Bench:
     """Input of every section.
 
     ``prompts``: kind and token ids of each; the kind is a key of ``search.texts.PROMPTS``, or
-    "stories". ``lengths``: tokens of the prompts after which the first token is timed. ``drafts``
-    and ``libraries`` are those of ``find_drafts`` and ``library_contenders``.
+    "stories". ``drafts`` and ``libraries`` are those of ``find_drafts`` and ``library_contenders``.
     """
 
     options: argparse.Namespace
     setting: Setting
     prompts: list[tuple[str, list[int]]]
-    lengths: list[int]
     drafts: dict[str, Drafting]
     libraries: dict[str, Contender]
 
@@ -77,18 +76,14 @@ class Bench:
         return {"lookup": CostTable(0.0, verify), **dict(zip(drafts, tables, strict=True))}
 
 
-def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender:
-    """Contender: the loop with one way to draft, prefill included. The seed depends on the prompt
-    only.
-    """
-
-    def write(prompt: list[int], count: int) -> Written:
-        prefill = writer.begin(prompt)
-        coupling = Coupling(setting.coupling, sum(prompt))
-        sample = writer.write(writer.new_text(Rules(count)), drafting, setting.params, coupling)
-        return Written(sample.tokens, sample.rounds, prefill)
-
-    return write
+def decode(
+    writer: Writer, setting: Setting, drafting: Drafting, prompt: list[int], count: int
+) -> Written:
+    """Text by this project's loop with one way to draft. The seed depends on the prompt only."""
+    prefill = writer.begin(prompt)
+    coupling = Coupling(setting.coupling, sum(prompt))
+    sample = writer.write(writer.new_text(Rules(count)), drafting, setting.params, coupling)
+    return Written(sample.tokens, sample.rounds, prefill)
 
 
 def our_contenders(bench: Bench) -> dict[str, Contender]:
@@ -101,7 +96,7 @@ def our_contenders(bench: Bench) -> dict[str, Contender]:
         if name in bench.model_drafts:
             ways[name + ADAPTIVE] = with_policy(drafting, adaptive, setting.params)
     writer = Writer(setting.model, setting.positions)
-    return {name: contender(writer, way, setting) for name, way in ways.items()}
+    return {name: partial(decode, writer, setting, way) for name, way in ways.items()}
 
 
 def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Drafting]:
@@ -126,9 +121,7 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 
-def transformers_contenders(
-    options: argparse.Namespace, setting: Setting, positions: int
-) -> dict[str, Contender]:
+def transformers_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
     """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each
     way to draft.
     """
@@ -172,16 +165,14 @@ def transformers_contenders(
     return found
 
 
-def llama_cpp_contenders(
-    options: argparse.Namespace, setting: Setting, positions: int
-) -> dict[str, Contender]:
+def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
     """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
     import llama_cpp
 
     threads = torch.get_num_threads()
     theirs = llama_cpp.Llama(
         options.against["llama.cpp"],
-        n_ctx=positions,
+        n_ctx=max(setting.positions, *LENGTHS),
         n_gpu_layers=0 if setting.model.device.type == "cpu" else -1,
         n_threads=threads,
         n_threads_batch=threads,
@@ -199,11 +190,9 @@ def llama_cpp_contenders(
 LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_contenders}
 
 
-def library_contenders(
-    options: argparse.Namespace, setting: Setting, positions: int
-) -> dict[str, Contender]:
-    """Contenders of the libraries of --against, for texts of up to ``positions`` tokens with their
-    prompts. Raises InputError for a library that cannot load the model, or is missing.
+def library_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
+    """Contenders of the libraries of --against. Raises InputError for one that cannot load the
+    model, or is missing.
     """
     found: dict[str, Contender] = {}
     for library in options.against:
@@ -212,5 +201,5 @@ def library_contenders(
             " the model's file"
         )
         with explaining(needs, (Exception,)):  # a library may raise anything
-            found |= LIBRARIES[library](options, setting, positions)
+            found |= LIBRARIES[library](options, setting)
     return found

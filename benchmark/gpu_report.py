@@ -12,9 +12,21 @@ from pathlib import Path
 
 import torch
 
-from cli.command_line import OneLineParser, run_command, say
+from cli.command_line import run_command, say
 from cli.files import write_text
-from cli.options import MODEL
+from cli.options import MODEL, Groups, parser_of
+
+OPTIONS: Groups = {
+    "": {
+        "--model": MODEL,
+        "--out": {
+            "type": Path,
+            "default": Path("gpu-report.md"),
+            "metavar": "FILE",
+            "help": "the report",
+        },
+    },
+}
 
 
 def parts(model: str) -> list[tuple[str, list[str], int]]:
@@ -71,12 +83,8 @@ def report(model: str, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns its exit status, 0 also without a GPU."""
-    parser = OneLineParser(
-        prog="python -m benchmark.gpu_report", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--model", **MODEL)
-    parser.add_argument(
-        "--out", type=Path, default=Path("gpu-report.md"), metavar="FILE", help="the report"
+    parser = parser_of(
+        OPTIONS, prog="python -m benchmark.gpu_report", description=__doc__.splitlines()[0]
     )
     return run_command(lambda: report(**vars(parser.parse_args(arguments))))
 

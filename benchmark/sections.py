@@ -17,12 +17,13 @@ from rich.progress import track
 
 from benchmark.contenders import (
     ADAPTIVE,
+    LENGTHS,
     LONGEST_VERIFICATION,
     WARM_UP_TOKENS,
     Bench,
     Contender,
     Written,
-    contender,
+    decode,
     our_contenders,
 )
 from cli.files import read_json
@@ -42,6 +43,7 @@ from model.clock import now, take_turns
 from search.costs import CostTable
 from weights.memory import bytes_read
 
+QUICK_LENGTH = 1024  # of the longest prompt of which the first token is timed under --quick
 STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text
@@ -118,8 +120,9 @@ def speed_section(bench: Bench) -> list[Row]:
             "a round": sums.tokens_per_round or None,
             "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
             "seconds": [text.seconds for text in found],
+            **{kind: statistics.median(gains) for kind, gains in of_kind.items()},
         }
-        rows.append(row | {kind: statistics.median(each) for kind, each in of_kind.items()})
+        rows.append(row)
     return rows
 
 
@@ -139,7 +142,7 @@ def together_section(bench: Bench) -> list[Row]:
     )
     ways = {"plain": plain(model), draft: bench.drafts[draft], "auto": bench.drafts["auto"]}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
-    alone = contender(Writer(model, setting.positions), ways["plain"], setting)
+    alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
     texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
     calls = [step_after(model, prompt) for prompt in prompts]
     rows: list[Row] = []
@@ -214,10 +217,11 @@ def write_together(
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
-    ours = contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)
+    longest = min(model.max_positions, QUICK_LENGTH if bench.options.quick else LENGTHS[-1])
+    ours = partial(decode, Writer(model, longest), bench.setting, plain(model))
     contenders = {"plain": ours} | {name: bench.libraries[name] for name in bench.options.against}
     rows = []
-    for tokens in bench.lengths:
+    for tokens in [length for length in LENGTHS if length <= longest]:
         steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
         times = [seconds for (seconds,) in take_turns(steps, 1, model.device)]
         rows += [
@@ -252,13 +256,21 @@ def floor_section(bench: Bench) -> list[Row]:
 def structured_section(bench: Bench) -> list[Row]:
     """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
 
+    The drafts are forced tokens alone, low bits where they gain, and --draft auto.
     Each schema is written plainly and by each draft in turns; "speed-up" is the median of the
     turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.
     """
     setting = bench.setting
     tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
     writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
-    drafts = structured_drafts(bench)
+    model = setting.model
+    forced = Drafting(
+        "forced tokens",
+        lambda cache: ForcedTokens(model.vocab_size, model.device),
+        lambda: FixedLength(LONGEST_VERIFICATION - 1),
+    )
+    drafts = {"forced": forced}
+    drafts |= {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
     ways = {"plain": writer.plain, **drafts}
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
@@ -280,20 +292,6 @@ def structured_section(bench: Bench) -> list[Row]:
         mean = statistics.geometric_mean(medians)
         rows.append({"schema": "geometric mean", "decoder": way, "speed-up": mean})
     return rows
-
-
-def structured_drafts(bench: Bench) -> dict[str, Drafting]:
-    """Drafts of structured texts: forced tokens alone, low bits where they gain, --draft auto."""
-    model = bench.setting.model
-    drafts = {
-        "forced": Drafting(
-            "forced tokens",
-            lambda cache: ForcedTokens(model.vocab_size, model.device),
-            lambda: FixedLength(LONGEST_VERIFICATION - 1),
-        )
-    }
-    wanted = {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
-    return drafts | wanted
 
 
 def structured_row(turns: list[dict[str, Sample]], way: str) -> Row:

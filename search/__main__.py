@@ -15,10 +15,8 @@ import argparse
 import shlex
 import sys
 from dataclasses import asdict
-from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -27,17 +25,16 @@ from cli.device import machine, pick_device
 from cli.files import check_place
 from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
-from cli.table import Row, table
+from cli.table import table
 from decoding.run.calibration import importance_steps
 from decoding.run.chooser import Setting
-from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
 from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.acceptance import Calibration
-from search.confirm import confirm, plans_to_confirm
+from search.confirm import confirm, plans_to_confirm, write_best
 from search.plots import plot_plans
 from search.prediction import predict_plan
 from search.study import (
@@ -162,7 +159,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     title = "held-out prompts: measured beside plain decoding, and predicted"
     rows = [row for _, row in results]
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows, title))
-    say(write_result(out, identity, *results[0], machine(model.device)))
+    say(write_best(out, identity, *results[0], machine(model.device)))
     place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
     say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')
     if options.plots is not None:
@@ -179,30 +176,6 @@ def load_setting(options: argparse.Namespace, folder: Path) -> Setting:
     if model.fast_bits:
         list(importance_steps(model, setting.kept, tokenizer))
     return setting
-
-
-def write_result(
-    out: Path, identity: dict[str, Any], best: DraftPlan, measured: Row, machine: str
-) -> str:
-    """Line with the result of the search, whose plan file is written."""
-    # γ = 0: plain decoding is faster
-    chosen = best if measured["speed-up"] > 1 else DraftPlan(best.plan, 0)
-    provenance = {
-        "acceptance_rate": measured["accepted"],
-        "predicted_speedup": measured["predicted"],
-        "measured_speedup": measured["speed-up"],
-        "sampling": identity["sampling"],
-        "dtype": identity["dtype"],
-        "machine": machine,
-        "date": date.today().isoformat(),
-    }
-    write_plan(out, chosen, identity["model"], provenance)
-    result = (
-        f"drafting up to {chosen.gamma} tokens"
-        if chosen.gamma
-        else "no plan beats plain decoding, so --draft skip decodes plainly"
-    )
-    return f"{out}: {measured['speed-up']:.2f}x plain decoding, {result}"
 
 
 def main(arguments: list[str] | None = None) -> int:

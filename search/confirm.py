@@ -1,10 +1,13 @@
 """Confirmation of the best plans: judged on texts that the search has not seen, then decoding with
-them, beside plain decoding, on held-out prompts.
+them, beside plain decoding, on held-out prompts, and the fastest written.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import date
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -13,7 +16,7 @@ from cli.table import Row
 from decoding.rounds import Statistics
 from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting, fitting, plan_in_words, planned
-from decoding.run.plan_file import DraftPlan
+from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.run.writer import Drafting, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -73,8 +76,7 @@ def confirm(
     verify, steps = measure_costs(setting, prompts, drafts)
     ways = [plain(setting.model), *drafts]
     (plain_speed, _), *found = decode_in_turns(setting, ways, prompts, rules, coupling)
-    longest = max(plan.gamma for plan in plans)
-    calibration = Calibration(setting, held_out, longest)
+    calibration = Calibration(setting, held_out, max(plan.gamma for plan in plans))
     confirmed = []
     for plan, step, (speed, accepted) in zip(plans, steps, found, strict=True):
         acceptance = calibration.acceptance(plan.plan)
@@ -125,3 +127,30 @@ def decode_in_turns(
         (each.tokens / took, each.acceptance_rate or 0.0)
         for each, took in zip(sums, seconds, strict=True)
     ]
+
+
+def write_best(
+    out: Path, identity: Mapping[str, Any], best: DraftPlan, measured: Row, machine: str
+) -> str:
+    """Write the plan file of a search; returns a line with the result.
+
+    ``measured`` is the row of the ``best`` plan, ``identity`` that of the study. The draft length
+    is 0 where plain decoding is faster.
+    """
+    chosen = best if measured["speed-up"] > 1 else DraftPlan(best.plan, 0)
+    provenance = {
+        "acceptance_rate": measured["accepted"],
+        "predicted_speedup": measured["predicted"],
+        "measured_speedup": measured["speed-up"],
+        "sampling": identity["sampling"],
+        "dtype": identity["dtype"],
+        "machine": machine,
+        "date": date.today().isoformat(),
+    }
+    write_plan(out, chosen, identity["model"], provenance)
+    result = (
+        f"drafting up to {chosen.gamma} tokens"
+        if chosen.gamma
+        else "no plan beats plain decoding, so --draft skip decodes plainly"
+    )
+    return f"{out}: {measured['speed-up']:.2f}x plain decoding, {result}"

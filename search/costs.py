@@ -204,10 +204,10 @@ def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
     all sublayers.
     """
     every = range(layers)
-    even = range(0, layers, 2)
-    odd = range(1, layers, 2)
+    even = every[::2]
+    skipped = ((every, every), ((), ()), (even, ()), ((), every[1::2]), (even, even))
     for width in bits:
-        for attention, mlp in ((every, every), ((), ()), (even, ()), ((), odd), (even, even)):
+        for attention, mlp in skipped:
             yield LayerPlan.skipping(layers, attention, mlp).in_bits(width, width)
 
 

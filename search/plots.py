@@ -31,9 +31,14 @@ def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts
         [max(predicted_speedup(a, gamma, table) for gamma in GAMMAS) for table in tables]
         for a in grid_kept
     ]
-    widths = [2.0 if level == 1 else 0.8 for level in LEVELS]
     lines = axes.contour(
-        grid_cost, grid_kept, speedups, levels=LEVELS, colors=MUTED, linewidths=widths, alpha=0.5
+        grid_cost,
+        grid_kept,
+        speedups,
+        levels=LEVELS,
+        colors=MUTED,
+        linewidths=[2.0 if level == 1 else 0.8 for level in LEVELS],
+        alpha=0.5,
     )
     axes.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=INK)
     bits = [np.mean(plan.attention + plan.mlp) for plan in predictions]

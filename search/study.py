@@ -179,8 +179,7 @@ def first_plans(importance: Mapping[str, float], space: Space) -> list[LayerPlan
     plans = [full.in_bits(bits, head=low[-1]) for bits in low]
     if low:
         plans += [plan.in_bits(low[0], head=low[-1]) for plan in [*thinned, *some_exits]]
-    plans += thinned
-    plans += [LayerPlan.early_exit(layers, layer) for layer in range(1, layers)]
+    plans += [*thinned, *(LayerPlan.early_exit(layers, layer) for layer in range(1, layers))]
     return [
         plan
         for plan in dict.fromkeys(plans)

@@ -41,7 +41,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = command.OPTIONS[""]["--prompts"]
     monkeypatch.setitem(kinds, "choices", [*SMALL_PROMPTS, "stories"])
     monkeypatch.setitem(kinds, "default", tuple(SMALL_PROMPTS))
-    monkeypatch.setattr(command, "LENGTHS", (64, 256))
     monkeypatch.setattr("search.costs.PATIENCE", 0.0)
     monkeypatch.setattr(sections, "STEP_REPEATS", 1)
     monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 1 << 20})
@@ -52,7 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench_of(folder: Path, *options: str, model: Decoder | None = None) -> Bench:
     prompts = [("story", [1]), ("code", [2])]
     setting = Setting(folder, model or load_model(folder), Tokenizer(folder), SamplingParams(), 24)
-    return Bench(command.parse_arguments([*options]), setting, prompts, [64, 256], {}, {})
+    return Bench(command.parse_arguments([*options]), setting, prompts, {}, {})
 
 
 def report_of(folder: Path, *options: str) -> dict[str, Any]:
@@ -252,7 +251,7 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
         ticking[0] += seconds * len(prompt) * count
         return Written([0])
 
-    monkeypatch.setattr(sections, "contender", lambda *_: partial(write, 1))
+    monkeypatch.setattr(sections, "decode", lambda *given: write(1, *given[-2:]))
     bench = bench_of(write_folder(tmp_path), "--against", "transformers")
     bench.libraries = {"transformers": partial(write, 3), "transformers, lookup": partial(write, 1)}
     rows = sections.first_token_section(bench)
