@@ -4,7 +4,7 @@ llama.cpp on a file.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -15,8 +15,8 @@ import torch
 from cli.command_line import say
 from cli.files import explaining
 from decoding.rounds import Round
-from decoding.run.chooser import Chooser, DraftOptions, Setting, with_policy
-from decoding.run.writer import GAMMA, Drafting, Writer, plain
+from decoding.run.chooser import Chooser, DraftOptions, Setting
+from decoding.run.writer import GAMMA, Drafting, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs
@@ -61,8 +61,12 @@ class Bench:
 
     @property
     def model_drafts(self) -> dict[str, Drafting]:
-        """Drafts that one model makes in every round: their steps have a cost."""
-        return {name: way for name, way in self.drafts.items() if way.model and name != "auto"}
+        """Drafts of full length that one model makes in every round."""
+        return {
+            name: way
+            for name, way in self.drafts.items()
+            if way.model and name != "auto" and not name.endswith(ADAPTIVE)
+        }
 
     @cached_property
     def costs(self) -> dict[str, CostTable]:
@@ -86,22 +90,10 @@ def decode(
     return Written(sample.tokens, sample.rounds, prefill)
 
 
-def our_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders: plain decoding and each draft; those by one model also with the adaptive exit."""
-    setting = bench.setting
-    adaptive = DraftOptions("exit", adaptive=True)  # the policy holds for every kind of draft
-    ways = {"plain": plain(setting.model)}
-    for name, drafting in bench.drafts.items():
-        ways[name] = drafting
-        if name in bench.model_drafts:
-            ways[name + ADAPTIVE] = with_policy(drafting, adaptive, setting.params)
-    writer = Writer(setting.model, setting.positions)
-    return {name: partial(decode, writer, setting, way) for name, way in ways.items()}
-
-
 def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Drafting]:
     """Drafts, with their low-bit copies: lookup, early exits, all layers in low bits, the plan in
-    the model's folder and the draft model, if any, and --draft auto.
+    the model's folder and the draft model, if any, and --draft auto; those by one model also with
+    the adaptive exit.
     """
     layers = setting.model.num_layers
     ways = {"lookup": DraftOptions("lookup")}
@@ -115,9 +107,12 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)
     ways["auto"] = DraftOptions("auto")
     chooser = Chooser(setting)
-    found = {name: chooser.drafting(way, setting.params) for name, way in ways.items()}
-    for drafting in found.values():
-        drafting.preparation.finish()
+    found = {}
+    for name, way in ways.items():
+        found[name] = chooser.drafting(way, setting.params)
+        found[name].preparation.finish()
+        if found[name].model and name != "auto":
+            found[name + ADAPTIVE] = chooser.drafting(replace(way, adaptive=True), setting.params)
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 

@@ -24,7 +24,6 @@ from benchmark.contenders import (
     Contender,
     Written,
     decode,
-    our_contenders,
 )
 from cli.files import read_json
 from cli.table import Row
@@ -97,7 +96,11 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    texts = time_texts(bench, our_contenders(bench) | bench.libraries)
+    setting = bench.setting
+    writer = Writer(setting.model, setting.positions)
+    ways = {"plain": writer.plain, **bench.drafts}
+    ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
+    texts = time_texts(bench, ours | bench.libraries)
     kinds = [kind for kind, _ in bench.prompts]
     rows = []
     for name, found in texts.items():
@@ -261,9 +264,9 @@ def structured_section(bench: Bench) -> list[Row]:
     turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.
     """
     setting = bench.setting
-    tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
     model = setting.model
+    tokens = vocabulary(setting.tokenizer, model.vocab_size)
+    writer = Writer(model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
     forced = Drafting(
         "forced tokens",
         lambda cache: ForcedTokens(model.vocab_size, model.device),
@@ -282,8 +285,8 @@ def structured_section(bench: Bench) -> list[Row]:
         for seed in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
             coupling = Coupling(setting.coupling, seed)
             samples = {
-                name: writer.write(writer.new_text(rules), way, setting.params, coupling)
-                for name, way in ways.items()
+                way: writer.write(writer.new_text(rules), drafting, setting.params, coupling)
+                for way, drafting in ways.items()
             }
             turns.append(samples)
         rows += [{"schema": name, "decoder": way, **structured_row(turns, way)} for way in drafts]

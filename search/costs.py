@@ -34,7 +34,7 @@ from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import GAMMA, Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder, LayerPlan
+from model import LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 ROUNDS = 4  # of the longest draft in a measured text, the first of which is not timed
@@ -78,9 +78,7 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
 class KnownText(KnownTokens):
     """Draft of a text known in advance: its rounds cost their verification alone."""
 
-    def __init__(self, model: Decoder, known: Sequence[int]) -> None:
-        super().__init__(model.vocab_size, model.device)
-        self.known = known
+    known: Sequence[int] = ()
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         written = len(text.generated)
@@ -116,9 +114,9 @@ def measure_costs(
     mixed = random.Random(0).sample(prompts, len(prompts))
     prompts = [prompt[: max(1, model.max_positions - tokens)] for prompt in mixed]
     writer = Writer(model, max(map(len, prompts)) + tokens)
-    known: list[int] = []  # the plain text of a turn, which verifications draft
+    plain_text = KnownText(model.vocab_size, model.device)
     ways = [
-        (Drafting("known", lambda cache: KnownText(model, known), partial(FixedLength, n)), tokens)
+        (Drafting("known", lambda cache: plain_text, partial(FixedLength, n)), tokens)
         for n in range(1, longest + 1)
     ]
     lengths = [draft.new_policy().gamma for draft in drafts]
@@ -129,8 +127,7 @@ def measure_costs(
     ratios = []
     for turn in turns():
         writer.begin(prompts[turn % len(prompts)])
-        text, plain_seconds = write_timed(writer, setting, writer.plain, tokens)
-        known[:] = text
+        plain_text.known, plain_seconds = write_timed(writer, setting, writer.plain, tokens)
         seconds = [write_timed(writer, setting, way, count)[1] for way, count in ways]
         ratios.append([each / plain_seconds for each in seconds])
     # the first turn warms up

@@ -157,9 +157,9 @@ def importances(calibration: Calibration) -> dict[str, float]:
     for name in track(
         full.keys() - {HEAD}, "importance of each sublayer", console=Console(stderr=True)
     ):
-        acceptance = calibration.acceptance(plan_of({**full, name: 0}))
+        accept = calibration.acceptance(plan_of({**full, name: 0})).accept
         # 1 - accept is 0 beyond the end of a text
-        rejected[name] = ((1 - acceptance.accept[:, 0]).sum() / tokens).item()
+        rejected[name] = ((1 - accept[:, 0]).sum() / tokens).item()
     return rejected
 
 

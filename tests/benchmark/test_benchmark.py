@@ -266,11 +266,12 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
         return {name: way.plan for name, way in find_drafts(bench.options, bench.setting).items()}
 
     folder = write_folder(tmp_path / "model")
-    assert list(drafts()) == ["lookup", "exit 2", "exit 3", "auto"]
+    exits = ["exit 2", "exit 2, adaptive", "exit 3", "exit 3, adaptive"]
+    assert list(drafts()) == ["lookup", *exits, "auto"]
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
     assert drafts("--exit-layer", "1")["plan.json"] == LayerPlan.skipping(4, [1], [])
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
-    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "auto"]
+    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "exit 1, adaptive", "auto"]
     with pytest.raises(InputError, match="exit layer 5 is not in"):
         drafts("--exit-layer", "5")
 
