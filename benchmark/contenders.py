@@ -59,19 +59,16 @@ class Bench:
     drafts: dict[str, Drafting]
     libraries: dict[str, Contender]
 
-    @property
-    def model_drafts(self) -> dict[str, Drafting]:
-        """Drafts of full length that one model makes in every round."""
-        return {
+    @cached_property
+    def costs(self) -> dict[str, CostTable]:
+        """Cost table of lookup and of each draft that one model makes, measured at its first
+        use.
+        """
+        drafts = {
             name: way
             for name, way in self.drafts.items()
             if way.model and name != "auto" and not name.endswith(ADAPTIVE)
         }
-
-    @cached_property
-    def costs(self) -> dict[str, CostTable]:
-        """Cost table of lookup and of each draft by a model, measured at its first use."""
-        drafts = self.model_drafts
         lengths = [way.new_policy().gamma for way in drafts.values()]
         longest = max(LONGEST_VERIFICATION - 1, *lengths)
         prompts = [ids for _, ids in self.prompts]

@@ -60,8 +60,9 @@ def costs_section(bench: Bench) -> list[Row]:
         for n, cost in enumerate(bench.costs["lookup"].verify, start=1)
     ]
     return verifications + [
-        {"step": f"draft step, {name}", "plain rounds": bench.costs[name].draft}
-        for name in bench.model_drafts
+        {"step": f"draft step, {name}", "plain rounds": costs.draft}
+        for name, costs in bench.costs.items()
+        if name != "lookup"
     ]
 
 

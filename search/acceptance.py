@@ -155,10 +155,9 @@ def accepted_by_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     ``p`` and ``q`` ``[M, vocab]`` are the target's and the draft's distributions, ``tokens`` ``[M,
     1]`` int64.
     """
-    of_target = p.gather(1, tokens).double()
-    of_draft = q.gather(1, tokens).double()
     # p can round to 0 where the text was written in other chunks than it is read.
-    return (of_draft / of_target.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+    of_target = p.gather(1, tokens).double().clamp(min=torch.finfo(torch.float64).tiny)
+    return (q.gather(1, tokens).double() / of_target).clamp(max=1)
 
 
 def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:

@@ -234,8 +234,8 @@ def measure_sublayers(
     # The cheapest step again, with a threshold, where each confidence is read: there the difference
     # shows best.
     drafts.append(drafting_under(setting, DraftPlan(plans[0], threshold=1.0)))
-    verify, steps = measure_costs(setting, [text.prompt for text in texts], drafts)
-    *steps, with_confidence = steps
+    prompts = [text.prompt for text in texts]
+    verify, (*steps, with_confidence) = measure_costs(setting, prompts, drafts)
     names = sorted(set().union(*map(parts_of, plans)))
     parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
     solution = np.linalg.lstsq(parts_in_plans, steps, rcond=None)[0].clip(min=0)

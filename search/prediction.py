@@ -143,9 +143,8 @@ def probability_tables(
     unsure = (table(acceptance.confidence) < levels).astype(float)
     # Only the likeliest token is looked at: exact in greedy decoding, and where no two tokens reach
     # the threshold.
-    sure_to_stop = 1 - table(acceptance.share) * (table(acceptance.likeliest) >= levels)
-    sure_to_stop[..., levels == 0] = 0
-    return table(acceptance.accept), unsure, sure_to_stop
+    goes_on = table(acceptance.share) * (table(acceptance.likeliest) >= levels)
+    return table(acceptance.accept), unsure, np.where(levels == 0, 0.0, 1 - goes_on)
 
 
 def predict(

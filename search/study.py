@@ -89,10 +89,12 @@ def open_study(
     warnings.filterwarnings("ignore", category=FutureWarning)
     wrong = f"{path} is not a search's journal: remove it or give another --out"
     with explaining(wrong, (ValueError, KeyError, TypeError, AssertionError)):
-        backend = optuna.storages.journal.JournalFileBackend(str(path))
-        storage = optuna.storages.JournalStorage(backend)
+        journal = optuna.storages.journal.JournalFileBackend(str(path))
         study = optuna.create_study(
-            study_name=NAME, storage=storage, direction="maximize", load_if_exists=True
+            study_name=NAME,
+            storage=optuna.storages.JournalStorage(journal),
+            direction="maximize",
+            load_if_exists=True,
         )
         count = len(study.get_trials(deepcopy=False))
         earlier = study.user_attrs.get("identity", {})
