@@ -135,7 +135,7 @@ def prepare(options: argparse.Namespace) -> Bench:
     tokenizer = Tokenizer(folder)
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
-    texts = PROMPTS | {"stories": stories}
+    texts = {**PROMPTS, "stories": stories}
     most = 1 if options.quick else None
     prompts = [
         (kind, encode_prompt(tokenizer, text))

@@ -73,8 +73,8 @@ class Bench:
         longest = max(LONGEST_VERIFICATION - 1, *lengths)
         prompts = [ids for _, ids in self.prompts]
         verify, steps = measure_costs(self.setting, prompts, list(drafts.values()), longest)
-        tables = [CostTable(step, verify) for step in steps]
-        return {"lookup": CostTable(0.0, verify), **dict(zip(drafts, tables, strict=True))}
+        costs = {"lookup": 0.0, **dict(zip(drafts, steps, strict=True))}
+        return {name: CostTable(step, verify) for name, step in costs.items()}
 
 
 def decode(

@@ -115,18 +115,19 @@ def speed_section(bench: Bench) -> list[Row]:
             kind: [gain for other, gain in zip(kinds, speedups, strict=True) if other == kind]
             for kind in kinds
         }
-        row = {
-            "decoder": name,
-            "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
-            "speed-up": spread(speedups),
-            "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
-            "accepted": sums.acceptance_rate,
-            "a round": sums.tokens_per_round or None,
-            "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
-            "seconds": [text.seconds for text in found],
-            **{kind: statistics.median(gains) for kind, gains in of_kind.items()},
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "decoder": name,
+                "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
+                "speed-up": spread(speedups),
+                "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
+                "accepted": sums.acceptance_rate,
+                "a round": sums.tokens_per_round or None,
+                "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
+                "seconds": [text.seconds for text in found],
+                **{kind: statistics.median(gains) for kind, gains in of_kind.items()},
+            }
+        )
     return rows
 
 

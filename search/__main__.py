@@ -1,9 +1,11 @@
 """Find the layer plan with which a model drafts for itself fastest.
 
-``python -m search --model DIR``: the target writes a few texts. One pass of a plan over them
-predicts its acceptance and, with the costs measured on this machine, its speed-up. Optuna searches
-the plans. The best ones are judged on other texts and decode held-out prompts, and the fastest is
-written.
+``python -m search --model DIR``: the target writes a few texts, and the costs of its sublayers are
+measured (``texts_and_costs``). A trial predicts the speed-up of one plan: a single pass of it over
+the texts gives its acceptance, and the sublayers' costs add up to those of its draft steps
+(``predict_plan``). Optuna proposes the plans (``optimise``). The best ones are judged on other
+texts (``plans_to_confirm``) and decode held-out prompts beside plain decoding (``confirm``), and
+the fastest is written (``write_best``).
 """
 
 if __name__ == "__main__":  # before anything that takes long to import
@@ -127,6 +129,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.calibration)
+
     setting = load_setting(options, folder)
     model = setting.model
     coupling = Coupling(options.coupling, options.seed)
@@ -142,6 +145,7 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     study = open_study(journal, identity, options.sampler, options.seed, resume=options.resume)
     texts, costs = texts_and_costs(study, identity, setting, coupling)
     searched, judged, held_out = split_texts(texts)
+
     objective = partial(predict_plan, Calibration(setting, searched, SEARCH_DEPTHS), costs)
     status = 0
     try:
@@ -153,12 +157,14 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     if not predictions:
         say("no plan was tried: no plan written")
         return status
+
     plans = plans_to_confirm(Calibration(setting, judged), costs, predictions)
     rules = Rules(options.max_new_tokens, setting.tokenizer.eos_ids)
     results = confirm(setting, held_out, plans, rules, coupling)
     title = "held-out prompts: measured beside plain decoding, and predicted"
-    rows = [row for _, row in results]
-    Console(width=None if sys.stdout.isatty() else 120).print(table(rows, title))
+    Console(width=None if sys.stdout.isatty() else 120).print(
+        table([row for _, row in results], title)
+    )
     say(write_best(out, identity, *results[0], machine(model.device)))
     place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
     say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')

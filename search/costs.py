@@ -110,9 +110,9 @@ def measure_costs(
     """
     model = setting.model
     tokens = ROUNDS * (longest + 1)
+    room = max(1, model.max_positions - tokens)
     # Mixed, since a turn takes one prompt, and not every prompt has its turn.
-    mixed = random.Random(0).sample(prompts, len(prompts))
-    prompts = [prompt[: max(1, model.max_positions - tokens)] for prompt in mixed]
+    prompts = [prompt[:room] for prompt in random.Random(0).sample(prompts, len(prompts))]
     writer = Writer(model, max(map(len, prompts)) + tokens)
     plain_text = KnownText(model.vocab_size, model.device)
     ways = [
@@ -196,16 +196,18 @@ def parts_of(plan: LayerPlan) -> Counter[str]:
     return Counter(f"{kind} {bits}" for kind, each in sublayers.items() for bits in each if bits)
 
 
-def measured_plans(layers: int, bits: Collection[int]) -> Iterator[LayerPlan]:
+def measured_plans(layers: int, bits: Collection[int]) -> list[LayerPlan]:
     """Plans whose draft steps determine the costs of all parts in each of ``bits``; the first skips
     all sublayers.
     """
     every = range(layers)
     even = every[::2]
     skipped = ((every, every), ((), ()), (even, ()), ((), every[1::2]), (even, even))
-    for width in bits:
-        for attention, mlp in skipped:
-            yield LayerPlan.skipping(layers, attention, mlp).in_bits(width, width)
+    return [
+        LayerPlan.skipping(layers, attention, mlp).in_bits(width, width)
+        for width in bits
+        for attention, mlp in skipped
+    ]
 
 
 def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
@@ -229,7 +231,7 @@ def measure_sublayers(
     The cost of a plan's draft step is the sum of the costs of its parts: one equation per measured
     plan, and one unknown per part, such as "attn 4". Solved by least squares.
     """
-    plans = list(measured_plans(setting.model.num_layers, bits))
+    plans = measured_plans(setting.model.num_layers, bits)
     drafts = [drafting_under(setting, DraftPlan(plan)) for plan in plans]
     # The cheapest step again, with a threshold, where each confidence is read: there the difference
     # shows best.
