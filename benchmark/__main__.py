@@ -136,19 +136,19 @@ def prepare(options: argparse.Namespace) -> Bench:
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
     texts = {**PROMPTS, "stories": stories}
-    most = 1 if options.quick else None
     prompts = [
         (kind, encode_prompt(tokenizer, text))
         for kind in options.prompts
-        for text in texts[kind][:most]
+        for text in texts[kind][: 1 if options.quick else None]
     ]
     positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
     if positions > model.max_positions:
         raise InputError(
             f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens"
         )
-    params = SamplingParams(options.temperature)
-    setting = Setting(folder, model, tokenizer, params, positions, "race")
+    setting = Setting(
+        folder, model, tokenizer, SamplingParams(options.temperature), positions, "race"
+    )
     libraries = library_contenders(options, setting)
     drafts = find_drafts(options, setting)
     if model.why_rows_vary:

@@ -47,7 +47,7 @@ class Prediction:
 
 def expected_rounds(
     acceptance: Acceptance, gammas: Sequence[int], thresholds: Sequence[float]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """Expected numbers of the loop's rounds along the texts, and of their accepted and rejected
     tokens, for each threshold and draft length.
 
@@ -57,12 +57,12 @@ def expected_rounds(
     ``accepted[..., d]``  accepted tokens among those drafted as number d + 1 of their round
     ``rejected[..., d]``  tokens likewise that are the first rejected ones of their round
 
-    A text ends by its last token or the budget.
-    Exact for drafts of full length, up to the depths of ``acceptance``. With a threshold, a draft
-    with a rejected token is taken to go on as long as a draft along the text would, since its
-    tokens are not known.
+    A text ends by its last token or the budget. The numbers are exact for drafts of full length, up
+    to the depths of ``acceptance``. With a threshold, a draft with a rejected token is taken to go
+    on as long as a draft along the text would, since its tokens are not known.
 
-    The programme goes token by token through all texts at once. Its state are probabilities:
+    The programme goes token by token through all texts at once. Its state consists of these
+    probabilities:
 
     ``begin``        a round begins at this token
     ``begin_next``   a round begins at the next token, after a draft that stopped unsure and the
@@ -118,10 +118,7 @@ def expected_rounds(
         # One token deeper. The last depth is empty, since full drafts are closed.
         on_text = np.roll(kept - stopped, 1, axis=0)
         off_text = np.roll(leaving - halted, 1, axis=0)
-    rounds, accepted, rejected = (
-        np.moveaxis(each.sum(1), 0, -1) for each in (rounds, accepted, rejected)
-    )
-    return rounds, accepted, rejected
+    return tuple(np.moveaxis(each.sum(1), 0, -1) for each in (rounds, accepted, rejected))
 
 
 def probability_tables(

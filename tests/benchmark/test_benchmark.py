@@ -260,6 +260,11 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
     assert [(row["decoder"], row["tokens"], row["ms"], row["ratio"]) for row in rows] == expected
 
 
+def test_a_context_shorter_than_all_timed_prompts_has_no_times(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, LLAMA | {"max_position_embeddings": 48})
+    assert sections.first_token_section(bench_of(folder)) == []
+
+
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
     def drafts(*options: str) -> dict[str, LayerPlan | None]:
         bench = bench_of(folder, *options)
