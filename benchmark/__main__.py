@@ -35,13 +35,12 @@ from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from model import InputError
 from model.fast import accelerate
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from training.corpus.stories import story_request
 from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 STORIES = 24  # prompts of the kind "stories"
-LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 
 
 OPTIONS: Groups = {
@@ -136,29 +135,25 @@ def prepare(options: argparse.Namespace) -> Bench:
     tokenizer = Tokenizer(folder)
     model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
-    texts = PROMPTS | {"stories": stories}
-    most = 1 if options.quick else None
+    texts = {**PROMPTS, "stories": stories}
     prompts = [
         (kind, encode_prompt(tokenizer, text))
         for kind in options.prompts
-        for text in texts[kind][:most]
+        for text in texts[kind][: 1 if options.quick else None]
     ]
     positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
     if positions > model.max_positions:
         raise InputError(
             f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens"
         )
-    longest = min(1024, model.max_positions) if options.quick else model.max_positions
-    lengths = [length for length in LENGTHS if length <= longest]
     setting = Setting(
         folder, model, tokenizer, SamplingParams(options.temperature), positions, "race"
     )
-    bench = Bench(options, setting, prompts, lengths)
-    bench.libraries = library_contenders(bench)
-    bench.drafts = find_drafts(bench)
+    libraries = library_contenders(options, setting)
+    drafts = find_drafts(options, setting)
     if model.why_rows_vary:
         say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
-    return bench
+    return Bench(options, setting, prompts, drafts, libraries)
 
 
 def benchmark(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ llama.cpp on a file.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -15,23 +15,21 @@ import torch
 from cli.command_line import say
 from cli.files import explaining
 from decoding.rounds import Round
-from decoding.run.chooser import Chooser, DraftOptions, Setting, with_policy
-from decoding.run.writer import GAMMA, Drafting, Writer, plain
+from decoding.run.chooser import Chooser, DraftOptions, Setting
+from decoding.run.writer import GAMMA, Drafting, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
 from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
-# suffix of the name of a draft that stops by Draft & Verify's adaptive exit
-ADAPTIVE = ", adaptive"
-# A drafting that is made takes only its policy from options: they hold for every kind of draft.
-ADAPTIVE_POLICY = DraftOptions("exit", adaptive=True)
+ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
+LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
 WARM_UP_TOKENS = 8
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
 
 
-@dataclass
+@dataclass(frozen=True)
 class Written:
     """Tokens of a text; for texts of this project's loop also the rounds, and the seconds of
     prefill.
@@ -51,86 +49,71 @@ Contender = Callable[[list[int], int], Written]
 class Bench:
     """Input of every section.
 
-    ``prompts``: kind and token ids of each; the kind is a key of ``search.prompts.PROMPTS``, or
-    "stories". ``lengths``: tokens of the prompts after which the first token is timed.
+    ``prompts``: kind and token ids of each; the kind is a key of ``search.texts.PROMPTS``, or
+    "stories". ``drafts`` and ``libraries`` are those of ``find_drafts`` and ``library_contenders``.
     """
 
     options: argparse.Namespace
     setting: Setting
     prompts: list[tuple[str, list[int]]]
-    lengths: list[int]
-    drafts: dict[str, Drafting] = field(default_factory=dict)
-    libraries: dict[str, Contender] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.chooser = Chooser(self.setting)
-
-    def drafting(self, options: DraftOptions) -> Drafting:
-        """The drafting that the options ask for, with its low-bit copies."""
-        drafting = self.chooser.drafting(options, self.setting.params)
-        drafting.preparation.finish()
-        return drafting
+    drafts: dict[str, Drafting]
+    libraries: dict[str, Contender]
 
     @cached_property
     def costs(self) -> dict[str, CostTable]:
-        """Cost table of each draft, measured at its first use."""
-        drafts = list(self.drafts.values())
-        longest = max([LONGEST_VERIFICATION - 1, *(draft.new_policy().gamma for draft in drafts)])
+        """Cost table of lookup and of each draft that one model makes, measured at its first
+        use.
+        """
+        drafts = {
+            name: way
+            for name, way in self.drafts.items()
+            if way.model and name != "auto" and not name.endswith(ADAPTIVE)
+        }
+        lengths = [way.new_policy().gamma for way in drafts.values()]
+        longest = max(LONGEST_VERIFICATION - 1, *lengths)
         prompts = [ids for _, ids in self.prompts]
-        tables = measure_costs(self.setting, prompts, drafts, longest)
-        return dict(zip(self.drafts, tables, strict=True))
+        verify, steps = measure_costs(self.setting, prompts, list(drafts.values()), longest)
+        costs = {"lookup": 0.0, **dict(zip(drafts, steps, strict=True))}
+        return {name: CostTable(step, verify) for name, step in costs.items()}
 
 
-def contender(writer: Writer, drafting: Drafting, setting: Setting) -> Contender:
-    """Contender: the loop with one way to draft, prefill included. The seed depends on the prompt
-    only.
+def decode(
+    writer: Writer, setting: Setting, drafting: Drafting, prompt: list[int], count: int
+) -> Written:
+    """Text by this project's loop with one way to draft. The seed depends on the prompt only."""
+    prefill = writer.begin(prompt)
+    coupling = Coupling(setting.coupling, sum(prompt))
+    sample = writer.write(writer.new_text(Rules(count)), drafting, setting.params, coupling)
+    return Written(sample.tokens, sample.rounds, prefill)
+
+
+def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Drafting]:
+    """Drafts, with their low-bit copies: lookup, early exits, all layers in low bits, the plan in
+    the model's folder and the draft model, if any, and --draft auto; those by one model also with
+    the adaptive exit.
     """
-
-    def write(prompt: list[int], count: int) -> Written:
-        prefill = writer.begin(prompt)
-        coupling = Coupling(setting.coupling, sum(prompt))
-        sample = writer.write(writer.new_text(Rules(count)), drafting, setting.params, coupling)
-        return Written(sample.tokens, sample.rounds, prefill)
-
-    return write
-
-
-def our_contenders(bench: Bench) -> dict[str, Contender]:
-    """Contenders: plain decoding, each draft, each draft by a model with adaptive exit too, --draft
-    auto.
-    """
-    setting = bench.setting
-    ways = {"plain": plain(setting.model)}
-    for name, drafting in bench.drafts.items():
-        ways[name] = drafting
-        if drafting.model:
-            ways[name + ADAPTIVE] = with_policy(drafting, ADAPTIVE_POLICY, setting.params)
-    ways["auto"] = bench.drafting(DraftOptions("auto"))
-    writer = Writer(setting.model, setting.positions)
-    return {name: contender(writer, way, setting) for name, way in ways.items()}
-
-
-def find_drafts(bench: Bench) -> dict[str, Drafting]:
-    """Drafts: lookup, early exits, all layers in low bits, the plan in the model's folder, the
-    draft model, if any.
-    """
-    setting = bench.setting
-    options = bench.options
     layers = setting.model.num_layers
     ways = {"lookup": DraftOptions("lookup")}
     for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
-        ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer, gamma=GAMMA)
+        ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer)
     if setting.model.fast_bits:
         ways["low bits"] = DraftOptions("lowbit")
     if (setting.folder / "plan.json").exists():
         ways["plan.json"] = DraftOptions("skip")
     if options.draft_model:
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)
-    found = {name: bench.drafting(way) for name, way in ways.items()}
+    ways["auto"] = DraftOptions("auto")
+    chooser = Chooser(setting)
+    found = {}
+    for name, way in ways.items():
+        found[name] = chooser.drafting(way, setting.params)
+        found[name].preparation.finish()
+        if found[name].model and name != "auto":
+            found[name + ADAPTIVE] = chooser.drafting(replace(way, adaptive=True), setting.params)
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 
-def transformers_contenders(bench: Bench) -> dict[str, Contender]:
+def transformers_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
     """Contenders: ``generate`` of transformers on the same checkpoint, dtype and device, with each
     way to draft.
     """
@@ -138,7 +121,7 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = bench.setting.model
+    model = setting.model
 
     def load(folder: Path) -> Any:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
@@ -151,7 +134,7 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
         )
         return loaded.to(model.device)
 
-    theirs = load(bench.setting.folder)
+    theirs = load(setting.folder)
 
     def write(prompt: list[int], count: int, **draft: object) -> Written:
         ids = torch.tensor([prompt], device=model.device)
@@ -165,24 +148,24 @@ def transformers_contenders(bench: Bench) -> dict[str, Contender]:
         "transformers": write,
         "transformers, lookup": partial(write, prompt_lookup_num_tokens=GAMMA),
     }
-    if bench.options.exit_layer:
-        deepest = max(bench.options.exit_layer)
+    if options.exit_layer:
+        deepest = max(options.exit_layer)
         found[f"transformers, exit {deepest}"] = partial(write, assistant_early_exit=deepest)
-    if bench.options.draft_model:
-        draft = load(model_folder(bench.options.draft_model))
+    if options.draft_model:
+        draft = load(model_folder(options.draft_model))
         found["transformers, model"] = partial(write, assistant_model=draft)
     return found
 
 
-def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
+def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
     """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
     import llama_cpp
 
     threads = torch.get_num_threads()
     theirs = llama_cpp.Llama(
-        bench.options.against["llama.cpp"],
-        n_ctx=max(bench.setting.positions, *bench.lengths),
-        n_gpu_layers=0 if bench.setting.model.device.type == "cpu" else -1,
+        options.against["llama.cpp"],
+        n_ctx=max(setting.positions, *LENGTHS),
+        n_gpu_layers=0 if setting.model.device.type == "cpu" else -1,
         n_threads=threads,
         n_threads_batch=threads,
         verbose=False,
@@ -199,16 +182,16 @@ def llama_cpp_contenders(bench: Bench) -> dict[str, Contender]:
 LIBRARIES = {"transformers": transformers_contenders, "llama.cpp": llama_cpp_contenders}
 
 
-def library_contenders(bench: Bench) -> dict[str, Contender]:
+def library_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
     """Contenders of the libraries of --against. Raises InputError for one that cannot load the
     model, or is missing.
     """
     found: dict[str, Contender] = {}
-    for library in bench.options.against:
+    for library in options.against:
         needs = (
             f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf"
             " the model's file"
         )
         with explaining(needs, (Exception,)):  # a library may raise anything
-            found |= LIBRARIES[library](bench)
+            found |= LIBRARIES[library](options, setting)
     return found

@@ -16,6 +16,18 @@ from cli.command_line import run_command, say
 from cli.files import write_text
 from cli.options import MODEL, Groups, parser_of
 
+OPTIONS: Groups = {
+    "": {
+        "--model": MODEL,
+        "--out": {
+            "type": Path,
+            "default": Path("gpu-report.md"),
+            "metavar": "FILE",
+            "help": "the report",
+        },
+    },
+}
+
 
 def parts(model: str) -> list[tuple[str, list[str], int]]:
     """Title, command and most seconds of each part."""
@@ -67,19 +79,6 @@ def report(model: str, out: Path) -> None:
         say(f"{title}: up to {seconds} seconds")
         sections.append(section(title, command, seconds))
         write_text(out, "\n".join(sections))  # so that a report that is cut off is there too
-
-
-OPTIONS: Groups = {
-    "": {
-        "--model": MODEL,
-        "--out": {
-            "type": Path,
-            "default": Path("gpu-report.md"),
-            "metavar": "FILE",
-            "help": "the report",
-        },
-    },
-}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
 from model.quantise import GROUP
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from training.corpus.sampling import sample_texts
 from weights.load import load_model
 from weights.save import save_model
@@ -43,11 +43,11 @@ def off_grid_folder(folder: Path) -> Path:
         " minutes"
     )
     model = load_model(folder)
+    # It shares the model's weights: later texts are those of the noised model.
     write = partial(own_texts, accelerate(model), Tokenizer(folder))
     texts = [text for seed in range(1, TEXTS + 1) for text in write(SamplingParams(0.7), seed)]
-    held_out = write(
-        SamplingParams(), prompts=[each for some in PROMPTS.values() for each in some[:2]]
-    )
+    prompts = [prompt for some in PROMPTS.values() for prompt in some[:2]]
+    held_out = write(SamplingParams(), prompts=prompts)
     add_noise(model, texts, seed=0)
     save_model(model, copy, tokenizer_from=folder)
     say(

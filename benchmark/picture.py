@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from cli.picture import MUTED, RULE
 from cli.table import Row
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 
 
 def picture(report: dict[str, list[Row]]) -> Figure:
@@ -52,9 +52,11 @@ def draw_together(axes: Axes, rows: list[Row]) -> None:
     }
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{n}\n{' / '.join(ratios[n])}" for n in counts])
-    axes.set(title="Texts written together", ylabel="tokens/s of all", ylim=(0, None))
-    axes.set_xlabel(
-        f"texts at a time, and the speed-ups of {' / '.join(names[1:])} over plain decoding"
+    axes.set(
+        title="Texts written together",
+        xlabel=f"texts at a time, and the speed-ups of {' / '.join(names[1:])} over plain decoding",
+        ylabel="tokens/s of all",
+        ylim=(0, None),
     )
     axes.margins(y=0.15)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

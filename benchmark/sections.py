@@ -6,6 +6,7 @@ The first line of a section's docstring is the title of its table.
 import json
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -16,13 +17,13 @@ from rich.progress import track
 
 from benchmark.contenders import (
     ADAPTIVE,
+    LENGTHS,
     LONGEST_VERIFICATION,
     WARM_UP_TOKENS,
     Bench,
     Contender,
     Written,
-    contender,
-    our_contenders,
+    decode,
 )
 from cli.files import read_json
 from cli.table import Row
@@ -30,18 +31,18 @@ from decoding.drafters import ForcedTokens
 from decoding.grammar import Grammar
 from decoding.policies import FixedLength
 from decoding.rounds import Statistics
-from decoding.run.chooser import DraftOptions
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
 from decoding.run.together import Call, Scheduler, Task, answers
 from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder
+from model import Decoder, LayerPlan
 from model.clock import now, take_turns
 from search.costs import CostTable
-from weights.memory import parameter_count
+from weights.memory import bytes_read
 
+QUICK_LENGTH = 1024  # of the longest prompt of which the first token is timed under --quick
 STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
 STRUCTURED_TOKENS = 256  # of the longest text
@@ -59,9 +60,9 @@ def costs_section(bench: Bench) -> list[Row]:
         for n, cost in enumerate(bench.costs["lookup"].verify, start=1)
     ]
     return verifications + [
-        {"step": f"draft step, {name}", "plain rounds": bench.costs[name].draft}
-        for name, draft in bench.drafts.items()
-        if draft.model
+        {"step": f"draft step, {name}", "plain rounds": costs.draft}
+        for name, costs in bench.costs.items()
+        if name != "lookup"
     ]
 
 
@@ -69,6 +70,7 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
     """Texts of each contender, one per prompt, timed with their prefill. After a warm-up the
     contenders take turns at each prompt.
     """
+    device = bench.setting.model.device
     found: dict[str, list[Written]] = {name: [] for name in contenders}
     for write in contenders.values():
         write(bench.prompts[0][1], WARM_UP_TOKENS)
@@ -76,9 +78,9 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
         bench.prompts, "measuring", console=Console(stderr=True), transient=True
     ):
         for name, write in contenders.items():
-            began = now(bench.setting.model.device)
-            found[name].append(write(prompt, bench.options.max_new_tokens))
-            found[name][-1].seconds = now(bench.setting.model.device) - began
+            began = now(device)
+            text = write(prompt, bench.options.max_new_tokens)
+            found[name].append(replace(text, seconds=now(device) - began))
     return found
 
 
@@ -95,7 +97,11 @@ def speedup_by_costs(text: Written, plain: Written, costs: CostTable) -> float:
 
 def speed_section(bench: Bench) -> list[Row]:
     """Texts, prefill included: medians over all prompts (lowest-highest), and by kind of prompt."""
-    texts = time_texts(bench, our_contenders(bench) | bench.libraries)
+    setting = bench.setting
+    writer = Writer(setting.model, setting.positions)
+    ways = {"plain": writer.plain, **bench.drafts}
+    ours = {name: partial(decode, writer, setting, way) for name, way in ways.items()}
+    texts = time_texts(bench, ours | bench.libraries)
     kinds = [kind for kind, _ in bench.prompts]
     rows = []
     for name, found in texts.items():
@@ -109,17 +115,19 @@ def speed_section(bench: Bench) -> list[Row]:
             kind: [gain for other, gain in zip(kinds, speedups, strict=True) if other == kind]
             for kind in kinds
         }
-        row = {
-            "decoder": name,
-            "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
-            "speed-up": spread(speedups),
-            "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
-            "accepted": sums.acceptance_rate,
-            "a round": sums.tokens_per_round or None,
-            "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
-            "seconds": [text.seconds for text in found],
-        }
-        rows.append(row | {kind: statistics.median(each) for kind, each in of_kind.items()})
+        rows.append(
+            {
+                "decoder": name,
+                "tokens/s": spread(bench.options.max_new_tokens / text.seconds for text in found),
+                "speed-up": spread(speedups),
+                "predicted": costs and spread(speedup_by_costs(*pair, costs) for pair in pairs),
+                "accepted": sums.acceptance_rate,
+                "a round": sums.tokens_per_round or None,
+                "equal": count_equal((text.tokens, plain.tokens) for text, plain in pairs),
+                "seconds": [text.seconds for text in found],
+                **{kind: statistics.median(gains) for kind, gains in of_kind.items()},
+            }
+        )
     return rows
 
 
@@ -137,13 +145,9 @@ def together_section(bench: Bench) -> list[Row]:
     draft = next(
         name for name in ("model", *exits, "low bits", *bench.drafts) if name in bench.drafts
     )
-    ways = {
-        "plain": plain(model),
-        draft: bench.drafts[draft],
-        "auto": bench.drafting(DraftOptions("auto")),
-    }
+    ways = {"plain": plain(model), draft: bench.drafts[draft], "auto": bench.drafts["auto"]}
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
-    alone = contender(Writer(model, setting.positions), ways["plain"], setting)
+    alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
     texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
     calls = [step_after(model, prompt) for prompt in prompts]
     rows: list[Row] = []
@@ -218,10 +222,11 @@ def write_together(
 def first_token_section(bench: Bench) -> list[Row]:
     """Time to the first token after a prompt of n tokens, and its ratio to plain decoding's."""
     model = bench.setting.model
-    ours = contender(Writer(model, max(bench.lengths)), plain(model), bench.setting)
+    longest = min(model.max_positions, QUICK_LENGTH if bench.options.quick else LENGTHS[-1])
+    ours = partial(decode, Writer(model, longest), bench.setting, plain(model))
     contenders = {"plain": ours} | {name: bench.libraries[name] for name in bench.options.against}
     rows = []
-    for tokens in bench.lengths:
+    for tokens in [length for length in LENGTHS if length <= longest]:
         steps = [partial(write, [0] * tokens, 1) for write in contenders.values()]
         times = [seconds for (seconds,) in take_turns(steps, 1, model.device)]
         rows += [
@@ -234,17 +239,14 @@ def first_token_section(bench: Bench) -> list[Row]:
 def floor_section(bench: Bench) -> list[Row]:
     """Floor of a plain step: the time to read every weight once.
 
-    Of an untied embedding one row is read. On a GPU the row of the table also has the most memory
+    Norms and biases, a thousandth of them, are left out, and an untied embedding, of which one row
+    is read. On a GPU the row of the table also has the most memory
     that torch has held so far.
     """
     model = bench.setting.model
-    config = model.config
-    weights = parameter_count(config)
-    if not config.tie_embeddings:
-        weights -= config.vocab_size * config.hidden_size
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
     speed = block.nbytes / min(take_turns([block.sum], STEP_REPEATS, model.device)[0])
-    size = weights * model.dtype.itemsize
+    size = bytes_read(model.config, LayerPlan.full(model.num_layers), model.dtype.itemsize)
     floor = {
         "MB": size / 1e6,
         "GB/s": speed / 1e9,
@@ -259,53 +261,42 @@ def floor_section(bench: Bench) -> list[Row]:
 def structured_section(bench: Bench) -> list[Row]:
     """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
 
+    The drafts are forced tokens alone, low bits where they gain, and --draft auto.
     Each schema is written plainly and by each draft in turns; "speed-up" is the median of the
     turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.
     """
     setting = bench.setting
-    tokens = vocabulary(setting.tokenizer, setting.model.vocab_size)
-    drafts = structured_drafts(bench)
-    writer = Writer(setting.model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
+    model = setting.model
+    tokens = vocabulary(setting.tokenizer, model.vocab_size)
+    writer = Writer(model, STRUCTURED_POSITIONS, setting.tokenizer.token_bytes)
+    forced = Drafting(
+        "forced tokens",
+        lambda cache: ForcedTokens(model.vocab_size, model.device),
+        lambda: FixedLength(LONGEST_VERIFICATION - 1),
+    )
+    drafts = {"forced": forced}
+    drafts |= {name: bench.drafts[name] for name in ("low bits", "auto") if name in bench.drafts}
+    ways = {"plain": writer.plain, **drafts}
     rows: list[Row] = []
     for name, each in track(read_json(SCHEMAS).items(), "schemas", console=Console(stderr=True)):
         schema = json.dumps(each["schema"])
         grammar = Grammar("json_schema", schema, tokens)
         rules = Rules(STRUCTURED_TOKENS, setting.tokenizer.eos_ids, grammar=grammar)
         writer.begin(encode_prompt(setting.tokenizer, each["request"], schema=schema))
-        turns = [
-            {
-                way: writer.write(
-                    writer.new_text(rules),
-                    drafting,
-                    setting.params,
-                    Coupling(setting.coupling, turn),
-                )
-                for way, drafting in {"plain": writer.plain, **drafts}.items()
+        turns = []
+        for seed in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
+            coupling = Coupling(setting.coupling, seed)
+            samples = {
+                way: writer.write(writer.new_text(rules), drafting, setting.params, coupling)
+                for way, drafting in ways.items()
             }
-            for turn in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS)
-        ]
+            turns.append(samples)
         rows += [{"schema": name, "decoder": way, **structured_row(turns, way)} for way in drafts]
     for way in drafts:
         medians = [row["speed-up"]["median"] for row in rows if row["decoder"] == way]
         mean = statistics.geometric_mean(medians)
         rows.append({"schema": "geometric mean", "decoder": way, "speed-up": mean})
     return rows
-
-
-def structured_drafts(bench: Bench) -> dict[str, Drafting]:
-    """Drafts of structured texts: forced tokens alone, low bits where they gain, --draft auto."""
-    model = bench.setting.model
-    drafts = {
-        "forced": Drafting(
-            "forced tokens",
-            lambda cache: ForcedTokens(model.vocab_size, model.device),
-            lambda: FixedLength(LONGEST_VERIFICATION - 1),
-        )
-    }
-    if "low bits" in bench.drafts:
-        drafts["low bits"] = bench.drafts["low bits"]
-    drafts["auto"] = bench.drafting(DraftOptions("auto"))
-    return drafts
 
 
 def structured_row(turns: list[dict[str, Sample]], way: str) -> Row:

@@ -1,6 +1,7 @@
-"""Optuna search of the fastest layer plan for drafts: texts, costs, acceptance, prediction,
-study, confirmation, picture, built-in prompts.
+"""Optuna search of the fastest layer plan for drafts.
 
-Begin with ``study``. It maximises the predicted speed-up, which ``prediction`` computes from the
-acceptance of a plan's drafts (``acceptance``) and their costs (``costs``).
+Begin with ``__main__``, which says how a plan is found. ``study`` maximises the predicted speed-up,
+which ``prediction`` computes from the acceptance of a plan's drafts (``acceptance``) on calibration
+texts (``texts``) and from their costs (``costs``). ``confirm`` compares the best plans while they
+decode, and ``plots`` draws all that were tried.
 """

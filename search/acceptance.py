@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from decoding.run.calibration import Continuation
-from decoding.sampling import SamplingParams, distribution
+from decoding.run.chooser import Setting
+from decoding.sampling import distribution
 from model import Decoder, LayerPlan, ModelConfig
 from model.layers import Positions, attend_masked, layer_positions
 from model.twins import Twins
@@ -154,10 +155,9 @@ def accepted_by_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     ``p`` and ``q`` ``[M, vocab]`` are the target's and the draft's distributions, ``tokens`` ``[M,
     1]`` int64.
     """
-    of_target = p.gather(1, tokens).double()
-    of_draft = q.gather(1, tokens).double()
     # p can round to 0 where the text was written in other chunks than it is read.
-    return (of_draft / of_target.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+    of_target = p.gather(1, tokens).double().clamp(min=torch.finfo(torch.float64).tiny)
+    return (q.gather(1, tokens).double() / of_target).clamp(max=1)
 
 
 def accepted_by_race(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
@@ -181,18 +181,16 @@ class Calibration:
     @torch.inference_mode()
     def __init__(
         self,
-        model: Decoder,
+        setting: Setting,
         texts: Sequence[Continuation],
-        params: SamplingParams,
-        coupling: str = "ratio",
         depths: int = DEPTHS,
     ) -> None:
-        self.model = model
-        self.params = params
+        self.model = setting.model
+        self.params = setting.params
         self.depths = depths
-        self.twins = Twins(model)
-        self.accepted = {"ratio": accepted_by_ratio, "race": accepted_by_race}[coupling]
-        self.passes = [TargetPass(model, text, depths) for text in texts]
+        self.twins = Twins(self.model)
+        self.accepted = {"ratio": accepted_by_ratio, "race": accepted_by_race}[setting.coupling]
+        self.passes = [TargetPass(self.model, text, depths) for text in texts]
         self.lengths = torch.tensor([len(text.written) for text in texts])
         self.limits = self.lengths + torch.tensor([text.unused for text in texts])
 

@@ -1,28 +1,29 @@
 """Confirmation of the best plans: judged on texts that the search has not seen, then decoding with
-them, beside plain decoding, on held-out prompts.
+them, beside plain decoding, on held-out prompts, and the fastest written.
 """
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
+from datetime import date
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from cli.table import Row
+from decoding.rounds import Statistics
 from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting, fitting, plan_in_words, planned
-from decoding.run.plan_file import DraftPlan
-from decoding.run.writer import Drafting, Sample, Writer, plain
+from decoding.run.plan_file import DraftPlan, write_plan
+from decoding.run.writer import Drafting, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan
 from search.acceptance import Calibration
-from search.costs import enough_turns, measure_costs
-from search.prediction import Prediction, predict
-from search.study import SublayerCosts, predict_plan
+from search.costs import CostTable, SublayerCosts, measure_costs, turns
+from search.prediction import Prediction, predict, predict_plan
 
 JUDGED = 12  # best plans of the search that are predicted again
 CONFIRMED = 3  # of them, plans that decode; beside them the best early exit
@@ -66,36 +67,29 @@ def confirm(
     """The plans, each with a row of its results on the held-out prompts; the fastest comes first.
 
     A plan is predicted on the held-out texts by the costs of its own rounds, measured now. Then it
-    decodes in turns with plain decoding. Times are those of the loop, without prefill. A speed is
-    that of all prompts together: tokens over seconds.
+    decodes in turns with plain decoding.
     """
-    longest = max(plan.gamma for plan in plans)
-    calibration = Calibration(setting.model, held_out, setting.params, coupling.name, longest)
     drafts = [planned(setting, fitting(plan, setting.model.fast_bits)) for plan in plans]
     for draft in drafts:
         draft.preparation.finish()
-    tables = measure_costs(setting, [text.prompt for text in held_out], drafts)
-    expected = [
-        predict(calibration.acceptance(plan.plan), costs, [plan.gamma], [plan.threshold])
-        for plan, costs in zip(plans, tables, strict=True)
-    ]
+    prompts = [text.prompt for text in held_out]
+    verify, steps = measure_costs(setting, prompts, drafts)
     ways = [plain(setting.model), *drafts]
-    (plain_tokens, plain_seconds, *_), *sums = decode_in_turns(
-        setting, ways, held_out, rules, coupling
-    )
+    (plain_speed, _), *found = decode_in_turns(setting, ways, prompts, rules, coupling)
+    calibration = Calibration(setting, held_out, max(plan.gamma for plan in plans))
     confirmed = []
-    for plan, costs, prediction, (tokens, seconds, accepted, drafted) in zip(
-        plans, tables, expected, sums, strict=True
-    ):
+    for plan, step, (speed, accepted) in zip(plans, steps, found, strict=True):
+        acceptance = calibration.acceptance(plan.plan)
+        expected = predict(acceptance, CostTable(step, verify), [plan.gamma], [plan.threshold])
         row = {
             "plan": plan_in_words(plan.plan),
             "γ": plan.gamma,
             "threshold": plan.threshold,
-            "draft step": costs.draft,
-            "speed-up": tokens / seconds / plain_tokens * plain_seconds,
-            "predicted": prediction.speedup,
-            "accepted": accepted / max(1, drafted),
-            "acceptance predicted": prediction.acceptance_rate,
+            "draft step": step,
+            "speed-up": speed / plain_speed,
+            "predicted": expected.speedup,
+            "accepted": accepted,
+            "acceptance predicted": expected.acceptance_rate,
         }
         confirmed.append((plan, row))
     return sorted(confirmed, key=lambda one: -one[1]["speed-up"])
@@ -104,31 +98,59 @@ def confirm(
 def decode_in_turns(
     setting: Setting,
     ways: Sequence[Drafting],
-    texts: Sequence[Continuation],
+    prompts: Sequence[Sequence[int]],
     rules: Rules,
     coupling: Coupling,
-) -> np.ndarray:
-    """Tokens, seconds, accepted and drafted tokens of each way of decoding, summed over texts after
-    these prompts: ``[ways, 4]``. The time of a text is the median over its turns.
+) -> list[tuple[float, float]]:
+    """Speed and acceptance rate of each way of decoding, of the texts after all prompts together.
+
+    The speed is tokens over seconds of the loop, without prefill. The time of a text is the median
+    over its turns.
     """
-    longest = max(len(text.prompt) for text in texts) + rules.max_new_tokens
+    longest = max(map(len, prompts)) + rules.max_new_tokens
     writer = Writer(setting.model, min(longest, setting.model.max_positions))
-    sums = np.zeros((len(ways), 4))
-    for text in track(
-        texts, "running the best plans on held-out prompts", console=Console(stderr=True)
+    sums = [Statistics() for _ in ways]
+    seconds = [0.0 for _ in ways]
+    for prompt in track(
+        prompts, "running the best plans on held-out prompts", console=Console(stderr=True)
     ):
-        writer.begin(text.prompt)
-        turns: list[list[Sample]] = []
-        began = time.perf_counter()
-        while not enough_turns(len(turns), began):
-            turns.append(
-                [
-                    writer.write(writer.new_text(rules), way, setting.params, coupling)
-                    for way in ways
-                ]
-            )
-        for way, samples in enumerate(zip(*turns, strict=True)):
-            told = samples[0].statistics  # the same in every turn
-            seconds = statistics.median(sample.seconds for sample in samples)
-            sums[way] += told.tokens, seconds, told.accepted, told.drafted
-    return sums
+        writer.begin(prompt)
+        samples = [
+            [writer.write(writer.new_text(rules), way, setting.params, coupling) for way in ways]
+            for _ in turns()
+        ]
+        for way, texts in enumerate(zip(*samples, strict=True)):
+            seconds[way] += statistics.median(text.seconds for text in texts)
+            for round in texts[0].rounds:  # the same in every turn
+                sums[way].add(round)
+    return [
+        (each.tokens / took, each.acceptance_rate or 0.0)
+        for each, took in zip(sums, seconds, strict=True)
+    ]
+
+
+def write_best(
+    out: Path, identity: Mapping[str, Any], best: DraftPlan, measured: Row, machine: str
+) -> str:
+    """Write the plan file of a search; returns a line with the result.
+
+    ``measured`` is the row of the ``best`` plan, ``identity`` that of the study. The draft length
+    is 0 where plain decoding is faster.
+    """
+    chosen = best if measured["speed-up"] > 1 else DraftPlan(best.plan, 0)
+    provenance = {
+        "acceptance_rate": measured["accepted"],
+        "predicted_speedup": measured["predicted"],
+        "measured_speedup": measured["speed-up"],
+        "sampling": identity["sampling"],
+        "dtype": identity["dtype"],
+        "machine": machine,
+        "date": date.today().isoformat(),
+    }
+    write_plan(out, chosen, identity["model"], provenance)
+    result = (
+        f"drafting up to {chosen.gamma} tokens"
+        if chosen.gamma
+        else "no plan beats plain decoding, so --draft skip decodes plainly"
+    )
+    return f"{out}: {measured['speed-up']:.2f}x plain decoding, {result}"

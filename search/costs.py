@@ -1,32 +1,40 @@
 """Costs of draft steps and of verification on this machine, in units of one round of plain
 decoding.
 
-They are measured as a text pays them. The loop writes short texts in turns, each text with one
-kind of round. A round's cost is its mean time in a text over that of plain decoding in the same
-turn, and of that the median over the turns. Rounds of one kind follow each other, since a round
-after one of another kind finds other weights in the processor's caches. The mean is taken, not the
-fastest round, because a text has slow rounds too.
+They are measured as a text pays them (``measure_costs``). The loop writes short texts in turns,
+each text with one kind of round. A round's cost is its mean time in a text over that of plain
+decoding in the same turn, and of that the median over the turns. Rounds of one kind follow each
+other, since a round after one of another kind finds other weights in the processor's caches. The
+mean is taken, not the fastest round, because a text has slow rounds too.
 
 An example: plain rounds take 10 ms, rounds that verify four tokens 12 ms, and rounds that draft
 these four tokens as well 20 ms. Then verify[4] = 12 / 10 = 1.2, and a draft step costs
 (20 - 12) / 10 / 4 = 0.2.
+
+A search needs the costs of many more plans than it can measure. So it measures a few, and computes
+the cost of each sublayer from them (``measure_sublayers``).
 """
 
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
+
 from decoding.drafters import KnownTokens
 from decoding.policies import AdaptiveExit, FixedLength
+from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
-from decoding.run.writer import Drafting, Writer
+from decoding.run.plan_file import DraftPlan
+from decoding.run.writer import GAMMA, Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder
+from model import LayerPlan
 from weights.memory import LONGEST_DRAFT
 
 ROUNDS = 4  # of the longest draft in a measured text, the first of which is not timed
@@ -40,45 +48,96 @@ class CostTable:
     """Costs of a draft in plain rounds.
 
     ``draft``: one draft step. ``verify[k]``: a round that verifies a draft of k tokens, without its
-    draft steps; verify[0], a round without a draft, is 1 by definition.
+    draft steps; verify[0], a round without a draft, is 1 by definition. ``confidence``: of a draft
+    step under a threshold, which reads the confidence of the drafted token, the part that ``draft``
+    does not contain.
     """
 
     draft: float
-    verify: tuple[float, ...]
+    verify: Sequence[float]
+    confidence: float = 0.0
 
     def of_round(self, drafted: int) -> float:
         """Cost of a round that drafts this number of tokens: 4 · 0.2 + 1.2 = 2 in the example."""
         return drafted * self.draft + self.verify[drafted]
 
 
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Expected tokens per round: 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) (arXiv 2211.17192,
-    equation 1).
-
-    For α = 0.8 and γ = 4: 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36.
-    """
-    return sum(acceptance**kept for kept in range(length + 1))
-
-
 def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float:
-    """Expected speed-up over plain decoding: expected tokens over γ·c + v (arXiv 2211.17192,
-    theorem 3.8).
+    """Expected speed-up over plain decoding of drafts of γ = ``length`` tokens, each accepted with
+    probability α: the expected tokens of a round over its cost γ·c + v (arXiv 2211.17192, theorem
+    3.8).
 
-    For the 3.36 tokens of α = 0.8 and γ = 4, and the round of cost 2 in the example: 1.68.
+    A round writes 1 + α + ... + α^γ = (1 - α^(γ+1)) / (1 - α) expected tokens (equation 1). For
+    α = 0.8 and γ = 4 these are 1 + 0.8 + 0.64 + 0.512 + 0.4096 = 3.36, and with the round of cost 2
+    in the example the speed-up is 1.68.
     """
-    return expected_tokens(acceptance, length) / costs.of_round(length)
+    tokens = sum(acceptance**kept for kept in range(length + 1))
+    return tokens / costs.of_round(length)
 
 
 class KnownText(KnownTokens):
     """Draft of a text known in advance: its rounds cost their verification alone."""
 
-    def __init__(self, model: Decoder, known: Sequence[int]) -> None:
-        super().__init__(model.vocab_size, model.device)
-        self.known = known
+    known: Sequence[int] = ()
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
         written = len(text.generated)
         return 0, self.known[written : written + limit]
+
+
+def turns() -> Iterator[int]:
+    """Numbers of the turns of a measurement: as many as ``PATIENCE`` allows, from ``LEAST_TURNS``
+    to ``MOST_TURNS``.
+    """
+    began = time.perf_counter()
+    for turn in range(MOST_TURNS):
+        if turn >= LEAST_TURNS and time.perf_counter() - began > PATIENCE:
+            return
+        yield turn
+
+
+def measure_costs(
+    setting: Setting,
+    prompts: Sequence[Sequence[int]],
+    drafts: Sequence[Drafting],
+    longest: int = LONGEST_DRAFT,
+) -> tuple[tuple[float, ...], list[float]]:
+    """Costs of verification, up to ``longest`` drafted tokens, and of a step of each draft: the
+    ``verify`` and the ``draft`` of cost tables.
+
+    Each draft is made by a model, and measured in rounds of its full length. The texts follow the
+    prompts, another one each turn, so that costs are those of their contexts.
+    """
+    model = setting.model
+    tokens = ROUNDS * (longest + 1)
+    room = max(1, model.max_positions - tokens)
+    # Mixed, since a turn takes one prompt, and not every prompt has its turn.
+    prompts = [prompt[:room] for prompt in random.Random(0).sample(prompts, len(prompts))]
+    writer = Writer(model, max(map(len, prompts)) + tokens)
+    plain_text = KnownText(model.vocab_size, model.device)
+    ways = [
+        (Drafting("known", lambda cache: plain_text, partial(FixedLength, n)), tokens)
+        for n in range(1, longest + 1)
+    ]
+    lengths = [draft.new_policy().gamma for draft in drafts]
+    ways += [
+        (at_full_length(draft), ROUNDS * (length + 1))
+        for draft, length in zip(drafts, lengths, strict=True)
+    ]
+    ratios = []
+    for turn in turns():
+        writer.begin(prompts[turn % len(prompts)])
+        plain_text.known, plain_seconds = write_timed(writer, setting, writer.plain, tokens)
+        seconds = [write_timed(writer, setting, way, count)[1] for way, count in ways]
+        ratios.append([each / plain_seconds for each in seconds])
+    # the first turn warms up
+    medians = [statistics.median(each) for each in zip(*ratios[1:], strict=True)]
+    verify = (1.0, *medians[:longest])
+    steps = [
+        max(0.0, (cost - verify[length]) / length)
+        for cost, length in zip(medians[longest:], lengths, strict=True)
+    ]
+    return verify, steps
 
 
 def at_full_length(draft: Drafting) -> Drafting:
@@ -89,66 +148,13 @@ def at_full_length(draft: Drafting) -> Drafting:
     return replace(draft, new_policy=partial(FixedLength, policy.gamma))
 
 
-def enough_turns(turns: int, began: float) -> bool:
-    """Whether this number of turns, begun at a time of ``time.perf_counter``, is enough."""
-    if turns < LEAST_TURNS:
-        return False
-    return turns == MOST_TURNS or time.perf_counter() - began > PATIENCE
-
-
-def measure_costs(
-    setting: Setting,
-    prompts: Sequence[Sequence[int]],
-    drafts: Sequence[Drafting],
-    longest: int = LONGEST_DRAFT,
-) -> list[CostTable]:
-    """Cost table of each draft, with verifications of up to ``longest`` drafted tokens.
-
-    The texts follow the prompts, another one each turn, so that costs are those of their contexts.
-    A draft step is measured in rounds of the draft's full length; without a model it costs nothing.
-    """
-    model = setting.model
-    tokens = ROUNDS * (longest + 1)
-    # Mixed, since a turn takes one prompt, and not every prompt has its turn.
-    mixed = random.Random(0).sample(prompts, len(prompts))
-    prompts = [prompt[: max(1, model.max_positions - tokens)] for prompt in mixed]
-    writer = Writer(model, max(map(len, prompts)) + tokens)
-    known: list[int] = []  # the plain text of a turn, which verifications draft
-    ways = [
-        (Drafting("known", lambda cache: KnownText(model, known), partial(FixedLength, n)), tokens)
-        for n in range(1, longest + 1)
-    ]
-    ways += [
-        (at_full_length(draft), ROUNDS * (draft.new_policy().gamma + 1))
-        for draft in drafts
-        if draft.model
-    ]
-    turns: list[list[float]] = []
-    began = time.perf_counter()
-    while not enough_turns(len(turns), began):
-        writer.begin(prompts[len(turns) % len(prompts)])
-        known[:], plain_seconds = write_timed(writer, setting, writer.plain, tokens)
-        seconds = [write_timed(writer, setting, way, count)[1] for way, count in ways]
-        turns.append([each / plain_seconds for each in seconds])
-    # the first turn warms up
-    medians = [statistics.median(costs) for costs in zip(*turns[1:], strict=True)]
-    verify = (1.0, *medians[:longest])
-    of_drafts = iter(medians[longest:])
-    tables = []
-    for draft in drafts:
-        length = draft.new_policy().gamma
-        step = (next(of_drafts) - verify[length]) / length if draft.model else 0.0
-        tables.append(CostTable(max(0.0, step), verify))
-    return tables
-
-
 def write_timed(
     writer: Writer, setting: Setting, way: Drafting, tokens: int
 ) -> tuple[list[int], float]:
     """A text of this many tokens, and the mean seconds of its rounds with a draft of full length,
     without the first, which reads weights that no cache holds.
     """
-    clock = [0.0]
+    clock: list[float] = []
     sample = writer.write(
         writer.new_text(Rules(tokens)),
         way,
@@ -159,7 +165,84 @@ def write_timed(
     longest = way.new_policy().gamma
     seconds = [
         after - before
-        for round, (before, after) in zip(sample.rounds, pairwise(clock), strict=True)
-        if len(round.drafted) == longest and before
+        for round, (before, after) in zip(sample.rounds[1:], pairwise(clock), strict=True)
+        if len(round.drafted) == longest
     ]
     return sample.tokens, statistics.fmean(seconds)
+
+
+@dataclass(frozen=True)
+class SublayerCosts:
+    """Costs of the parts of a draft step, from which the costs of any layer plan follow, in rounds
+    of plain decoding.
+
+    ``parts``: by the names of ``parts_of``. The head's holds all that every draft step does:
+    embedding, head, distribution, draw. ``confidence`` and ``verify`` as in CostTable.
+    """
+
+    parts: Mapping[str, float]
+    confidence: float
+    verify: Sequence[float]
+
+    def table(self, plan: LayerPlan) -> CostTable:
+        """Costs of drafts under ``plan``."""
+        draft = sum(count * self.parts[part] for part, count in parts_of(plan).items())
+        return CostTable(draft, self.verify, self.confidence)
+
+
+def parts_of(plan: LayerPlan) -> Counter[str]:
+    """Numbers of the parts of a draft step, as in ``{"head 8": 1, "attn 4": 12, "mlp 16": 20}``."""
+    sublayers = {"attn": plan.attention, "mlp": plan.mlp, "head": (plan.head,)}
+    return Counter(f"{kind} {bits}" for kind, each in sublayers.items() for bits in each if bits)
+
+
+def measured_plans(layers: int, bits: Collection[int]) -> list[LayerPlan]:
+    """Plans whose draft steps determine the costs of all parts in each of ``bits``; the first skips
+    all sublayers.
+    """
+    every = range(layers)
+    even = every[::2]
+    skipped = ((every, every), ((), ()), (even, ()), ((), every[1::2]), (even, even))
+    return [
+        LayerPlan.skipping(layers, attention, mlp).in_bits(width, width)
+        for width in bits
+        for attention, mlp in skipped
+    ]
+
+
+def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
+    """Drafts of the target under a layer plan, whose low-bit copies stay in memory."""
+    model = setting.model
+    model.prepare(chosen.plan)
+    return Drafting(
+        "plan",
+        lambda cache: model_drafter(model, cache, chosen.plan),
+        lambda: chosen.new_policy(GAMMA),
+        model,
+        chosen,
+    )
+
+
+def measure_sublayers(
+    setting: Setting, texts: Sequence[Continuation], bits: Collection[int]
+) -> SublayerCosts:
+    """Costs of sublayers in each of ``bits``, in the contexts of these texts.
+
+    The cost of a plan's draft step is the sum of the costs of its parts: one equation per measured
+    plan, and one unknown per part, such as "attn 4". Solved by least squares.
+    """
+    plans = measured_plans(setting.model.num_layers, bits)
+    drafts = [drafting_under(setting, DraftPlan(plan)) for plan in plans]
+    # The cheapest step again, with a threshold, where each confidence is read: there the difference
+    # shows best.
+    drafts.append(drafting_under(setting, DraftPlan(plans[0], threshold=1.0)))
+    prompts = [text.prompt for text in texts]
+    verify, (*steps, with_confidence) = measure_costs(setting, prompts, drafts)
+    names = sorted(set().union(*map(parts_of, plans)))
+    parts_in_plans = [[parts_of(plan)[name] for name in names] for plan in plans]
+    solution = np.linalg.lstsq(parts_in_plans, steps, rcond=None)[0].clip(min=0)
+    return SublayerCosts(
+        parts=dict(zip(names, solution.tolist(), strict=True)),
+        confidence=max(0.0, with_confidence - steps[0]),
+        verify=verify,
+    )

@@ -8,9 +8,8 @@ from matplotlib.figure import Figure
 from cli.picture import INK, MUTED, RED, SCALE
 from model import LayerPlan
 from model.plan import FULL, LOW_BITS
-from search.costs import CostTable, predicted_speedup
+from search.costs import CostTable, SublayerCosts, predicted_speedup
 from search.prediction import GAMMAS, Prediction
-from search.study import SublayerCosts
 
 LEVELS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # speed-ups that a line joins
 
@@ -27,14 +26,19 @@ def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts
     kept = [prediction.kept_share for prediction in predictions.values()]
     grid_cost = np.linspace(0, max(1.05, 1.03 * max(cost)), 80)
     grid_kept = np.linspace(0, 1, 80)
-    tables = [CostTable(price, tuple(costs.verify)) for price in grid_cost]
+    tables = [CostTable(price, costs.verify) for price in grid_cost]
     speedups = [
         [max(predicted_speedup(a, gamma, table) for gamma in GAMMAS) for table in tables]
         for a in grid_kept
     ]
-    widths = [2.0 if level == 1 else 0.8 for level in LEVELS]
     lines = axes.contour(
-        grid_cost, grid_kept, speedups, levels=LEVELS, colors=MUTED, linewidths=widths, alpha=0.5
+        grid_cost,
+        grid_kept,
+        speedups,
+        levels=LEVELS,
+        colors=MUTED,
+        linewidths=[2.0 if level == 1 else 0.8 for level in LEVELS],
+        alpha=0.5,
     )
     axes.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=INK)
     bits = [np.mean(plan.attention + plan.mlp) for plan in predictions]

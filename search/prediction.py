@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from search.acceptance import Acceptance
-from search.costs import CostTable
+from model import LayerPlan
+from search.acceptance import Acceptance, Calibration
+from search.costs import CostTable, SublayerCosts
 from weights.memory import LONGEST_DRAFT
 
 GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
-TINY = 1e-12  # replaces a divisor of 0
+THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
 
 
 @dataclass(frozen=True)
@@ -44,32 +45,24 @@ class Prediction:
     kept_share: float
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Expected numbers of rounds and of drafted tokens in all texts, for each threshold and draft
-    length: arrays ``[thresholds, gammas, depths]``, whose depths run from 0 to the largest gamma.
-
-    ``drafted[..., k]``   rounds that draft k tokens
-    ``accepted[..., d]``  accepted tokens among those drafted as number d + 1 of their round
-    ``rejected[..., d]``  tokens likewise that are the first rejected ones of their round
-    """
-
-    drafted: np.ndarray
-    accepted: np.ndarray
-    rejected: np.ndarray
-
-
 def expected_rounds(
     acceptance: Acceptance, gammas: Sequence[int], thresholds: Sequence[float]
-) -> Rounds:
-    """Expected numbers of the loop's rounds along the texts, which end by their last token or the
-    budget.
+) -> tuple[np.ndarray, ...]:
+    """Expected numbers of the loop's rounds along the texts, and of their accepted and rejected
+    tokens, for each threshold and draft length.
 
-    Exact for drafts of full length, up to the depths of ``acceptance``. With a threshold, a draft
-    with a rejected token is taken to go on as long as a draft along the text would, since its
-    tokens are not known.
+    Three arrays ``[thresholds, gammas, depths]``, whose depths run from 0 to the largest gamma:
 
-    The programme goes token by token through all texts at once. Its state are probabilities:
+    ``rounds[..., k]``    rounds that draft k tokens
+    ``accepted[..., d]``  accepted tokens among those drafted as number d + 1 of their round
+    ``rejected[..., d]``  tokens likewise that are the first rejected ones of their round
+
+    A text ends by its last token or the budget. The numbers are exact for drafts of full length, up
+    to the depths of ``acceptance``. With a threshold, a draft with a rejected token is taken to go
+    on as long as a draft along the text would, since its tokens are not known.
+
+    The programme goes token by token through all texts at once. Its state consists of these
+    probabilities:
 
     ``begin``        a round begins at this token
     ``begin_next``   a round begins at the next token, after a draft that stopped unsure and the
@@ -97,7 +90,7 @@ def expected_rounds(
     full = depth == np.array(gammas)
     # depth, text, threshold, draft length
     shape = (longest + 1, len(lengths), len(thresholds), len(gammas))
-    on_text, off_text, drafted, accepted, rejected = np.zeros((5, *shape))
+    on_text, off_text, rounds, accepted, rejected = np.zeros((5, *shape))
     begin = np.ones(shape[1:])
     begin_next = np.zeros(shape[1:])
     for at in range(lengths.max() + longest):
@@ -108,7 +101,7 @@ def expected_rounds(
         off_text = off_text + on_text * ~written
         on_text = on_text * written
         closing = full | (at >= limits - 1)
-        drafted += (on_text + off_text) * closing
+        rounds += (on_text + off_text) * closing
         bonus = (on_text * closing).sum(0)
         on_text = on_text * ~closing
         off_text = off_text * ~closing
@@ -117,19 +110,15 @@ def expected_rounds(
         stopped = kept * unsure[..., row, :, None]
         leaving = refused + off_text
         halted = leaving * sure_to_stop[..., row, :, None] * written
-        drafted[1:] += (stopped + halted)[:-1]
+        rounds[1:] += (stopped + halted)[:-1]
         accepted += kept
         rejected += refused
         begin = bonus + refused.sum(0) + begin_next
         begin_next = stopped.sum(0)
-        on_text = one_deeper(kept - stopped)
-        off_text = one_deeper(leaving - halted)
-    return Rounds(*(np.moveaxis(each.sum(1), 0, -1) for each in (drafted, accepted, rejected)))
-
-
-def one_deeper(state: np.ndarray) -> np.ndarray:
-    """The state ``[depth, ...]`` after one more drafted token."""
-    return np.concatenate((np.zeros_like(state[:1]), state[:-1]))
+        # One token deeper. The last depth is empty, since full drafts are closed.
+        on_text = np.roll(kept - stopped, 1, axis=0)
+        off_text = np.roll(leaving - halted, 1, axis=0)
+    return tuple(np.moveaxis(each.sum(1), 0, -1) for each in (rounds, accepted, rejected))
 
 
 def probability_tables(
@@ -151,42 +140,45 @@ def probability_tables(
     unsure = (table(acceptance.confidence) < levels).astype(float)
     # Only the likeliest token is looked at: exact in greedy decoding, and where no two tokens reach
     # the threshold.
-    sure_to_stop = 1 - table(acceptance.share) * (table(acceptance.likeliest) >= levels)
-    sure_to_stop[..., levels == 0] = 0
-    return table(acceptance.accept), unsure, sure_to_stop
+    goes_on = table(acceptance.share) * (table(acceptance.likeliest) >= levels)
+    return table(acceptance.accept), unsure, np.where(levels == 0, 0.0, 1 - goes_on)
 
 
 def predict(
     acceptance: Acceptance,
     costs: CostTable,
     gammas: Sequence[int] = GAMMAS,
-    thresholds: Sequence[float] = (0.0,),
-    *,
-    confidence: float = 0.0,
+    thresholds: Sequence[float] = THRESHOLDS,
 ) -> Prediction:
     """Prediction at the draft length and threshold of the largest expected speed-up: the tokens of
     the texts over the cost of their rounds.
 
     In plain rounds, a round that drafts k tokens costs k · costs.draft + costs.verify[k], and under
-    a threshold k · ``confidence`` more, to read the confidence of each token. Plain decoding costs
-    1 per token: 60 tokens in 20 rounds, each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes
-    to the smaller threshold, then the shorter draft. A speed-up below 1 means that no draft pays.
+    a threshold k · costs.confidence more. Plain decoding costs 1 per token: 60 tokens in 20 rounds,
+    each of cost 2, are a speed-up of 60 / 40 = 1.5. A tie goes to the smaller threshold, then the
+    shorter draft. A speed-up below 1 means that no draft pays.
     """
-    rounds = expected_rounds(acceptance, gammas, thresholds)
+    rounds, accepted, rejected = expected_rounds(acceptance, gammas, thresholds)
     tokens = int(acceptance.lengths.sum())
     lengths = np.arange(max(gammas) + 1)
-    step = costs.draft + confidence * (np.array(thresholds) > 0)[:, None, None]
+    step = costs.draft + costs.confidence * (np.array(thresholds) > 0)[:, None, None]
     round_costs = lengths * step + np.array(costs.verify)[lengths]
-    speedups = tokens / (rounds.drafted * round_costs).sum(-1)
+    speedups = tokens / (rounds * round_costs).sum(-1)
     best = np.unravel_index(np.argmax(speedups), speedups.shape)
-    gamma = gammas[best[1]]
-    accepted = rounds.accepted[best].sum()
-    drafted = (rounds.drafted[best] * lengths).sum()
-    judged = accepted + rounds.rejected[best].sum()
+    kept = accepted[best].sum()
+    drafted = (rounds[best] * lengths).sum()
+    judged = kept + rejected[best].sum()
     return Prediction(
         speedup=float(speedups[best]),
-        gamma=gamma,
+        gamma=gammas[best[1]],
         threshold=thresholds[best[0]],
-        acceptance_rate=float(accepted / max(TINY, drafted)),
-        kept_share=float(accepted / max(TINY, judged)),
+        acceptance_rate=float(kept / (drafted or 1)),
+        kept_share=float(kept / (judged or 1)),
     )
+
+
+def predict_plan(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan) -> Prediction:
+    """Prediction for a plan on the texts of the calibration, at its best draft length and
+    threshold.
+    """
+    return predict(calibration.acceptance(plan), costs.table(plan))

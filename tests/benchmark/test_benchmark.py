@@ -21,7 +21,7 @@ from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from model import Decoder, InputError, LayerPlan, clock
 from search.costs import CostTable
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from tests.calls import status_of
 from tests.folders import LLAMA, write_folder
 from tests.pictures import faults
@@ -41,7 +41,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = command.OPTIONS[""]["--prompts"]
     monkeypatch.setitem(kinds, "choices", [*SMALL_PROMPTS, "stories"])
     monkeypatch.setitem(kinds, "default", tuple(SMALL_PROMPTS))
-    monkeypatch.setattr(command, "LENGTHS", (64, 256))
     monkeypatch.setattr("search.costs.PATIENCE", 0.0)
     monkeypatch.setattr(sections, "STEP_REPEATS", 1)
     monkeypatch.setattr(sections, "BANDWIDTH_BYTES", {"cpu": 1 << 20})
@@ -52,7 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench_of(folder: Path, *options: str, model: Decoder | None = None) -> Bench:
     prompts = [("story", [1]), ("code", [2])]
     setting = Setting(folder, model or load_model(folder), Tokenizer(folder), SamplingParams(), 24)
-    return Bench(command.parse_arguments([*options]), setting, prompts, [64, 256])
+    return Bench(command.parse_arguments([*options]), setting, prompts, {}, {})
 
 
 def report_of(folder: Path, *options: str) -> dict[str, Any]:
@@ -227,7 +226,7 @@ def test_a_prediction_charges_every_round_for_the_draft_it_had() -> None:
     assert speedup_by_costs(drafted, plain, costs) == pytest.approx(10 / (3 + rounds))
 
 
-def test_the_floor_is_the_time_to_read_every_weight_once_but_of_an_untied_embedding_one_row(
+def test_the_floor_is_the_time_to_read_every_matrix_once_but_no_untied_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sections, "take_turns", lambda steps, repeats, device: [[9, 0.5, 9]])
@@ -236,7 +235,8 @@ def test_the_floor_is_the_time_to_read_every_weight_once_but_of_an_untied_embedd
         raw = LLAMA | {"tie_word_embeddings": tied}
         bench = bench_of(write_folder(tmp_path, raw, dtype=torch.bfloat16))
         config = bench.setting.model.config
-        unread = 0 if tied else config.vocab_size * config.hidden_size
+        unread = (2 * config.num_layers + 1) * config.hidden_size  # norms
+        unread += 0 if tied else config.vocab_size * config.hidden_size
         read = 2 * (parameter_count(config) - unread)
         expected = {"MB": read / 1e6, "GB/s": 8e-6, "ms": read / 8, "tokens/s": 8000 / read}
         assert sections.floor_section(bench) == [pytest.approx(expected)]
@@ -251,7 +251,7 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
         ticking[0] += seconds * len(prompt) * count
         return Written([0])
 
-    monkeypatch.setattr(sections, "contender", lambda *_: partial(write, 1))
+    monkeypatch.setattr(sections, "decode", lambda *given: write(1, *given[-2:]))
     bench = bench_of(write_folder(tmp_path), "--against", "transformers")
     bench.libraries = {"transformers": partial(write, 3), "transformers, lookup": partial(write, 1)}
     rows = sections.first_token_section(bench)
@@ -260,17 +260,23 @@ def test_a_librarys_first_token_is_set_beside_ours_of_the_same_prompt(
     assert [(row["decoder"], row["tokens"], row["ms"], row["ratio"]) for row in rows] == expected
 
 
+def test_a_context_shorter_than_all_timed_prompts_has_no_times(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, LLAMA | {"max_position_embeddings": 48})
+    assert sections.first_token_section(bench_of(folder)) == []
+
+
 def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_path: Path) -> None:
     def drafts(*options: str) -> dict[str, LayerPlan | None]:
         bench = bench_of(folder, *options)
-        return {name: way.plan for name, way in find_drafts(bench).items()}
+        return {name: way.plan for name, way in find_drafts(bench.options, bench.setting).items()}
 
     folder = write_folder(tmp_path / "model")
-    assert list(drafts()) == ["lookup", "exit 2", "exit 3"]
+    exits = ["exit 2", "exit 2, adaptive", "exit 3", "exit 3, adaptive"]
+    assert list(drafts()) == ["lookup", *exits, "auto"]
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": []}))
     assert drafts("--exit-layer", "1")["plan.json"] == LayerPlan.skipping(4, [1], [])
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
-    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1"]
+    assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "exit 1, adaptive", "auto"]
     with pytest.raises(InputError, match="exit layer 5 is not in"):
         drafts("--exit-layer", "5")
 

@@ -17,7 +17,7 @@ from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model.fast import accelerate
-from search.prompts import PROMPTS
+from search.texts import PROMPTS
 from weights.load import WEIGHTS, load_model
 from weights.tokenizer import Tokenizer
 

@@ -7,18 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters import PromptLookup
-from decoding.policies import AdaptiveExit, FixedLength
+from decoding.policies import AdaptiveExit
 from decoding.run.chooser import Setting
-from decoding.run.writer import Drafting, Writer
+from decoding.run.plan_file import DraftPlan
+from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from model.fast.gpu import StaticDecoder
 from search import costs as costs_module
-from search.costs import CostTable, expected_tokens, measure_costs, predicted_speedup
-from search.study import drafting_under
+from search.costs import CostTable, drafting_under, measure_costs, predicted_speedup
 from tests.calls import recorded
 from tests.folders import byte_tokenizer
 from tests.laws import tiny_model
@@ -59,14 +58,11 @@ def test_costs_are_in_units_of_a_plain_round(
     """
     setting = setting_of(counting(work), temperature, coupling)
     exit_1 = LayerPlan.early_exit(3, 1)
-    drafts = [
-        drafting_under(setting, exit_1, FixedLength(3)),
-        Drafting("lookup", lambda cache: PromptLookup(VOCAB)),
-        drafting_under(setting, exit_1, AdaptiveExit(1.0, 2, step=0.0)),  # would stop at once
-    ]
-    tables = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
-    assert [table.verify for table in tables] == [(1.0, 2.0, 3.0, 4.0)] * 3
-    assert [table.draft for table in tables] == pytest.approx([1 / 3, 0, 1 / 3])
+    chosen = [DraftPlan(exit_1, 3), DraftPlan(exit_1, 2, 1.0)]  # the second would stop at once
+    drafts = [drafting_under(setting, each) for each in chosen]
+    verify, steps = measure_costs(setting, [(1, 2), (3, 4, 5)], drafts, longest=3)
+    assert verify == (1.0, 2.0, 3.0, 4.0)
+    assert steps == pytest.approx([1 / 3, 1 / 3])
 
 
 def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
@@ -75,9 +71,9 @@ def test_rounds_of_full_length_still_read_confidences_where_their_policy_does(
     """Their reading is a part of the costs of a plan with a threshold."""
     read = recorded(monkeypatch, AdaptiveExit, "keep_drafting", lambda _, confidence: confidence)
     setting = setting_of(counting(work))
-    for policy in (FixedLength(2), AdaptiveExit(1.0, 2, step=0.0)):
+    for threshold in (None, 1.0):
         assert not read
-        draft = drafting_under(setting, LayerPlan.early_exit(3, 1), policy)
+        draft = drafting_under(setting, DraftPlan(LayerPlan.early_exit(3, 1), 2, threshold))
         measure_costs(setting, [(1, 2)], [draft], longest=2)
     assert read
 
@@ -91,9 +87,8 @@ def test_a_disturbed_turn_does_not_change_a_cost(monkeypatch: pytest.MonkeyPatch
         return [], next(verifying) if of[2].new_policy().gamma else 1.0
 
     monkeypatch.setattr(costs_module, "write_timed", scripted)
-    lookup = Drafting("lookup", lambda cache: PromptLookup(VOCAB))
-    tables = measure_costs(setting_of(tiny_model("llama")), [(1, 2)], [lookup], longest=1)
-    assert tables == [CostTable(0.0, (1.0, 2.0))]
+    found = measure_costs(setting_of(tiny_model("llama")), [(1, 2)], [], longest=1)
+    assert found == ((1.0, 2.0), [])
 
 
 def test_prompts_take_turns_and_are_cut_to_the_context(
@@ -123,7 +118,7 @@ def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
     """Texts are written in inference mode, and torch refuses to write its tensors outside of it."""
     model = StaticDecoder(tiny_model("llama", vocab=VOCAB), compiled=False)
     setting = setting_of(model)
-    draft = drafting_under(setting, LayerPlan.early_exit(model.num_layers, 1), FixedLength(2))
+    draft = drafting_under(setting, DraftPlan(LayerPlan.early_exit(model.num_layers, 1), 2))
     measure_costs(setting, [(1, 2, 3)], [draft], longest=2)
     assert not model.new_cache(8).keys[0].is_inference() and len(model.caches) <= 2
     writer = Writer(model, 12)
@@ -135,11 +130,14 @@ def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
 
 @given(alpha=st.floats(0, 0.999), length=st.integers(0, 12))
 @settings(derandomize=True)
-def test_expected_tokens_is_the_published_quotient(alpha: float, length: int) -> None:
+def test_expected_tokens_are_the_published_quotient(alpha: float, length: int) -> None:
+    costs = CostTable(0.0, (1.0,) * 13)
     assert math.isclose(
-        expected_tokens(alpha, length), (1 - alpha ** (length + 1)) / (1 - alpha), rel_tol=1e-9
+        predicted_speedup(alpha, length, costs),
+        (1 - alpha ** (length + 1)) / (1 - alpha),
+        rel_tol=1e-9,
     )
-    assert expected_tokens(1.0, length) == length + 1
+    assert predicted_speedup(1.0, length, costs) == length + 1
 
 
 def test_predicted_speedup_is_tokens_over_cost() -> None:

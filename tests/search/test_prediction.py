@@ -5,6 +5,7 @@ itself.
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +17,17 @@ from decoding.proof.enumeration import Enumerator, RaceEnumerator
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.run.calibration import Continuation
+from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio
 from model import Decoder, LayerPlan
 from model.fast.gpu import StaticDecoder
 from model.plan import FULL
-from search.acceptance import Acceptance, Calibration, accepted_by_race
+from search.acceptance import DEPTHS, Acceptance, Calibration, accepted_by_race
 from search.costs import CostTable
 from search.prediction import expected_rounds, predict
+from tests.folders import byte_tokenizer
 from tests.laws import speculated, tiny_model
 
 BUDGET = 11
@@ -76,6 +79,17 @@ def counts(rounds: Sequence[Round], longest: int) -> list[int]:
     return [sum(len(round.drafted) == length for round in rounds) for length in range(longest + 1)]
 
 
+def calibration_of(
+    model: Decoder,
+    texts: Sequence[Continuation],
+    params: SamplingParams,
+    depths: int = DEPTHS,
+    coupling: str = "ratio",
+) -> Calibration:
+    setting = Setting(Path(), model, byte_tokenizer(), params, model.max_positions, coupling)
+    return Calibration(setting, texts, depths)
+
+
 PLANS = [
     LayerPlan.early_exit(4, 2),
     LayerPlan.skipping(4, [1], [2]),
@@ -97,9 +111,10 @@ def test_greedy_rounds_are_predicted_exactly(family: str, eos_ids: frozenset[int
     """
     model = tiny_model(family, vocab=7, layers=4)
     texts = written(model, eos_ids)
-    calibration = Calibration(model, texts, SamplingParams(), depths=4)
+    calibration = calibration_of(model, texts, SamplingParams(), depths=4)
     for plan in PLANS:
-        predicted = expected_rounds(calibration.acceptance(plan), range(1, 5), [0.0])
+        found = expected_rounds(calibration.acceptance(plan), range(1, 5), [0.0])
+        drafts, accepted_tokens, rejected_tokens = (each[0] for each in found)
         for gamma in range(1, 5):
             rounds = [
                 round
@@ -111,9 +126,9 @@ def test_greedy_rounds_are_predicted_exactly(family: str, eos_ids: frozenset[int
                 round.accepted < min(len(round.drafted), len(round.emitted)) for round in rounds
             )
             found = [
-                *predicted.drafted[0, gamma - 1, : gamma + 1],
-                predicted.accepted[0, gamma - 1].sum(),
-                predicted.rejected[0, gamma - 1].sum(),
+                *drafts[gamma - 1, : gamma + 1],
+                accepted_tokens[gamma - 1].sum(),
+                rejected_tokens[gamma - 1].sum(),
             ]
             expected = [*counts(rounds, gamma), accepted, rejections]
             assert found == pytest.approx(expected, abs=1e-9), (plan, gamma)
@@ -156,11 +171,11 @@ def test_sampled_rounds_are_predicted_exactly_for_every_text(
         lambda rounds: [*counts(rounds, gamma), sum(round.accepted for round in rounds)],
     )
     texts = [Continuation(prompt, text) for text in expected]
-    acceptance = Calibration(model, texts, params, depths=gamma).acceptance(plan)
+    acceptance = calibration_of(model, texts, params, depths=gamma).acceptance(plan)
     for number, numbers in enumerate(expected.values()):
         one = Acceptance(*(values[number : number + 1] for values in vars(acceptance).values()))
-        predicted = expected_rounds(one, [gamma], [0.0])
-        found = [*predicted.drafted[0, 0], predicted.accepted[0, 0].sum()]
+        rounds, accepted, _ = expected_rounds(one, [gamma], [0.0])
+        found = [*rounds[0, 0], accepted[0, 0].sum()]
         assert found == pytest.approx(numbers, abs=1e-9)
 
 
@@ -180,7 +195,7 @@ def test_rounds_of_the_race_are_predicted_exactly_for_every_text(params: Samplin
         lambda rounds: [rounds[0].accepted],
     )
     texts = [Continuation(prompt, text) for text in accepted]
-    found = Calibration(model, texts, params, depths=1, coupling="race").acceptance(plan)
+    found = calibration_of(model, texts, params, depths=1, coupling="race").acceptance(plan)
     expected = [rate for [rate] in accepted.values()]
     assert found.accept[:, 0, 0].tolist() == pytest.approx(expected, abs=1e-9)
 
@@ -191,7 +206,7 @@ def test_acceptance_is_measured_alike_in_the_longer_cache_of_a_static_step() -> 
         StaticDecoder(tiny_model("llama", layers=4), compiled=False),
     )
     texts = [Continuation((0, 1, 2), (2, 1, 0, 1))]
-    calibrations = [Calibration(model, texts, SamplingParams(1.0)) for model in models]
+    calibrations = [calibration_of(model, texts, SamplingParams(1.0)) for model in models]
     assert torch.equal(*(each.acceptance(PLANS[0]).accept for each in calibrations))
 
 
@@ -208,19 +223,21 @@ def test_an_exit_threshold_predicts_rounds_and_acceptances_exactly(threshold: fl
     """
     model = tiny_model("llama", vocab=7, layers=4, seed=1)
     texts = written(model)
-    calibration = Calibration(model, texts, SamplingParams(), depths=4)
+    calibration = calibration_of(model, texts, SamplingParams(), depths=4)
     for plan in PLANS:
-        predicted = expected_rounds(calibration.acceptance(plan), [4], [0.0, threshold])
+        predicted, accepted, _ = expected_rounds(
+            calibration.acceptance(plan), [4], [0.0, threshold]
+        )
         rounds = [
             round
             for text in texts
             for round in greedily(model, text.prompt, plan, AdaptiveExit(threshold, 4, step=0.0))
         ]
-        found = [predicted.drafted[1, 0].sum(), predicted.accepted[1, 0].sum()]
+        found = [predicted[1, 0].sum(), accepted[1, 0].sum()]
         expected = [len(rounds), sum(round.accepted for round in rounds)]
         assert found == pytest.approx(expected, abs=1e-9)
         if all(round.accepted == len(round.drafted) for round in rounds):  # none left the text
-            assert predicted.drafted[1, 0].tolist() == pytest.approx(counts(rounds, 4), abs=1e-9)
+            assert predicted[1, 0].tolist() == pytest.approx(counts(rounds, 4), abs=1e-9)
 
 
 def walk(accept: list[list[float]], gamma: int) -> list[float]:
@@ -250,9 +267,9 @@ def test_the_dynamic_programme_is_the_walk_through_every_outcome() -> None:
         accept = torch.rand(1, gamma, length, generator=generator, dtype=torch.float64)
         certain, lengths = torch.ones_like(accept), torch.tensor([length])
         acceptance = Acceptance(accept, certain, certain, certain, lengths, lengths)
-        rounds = expected_rounds(acceptance, [gamma], [0.0])
+        rounds, _, _ = expected_rounds(acceptance, [gamma], [0.0])
         expected = walk(accept[0].tolist(), gamma)
-        assert rounds.drafted[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
+        assert rounds[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
@@ -261,13 +278,13 @@ def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:
     """
     ones, length = torch.ones(1, 1, 6, dtype=torch.float64), torch.tensor([6])
     acceptance = Acceptance(ones, ones, ones, ones, length, length)
-    costs = CostTable(0.98, (1.0, 1.05, 1.1))
-    found = predict(acceptance, costs, [2])
+    costs = CostTable(0.98, (1.0, 1.05, 1.1), confidence=0.02)
+    found = predict(acceptance, costs, [2], [0.0])
     cost = 2 * (2 * 0.98 + 1.1)  # rounds of 2 drafted and 3 written tokens
     assert found.speedup == pytest.approx(6 / cost)
     assert (found.acceptance_rate, found.kept_share) == (1.0, 1.0)
     unsure = Acceptance(ones, 0.4 * ones, 0.4 * ones, ones, length, length)
     # each draft ends after one token
-    stopping = predict(unsure, costs, [2], [0.5], confidence=0.02)
+    stopping = predict(unsure, costs, [2], [0.5])
     assert stopping.speedup == pytest.approx(6 / (3 * (0.98 + 0.02 + 1.05)))
-    assert predict(unsure, costs, [1, 2], [0.0, 0.5], confidence=0.02).threshold == 0.0
+    assert predict(unsure, costs, [1, 2], [0.0, 0.5]).threshold == 0.0

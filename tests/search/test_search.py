@@ -6,7 +6,6 @@ import json
 import operator
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -25,34 +24,28 @@ from decoding.run.writer import Drafting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
-from model import InputError, LayerPlan
+from model import Decoder, InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from search import __main__ as command
 from search.acceptance import Calibration
 from search.confirm import confirm, is_exit, plans_to_confirm
-from search.costs import CostTable
+from search.costs import SublayerCosts, measure_sublayers, measured_plans, parts_of
 from search.plots import plot_plans
-from search.prediction import Prediction
+from search.prediction import Prediction, predict_plan
 from search.study import (
     NAME,
     SAMPLERS,
-    SublayerCosts,
     finished,
     first_plans,
     importances,
-    measure_sublayers,
-    measured_plans,
     open_study,
     optimise,
     parameters,
-    parts_of,
-    plain_texts,
     plan_of,
-    predict_plan,
     predictions_of,
     space_of,
-    split_texts,
 )
+from search.texts import plain_texts, split_texts
 from tests.calls import status_of
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
 from tests.laws import tiny_model
@@ -93,6 +86,10 @@ def toy(plan: LayerPlan) -> Prediction:
     return Prediction(sum(equal) / 4, 4, 0.0, 0.5, 0.6)
 
 
+def setting_of(model: Decoder) -> Setting:
+    return Setting(Path(), model, byte_tokenizer(), GREEDY, model.max_positions)
+
+
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -124,18 +121,15 @@ def test_sublayer_costs_add_up() -> None:
     assert (table.draft, table.verify) == (pytest.approx(draft), COSTS.verify)
 
 
-def test_sublayer_costs_are_solved_from_the_costs_of_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def known(setting: Setting, prompts: object, drafts: Sequence[Drafting]) -> list[CostTable]:
+def test_sublayer_costs_are_solved_from_the_costs_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def known(setting: Setting, prompts: object, drafts: Sequence[Drafting]) -> object:
         reading = [draft.new_policy().reads_draft_confidence for draft in drafts]
         assert reading == [False] * (len(drafts) - 1) + [True]
-        tables = [COSTS.table(draft.plan) for draft in drafts]
-        return [*tables[:-1], replace(tables[-1], draft=tables[-1].draft + COSTS.confidence)]
+        *steps, last = [COSTS.table(draft.plan).draft for draft in drafts]
+        return COSTS.verify, [*steps, last + COSTS.confidence]
 
-    monkeypatch.setattr("search.study.measure_costs", known)
-    model = tiny_model("llama", vocab=7, layers=4)
-    setting = Setting(tmp_path, model, byte_tokenizer(), GREEDY, 64)
+    monkeypatch.setattr("search.costs.measure_costs", known)
+    setting = setting_of(tiny_model("llama", vocab=7, layers=4))
     for bits in (BITS, [FULL]):
         found = measure_sublayers(setting, WRITTEN, bits)
         parts = {name: cost for name, cost in PARTS.items() if int(name.split()[1]) in bits}
@@ -147,7 +141,7 @@ def test_the_search_finds_the_optimum_that_exhaustive_enumeration_finds() -> Non
     """All 64 plans of a 3-layer model with or without each sublayer, against half as many trials of
     the search.
     """
-    calibration = Calibration(tiny_model("llama", vocab=7, layers=3), WRITTEN, GREEDY)
+    calibration = Calibration(setting_of(tiny_model("llama", vocab=7, layers=3)), WRITTEN)
     predict_once = functools.cache(functools.partial(predict_plan, calibration, COSTS))
     space = {**space_of(3, [0]), "head": [FULL]}
     plans = [LayerPlan(flags[:3], flags[3:]) for flags in itertools.product([FULL, 0], repeat=6)]
@@ -234,7 +228,7 @@ def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
 
 def test_the_best_plans_are_judged_on_other_texts_beside_the_best_early_exit() -> None:
     """Values of the search are not used again: they may be luck on its texts."""
-    calibration = Calibration(tiny_model("llama", vocab=7, layers=4), WRITTEN, GREEDY)
+    calibration = Calibration(setting_of(tiny_model("llama", vocab=7, layers=4)), WRITTEN)
     plans = first_plans({name: 0.5 for name in SPACE if name != "head"}, SPACE)
     lucky = {plan: Prediction(9.0 - at, 1, 0.0, 1.0, 1.0) for at, plan in enumerate(plans)}
     found = {chosen.plan: chosen for chosen in plans_to_confirm(calibration, COSTS, lucky)}
