@@ -15,7 +15,7 @@ import torch
 from cli.command_line import say
 from cli.files import explaining
 from decoding.rounds import Round
-from decoding.run.chooser import Chooser, DraftOptions, Setting, with_policy
+from decoding.run.chooser import DraftOptions, Setting, with_policy
 from decoding.run.writer import GAMMA, Drafting, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -62,12 +62,9 @@ class Bench:
     drafts: dict[str, Drafting] = field(default_factory=dict)
     libraries: dict[str, Contender] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.chooser = Chooser(self.setting)
-
     def drafting(self, options: DraftOptions) -> Drafting:
         """The drafting that the options ask for, with its low-bit copies."""
-        drafting = self.chooser.drafting(options, self.setting.params)
+        drafting = self.setting.drafting(options, self.setting.params)
         drafting.preparation.finish()
         return drafting
 

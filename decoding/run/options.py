@@ -8,7 +8,6 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
+from decoding.break_even import BreakEven
 from decoding.run.arguments import OPTIONS
-from decoding.run.chooser import DraftOptions, plans_for_auto
+from decoding.run.chooser import DraftOptions, plan_for, plans_for_auto
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -28,7 +28,7 @@ from model import InputError
 from model.fast import gpu_bits, why_not_compiled
 from model.plan import LOW_BITS
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
-from weights.memory import Memory, estimate, low_bit_bytes
+from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -283,12 +283,6 @@ class Request:
             return self.most_positions
         return min(CONTEXT, self.most_positions)
 
-    def in_context(self, positions: int) -> Request:
-        """The same request, for texts of at most this many positions."""
-        changed = copy(self)
-        changed.options = Namespace(**{**vars(self.options), "context": positions})
-        return changed
-
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -300,13 +294,23 @@ class Request:
         return len(self.ids) + self.rules.max_new_tokens if self.prompt else self.context
 
     def needs(self) -> dict[str, Any]:
-        """Arguments of ``weights.memory.estimate`` besides the config and the device."""
+        """Arguments of ``weights.memory.estimate`` besides the config and the device.
+
+        The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
+        Raises InputError for a draft model or a plan that cannot be read.
+        """
+        draft = self.draft
         kernels = gpu_bits(self.device, self.dtype)
+        chosen = plan_for(draft, self.folder, self.config.num_layers, kernels)
+        is_auto = draft.kind == "auto"
+        longest = BreakEven.LONGEST_WITH_FORCED if is_auto else LONGEST_DRAFT
         return {
             "dtype": self.dtype,
             "positions": self.capacity,
             "prompt": len(self.ids),
-            **self.draft.needs(self.folder, self.config, kernels),
+            "draft": read_config(model_folder(draft.draft_model)) if draft.draft_model else None,
+            "longest_draft": longest if draft.gamma is None else draft.gamma,
+            "plan": chosen.plan if chosen and not is_auto else None,
         }
 
     def optional_copies(self) -> int:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.run.chooser import Chooser, Setting
+from decoding.run.chooser import Setting
 from decoding.run.options import (
     OF_THE_MODEL,
     Request,
@@ -59,15 +59,13 @@ class Session:
         self.model = model
         self.tokenizer = request.tokenizer
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        self.chooser = Chooser(
-            Setting(
-                request.folder,
-                model,
-                self.tokenizer,
-                request.params,
-                request.capacity,
-                request.coupling.name,
-            )
+        self.setting = Setting(
+            request.folder,
+            model,
+            self.tokenizer,
+            request.params,
+            request.capacity,
+            request.coupling.name,
         )
         self.writer: Writer | None = None
         self.sample: Sample | None = None
@@ -106,7 +104,7 @@ class Session:
             self.new_text(self.request.encode(prompt, given), asked.rules) for prompt in prompts
         ]
         capacity = max((len(text) + text.remaining for text in texts), default=1)
-        drafting = self.chooser.drafting(asked.draft, asked.params)
+        drafting = self.setting.drafting(asked.draft, asked.params)
         tasks = [
             Task(text, drafting, asked.params, replace(asked.coupling, sample=number))
             for number, text in enumerate(texts)
@@ -154,7 +152,7 @@ class Session:
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
         writer.begin(sample.source.tokens, answers)
-        drafting = self.chooser.drafting(asked.draft, asked.params)
+        drafting = self.setting.drafting(asked.draft, asked.params)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
             for read in readers:

@@ -36,7 +36,7 @@ class Output:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.request = session.request
-        self.drafting = session.chooser.drafting(self.request.draft, self.request.params)
+        self.drafting = session.setting.drafting(self.request.draft, self.request.params)
         self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []  # for the page

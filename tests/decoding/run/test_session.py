@@ -240,7 +240,7 @@ def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Sessi
     chat.say("Hello")
     chat.say("Again")
     with pytest.raises(ContextFull, match="forget its oldest turns"):
-        chat.say("fox " * session.chooser.setting.positions)
+        chat.say("fox " * session.setting.positions)
     assert len(chat.messages) == 4
     chat.forget()
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
