@@ -1,5 +1,5 @@
-"""Checked options of a text, from a command line, a call or a request, and the checked request of a
-command line.
+"""Options in their types: those of a text (``TextOptions``), and the request of a command line
+(``Request``), which is checked before any weight is read.
 """
 
 from __future__ import annotations
@@ -7,10 +7,8 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
 from decoding.break_even import BreakEven
-from decoding.run.arguments import OPTIONS
+from decoding.run.arguments import DRAFTING, GRAMMARS
 from decoding.run.chooser import DraftOptions, plan_for, plans_for_auto
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
@@ -40,82 +38,6 @@ CONTEXT = 8192
 MOST = 1 << 16  # texts that can be asked for
 # Options of a command that writes after one prompt.
 OF_ONE_PROMPT = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-# Options that say what a command prints, or that a call's form says: no options of a call.
-NOT_FROM_PYTHON = {
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "dry_run",
-    "compare",
-    "trace",
-    "html",
-    "svg",
-    "json",
-    "serve",
-    "together",
-    "interactive",
-}
-# Options of a call, with the arguments of argparse's ``add_argument``.
-OF_A_CALL: dict[str, dict[str, Any]] = {
-    name: settings
-    for group in OPTIONS.values()
-    for option, settings in group.items()
-    if (name := option.removeprefix("--").replace("-", "_")) not in NOT_FROM_PYTHON
-}
-# Options that a model is loaded with.
-OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
-# Types of an option's values, by its type on the command line, and their name in messages.
-TYPES = {
-    int: (int, "a whole number"),
-    float: (int | float, "a number"),
-    None: (str | Path, "a string"),
-}
-GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
-DRAFTING = [field.name for field in fields(DraftOptions)[1:]]  # options of a draft
-
-
-def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
-    """The options ``known``, with those ``given`` to a call or in a request in their place.
-
-    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Another kind
-    of draft comes without the known options of drafting, and a grammar without the known one.
-    Raises InputError for a name that is no option of a call, and for a value of another type.
-    """
-    for name, value in given.items():
-        if name not in OF_A_CALL:
-            raise InputError(f"there is no option {name}: see python generate.py --help")
-        with explaining(f"{name} is too large", (ValueError, RecursionError)):
-            repr(value)  # as messages show it
-        fits, wanted = has_type_of(name, value)
-        if not fits and (value is not None or OF_A_CALL[name].get("default") is not None):
-            raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
-        if isinstance(value, str | list):
-            with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
-                "".join(value).encode()
-    kept = dict(vars(known))
-    if given.get("draft", kept["draft"]) != kept["draft"]:
-        kept |= dict.fromkeys(DRAFTING)
-    if GRAMMARS.keys() & given.keys():
-        kept |= dict.fromkeys(GRAMMARS)
-    return Namespace(**kept | given)
-
-
-def has_type_of(name: str, value: Any) -> tuple[bool, str]:
-    """Whether a value of Python or JSON is one that this option of the command line could have, and
-    the type of its values in words.
-    """
-    settings = OF_A_CALL[name]
-    if "choices" in settings:
-        return value in settings["choices"], f"one of {', '.join(settings['choices'])}"
-    if isinstance(settings.get("default"), list):
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return fits, "a list of strings"
-    if "action" in settings:
-        return isinstance(value, bool), "True or False"
-    if name == "json_schema" and isinstance(value, dict):
-        return True, "a schema"
-    types, words = TYPES.get(settings.get("type"), TYPES[None])
-    return isinstance(value, types) and not isinstance(value, bool), words
 
 
 class TextOptions(NamedTuple):

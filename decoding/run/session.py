@@ -9,15 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
+from decoding.run.arguments import OF_THE_MODEL, merge_options
 from decoding.run.chooser import Setting
-from decoding.run.options import (
-    OF_THE_MODEL,
-    Request,
-    TextOptions,
-    checked,
-    read_grammar_files,
-    told_schema,
-)
+from decoding.run.options import Request, TextOptions, read_grammar_files, told_schema
 from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
 from decoding.run.streaming import Labels, TextStream
@@ -122,7 +116,7 @@ class Session:
         """The options of a call, with the session's where it gives none. Raises InputError."""
         if fixed := [name for name in OF_THE_MODEL if name in given]:
             raise InputError(f"{fixed[0]} is an option of load, not of a call")
-        return read_grammar_files(checked(given, self.request.options))
+        return read_grammar_files(merge_options(self.request.options, given))
 
     def new_text(self, ids: Sequence[int], rules: Rules) -> Text:
         """A text that holds only its prompt, and ends where the context is full."""
