@@ -106,10 +106,8 @@ class Session:
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
 
-    def chat(self, system: str | None = None, **options: object) -> Conversation:
-        """A new conversation, with a cache of its own."""
-        if system is not None:
-            options["system"] = system
+    def chat(self, **options: object) -> Conversation:
+        """A new conversation, with a cache of its own; its ``system`` message is an option."""
         return Conversation(self, options)
 
     def options(self, given: dict[str, object]) -> Namespace:

@@ -174,15 +174,11 @@ class Scheduler:
         self.active.append(task)
         try:
             task.slot.begin(task.prompt, task.answers)
-            task.slot.write(
-                task.text,
-                task.drafting,
-                task.params,
-                task.coupling,
-                readers=[lambda *round: task.unread.append(round)],
-                observer=task.observer,
-                sample=task.sample,
+            rounds = task.slot.rounds(
+                task.sample, task.drafting, task.params, task.coupling, task.observer
             )
+            for round in rounds:
+                task.unread.append((round, task.sample.seconds))
         except KeyboardInterrupt:
             if not task.cancelled:
                 raise
@@ -220,11 +216,8 @@ class Scheduler:
                 continue
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
-            task.slot = free[0]
-            if task.answers:  # A conversation goes on where its cache is.
-                task.slot = max(
-                    free, key=lambda slot: slot.reusable_entries(task.prompt, task.answers)
-                )
+            # A conversation goes on where its cache is.
+            task.slot = max(free, key=lambda slot: slot.reusable_entries(task.prompt, task.answers))
             task.loop = greenlet(self._write)
             self._go_on(task, task)
         return bool(self.active)

@@ -42,7 +42,9 @@ class Preparation:
 
     def do_piece(self) -> None:
         """Do the next piece, if any is left."""
-        self.is_done = next(self.pieces, self) is self
+        for _ in self.pieces:
+            return
+        self.is_done = True
 
     def finish(self) -> None:
         """Do all pieces that are left."""
@@ -165,7 +167,7 @@ class Writer:
         """
         began = self.clock()
         segments = segments_of(len(prompt), answers)
-        reused = self.reusable_entries(prompt, answers) if answers else 0
+        reused = self.reusable_entries(prompt, answers)
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
@@ -182,7 +184,9 @@ class Writer:
         return self.clock() - began
 
     def reusable_entries(self, prompt: Sequence[int], answers: Spans) -> int:
-        """Number of entries of the cache that this prompt can use: see ``begin``."""
+        """Number of entries of the cache that this prompt can use: none without ``answers``."""
+        if not answers:
+            return 0
         tokens = self.prompt
         segments = self.segments
         if self.text is not None and self.prompt:
@@ -216,14 +220,11 @@ class Writer:
         *,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
-        sample: Sample | None = None,
     ) -> Sample:
-        """Write a text, which holds the prompt, to its end.
-
-        The time of the ``readers`` and the ``observer`` is not counted. A ``sample`` that is given
-        holds the text so far also after an error and after Ctrl-C.
+        """Write a text, which holds the prompt, to its end: see ``rounds``. The time of the
+        ``readers`` is not counted.
         """
-        sample = sample or Sample(text)
+        sample = Sample(text)
         for round in self.rounds(sample, drafting, params, coupling, observer):
             for read in readers:
                 read(round, sample.seconds)
@@ -237,7 +238,8 @@ class Writer:
         coupling: Coupling,
         observer: Observer | None = None,
     ) -> Iterator[Round]:
-        """The rounds of a sample that holds only its prompt, each added to it.
+        """The rounds of a sample that holds only its prompt, each added to it. The time of the
+        ``observer``, and that between two rounds, is not counted.
 
         The policy has a clock where no text can change by a draft's length. Under the ratio rule a
         length decides which random numbers a token is drawn with, and where rows depend on each
@@ -254,14 +256,7 @@ class Writer:
         policy, randomness, verify = self.decide(
             (policy, coupling.randomness(self.model.device), coupling.verify)
         )
-        observing = 0.0  # seconds of the round
-
-        def observe(*record: Any) -> None:
-            nonlocal observing
-            began = self.clock()
-            observer(*record)
-            observing = self.clock() - began
-
+        records: list[tuple[Any, ...]] = []  # of the round, for the observer
         rounds = speculate(
             self.target,
             self.cache,
@@ -271,12 +266,12 @@ class Writer:
             params,
             randomness,
             verify,
-            observer=observer and observe,
+            observer=observer and (lambda *record: records.append(record)),
         )
         began = self.clock()
         shared = self.shares_steps()
         for round in rounds:
-            seconds = self.clock() - began - observing
+            seconds = self.clock() - began
             sample.seconds += seconds
             sample.trouble = self.model.trouble  # a step may have fallen back
             shared = shared or self.shares_steps()
@@ -284,6 +279,8 @@ class Writer:
                 policy.observe_time(seconds)
             sample.rounds.append(round)
             sample.statistics.add(round)
+            if observer:
+                observer(*records.pop())
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
             drafting.preparation.do_piece()

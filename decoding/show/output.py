@@ -48,15 +48,12 @@ class Output:
         readers, observer = self.recorders()
         try:
             with self.shown(sample.source) as read:
-                writer.write(
-                    sample.source,
-                    self.drafting,
-                    self.request.params,
-                    coupling,
-                    readers=[*readers, read],
-                    observer=observer,
-                    sample=sample,
+                rounds = writer.rounds(
+                    sample, self.drafting, self.request.params, coupling, observer
                 )
+                for round in rounds:
+                    for reader in [*readers, read]:
+                        reader(round, sample.seconds)
         except BaseException as error:  # after the text so far
             if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)
