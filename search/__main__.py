@@ -31,7 +31,7 @@ from cli.files import check_place, read_text
 from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
-from decoding.run.calibration import Continuation, importance_steps
+from decoding.run.calibration import importance_steps
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.sampling import SamplingParams
@@ -39,7 +39,7 @@ from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
 from model.fast import accelerate
 from model.plan import LOW_BITS
-from search.acceptance import Calibration
+from search.acceptance import Calibration, Continuation
 from search.confirm import confirm, plans_to_confirm
 from search.plots import plot_plans
 from search.prompts import PROMPTS

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.run.calibration import Continuation
 from decoding.sampling import SamplingParams, distribution
 from model import Decoder, LayerPlan, ModelConfig
 from model.layers import Positions, attend_masked, layer_positions
@@ -40,6 +39,18 @@ from model.twins import Twins
 
 # deeper drafts are taken to be accepted like the last: an error of .01 at most on SmolLM2
 DEPTHS = 3
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the tokens that the target wrote after it, at least one each.
+
+    ``unused`` tokens of the budget were left when the text ended (0: the budget ended it).
+    """
+
+    prompt: tuple[int, ...]
+    written: tuple[int, ...]
+    unused: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.progress import track
 
 from cli.table import Row
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting, fitting, plan_in_words, planned
 from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import LayerPlan
-from search.acceptance import Calibration
+from search.acceptance import Calibration, Continuation
 from search.costs import enough_turns, measure_costs
 from search.prediction import Prediction, predict
 from search.study import SublayerCosts, predict_plan

@@ -25,7 +25,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from cli.command_line import say
 from cli.files import explaining
 from decoding.policies import AdaptiveExit, FixedLength, Policy
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan
 from decoding.run.prompt import encode_prompt
@@ -34,7 +33,7 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError, LayerPlan
 from model.plan import FULL
-from search.acceptance import Calibration
+from search.acceptance import Calibration, Continuation
 from search.costs import CostTable, measure_costs
 from search.prediction import GAMMAS, Prediction, predict
 

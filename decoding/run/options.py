@@ -9,13 +9,14 @@ import math
 from argparse import Namespace
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
 from decoding.break_even import BreakEven
+from decoding.grammar import Grammar, Vocabulary
 from decoding.run.arguments import DRAFTING, GRAMMARS
 from decoding.run.chooser import DraftOptions, plan_for, plans_for_auto
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
@@ -28,9 +29,6 @@ from model.plan import LOW_BITS
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
 from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from decoding.grammar import Grammar, Vocabulary
 
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
@@ -100,8 +98,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Namespace) -> list[in
 @lru_cache(maxsize=1)
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Tokens of a model of this vocabulary size, as grammars read them."""
-    from decoding.grammar import Vocabulary
-
     tokens = [tokenizer.token_bytes(token) for token in range(size)]
     return Vocabulary(tokens, tokenizer.eos_ids, tokenizer.encode_inside)
 
@@ -175,8 +171,6 @@ class Request:
             raise InputError("give one of --json-schema, --regex and --grammar")
         grammar = None
         if given:
-            from decoding.grammar import Grammar  # loaded only where it is asked for
-
             source = getattr(options, given[0])
             tokens = vocabulary(self.tokenizer, self.config.vocab_size)
             grammar = Grammar(GRAMMARS[given[0]], source, tokens, seconds)

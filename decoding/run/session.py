@@ -116,9 +116,11 @@ class Session:
             raise InputError(f"{fixed[0]} is an option of load, not of a call")
         return read_grammar_files(merge_options(self.request.options, given))
 
-    def new_text(self, ids: Sequence[int], rules: Rules) -> Text:
-        """A text that holds only its prompt, and ends where the context is full."""
-        room = self.request.most_positions - len(ids)
+    def new_text(self, ids: Sequence[int], rules: Rules, positions: int | None = None) -> Text:
+        """A text that holds only its prompt, and ends where it has this many positions, by default
+        the context.
+        """
+        room = (positions or self.request.most_positions) - len(ids)
         rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
         return Text(ids, rules, self.model, self.tokenizer.token_bytes)
 
@@ -196,15 +198,13 @@ class Conversation:
         ids, answers = conversation(session.tokenizer, told)
         if self.writer is None:
             self.writer = session.new_writer(session.request.capacity)
-        room = self.writer.capacity - len(ids)
-        if room < 1:
+        if len(ids) >= self.writer.capacity:
             raise ContextFull(
                 f"the conversation has {len(ids)} tokens, its context {self.writer.capacity}:"
                 " forget its oldest turns"
             )
         check_prompt(ids, session.request.config, session.request.folder)
-        rules = replace(asked.rules, max_new_tokens=min(asked.rules.max_new_tokens, room))
-        self.sample = Sample(session.new_text(ids, rules))
+        self.sample = Sample(session.new_text(ids, asked.rules, self.writer.capacity))
         pieces = session.pieces(self.writer, self.sample, asked, answers, readers)
         session.streaming = self._answer(messages, pieces)
         return session.streaming

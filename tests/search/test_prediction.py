@@ -15,14 +15,13 @@ from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import Enumerator, RaceEnumerator
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
-from decoding.run.calibration import Continuation
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio
 from model import Decoder, LayerPlan
 from model.fast.gpu import StaticDecoder
 from model.plan import FULL
-from search.acceptance import Acceptance, Calibration, accepted_by_race
+from search.acceptance import Acceptance, Calibration, Continuation, accepted_by_race
 from search.costs import CostTable
 from search.prediction import expected_rounds, predict
 from tests.laws import speculated, tiny_model

@@ -18,7 +18,6 @@ from optuna.storages.journal import JournalFileBackend
 
 from cli.files import write_json
 from decoding.policies import AdaptiveExit, FixedLength
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.run.writer import Drafting
@@ -28,7 +27,7 @@ from decoding.verify import Coupling
 from model import InputError, LayerPlan
 from model.plan import FULL, LOW_BITS
 from search import __main__ as command
-from search.acceptance import Calibration
+from search.acceptance import Calibration, Continuation
 from search.confirm import confirm, is_exit, plans_to_confirm
 from search.costs import CostTable
 from search.plots import plot_plans

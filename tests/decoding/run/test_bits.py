@@ -15,7 +15,6 @@ from decoding.run import chooser
 from decoding.run.arguments import make_parser
 from decoding.run.calibration import (
     PROMPTS,
-    Continuation,
     input_squares,
     kept_of,
     linear_layers,
@@ -35,6 +34,7 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from model.fast import accelerate
+from search.acceptance import Continuation
 from tests.calls import recorded
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
@@ -63,14 +63,15 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
     model: Decoder, few: list[Continuation]
 ) -> None:
     assert all(len(text.written) + text.unused == TOKENS for text in few)
-    found = input_squares(model, few)
+    ids = [text.prompt + text.written for text in few]
+    found = input_squares(model, ids)
     assert set(found) == set(linear_layers(model))
     inputs = []
     model.layers[1].mlp.down_proj.register_forward_pre_hook(
         lambda _, x: inputs.append(x[0][0].float())
     )
-    for text in few:
-        model.hidden(torch.tensor([[*text.prompt, *text.written]]))
+    for text in ids:
+        model.hidden(torch.tensor([text]))
     torch.testing.assert_close(found["1.mlp.down_proj"], torch.cat(inputs).square().mean(0))
 
 
