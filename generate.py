@@ -58,14 +58,13 @@ def write(session: Session) -> None:
             writer.warm_up(output.drafting, request.params, request.coupling)
         samples = [output.write(writer, coupling) for coupling in couplings]
         if options.compare:
-            exact = ":" not in options.draft  # a class of the user may misstate its q
             result = comparison(
                 writer,
                 samples[0],
                 output.drafting,
                 request.params,
                 request.coupling,
-                exact=exact,
+                exact=":" not in options.draft,  # a class of the user may misstate its q
             )
             print(result, file=sys.stderr)
         if options.svg:

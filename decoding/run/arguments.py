@@ -10,13 +10,14 @@ from typing import Any
 
 from cli.command_line import OneLineParser
 from cli.files import explaining
-from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, parser_of
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, parser_of, within
 from decoding.run.chooser import DRAFTERS, GAMMA_LOW_BITS, LONGEST_ADAPTIVE, DraftOptions
 from decoding.run.writer import GAMMA
 from decoding.verify import COUPLINGS
 from model import InputError
 from weights.load import DTYPES
 
+MOST = 1 << 16  # texts that can be asked for
 ON_OR_OFF = argparse.BooleanOptionalAction
 LIST = {"action": "append", "default": []}
 EXAMPLES = """examples:
@@ -101,7 +102,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             " more (docs/how_it_works.md#the-race)",
         },
         "--num-samples": {
-            "type": int,
+            "type": within(int, 1, MOST),
             "default": 1,
             "metavar": "N",
             "help": "texts, together where possible",
@@ -152,7 +153,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--interactive": {**FLAG, "help": "a conversation: a line, an answer, a line ..."},
         "--together": {
-            "type": int,
+            "type": within(int, 1, MOST),
             "default": 4,
             "metavar": "N",
             "help": "texts that --serve writes at once",

@@ -33,10 +33,6 @@ from weights.tokenizer import Tokenizer
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
 
-MOST = 1 << 16  # texts that can be asked for
-# Options of a command that writes after one prompt.
-OF_ONE_PROMPT = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-
 
 class TextOptions(NamedTuple):
     """Options of drafting and sampling, the rules of the text, and its seed."""
@@ -108,14 +104,12 @@ def check_options(options: Namespace) -> None:
     """
     with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
         "".join((options.system or "", *options.stop, *options.ban)).encode()
-    if min(options.num_samples, options.together, options.context or 1) < 1:
-        raise InputError("--num-samples, --together and --context must be at least 1")
-    if max(options.num_samples, options.together) > MOST:
-        raise InputError(f"--num-samples and --together may be at most {MOST}")
+    if options.context is not None and options.context < 1:
+        raise InputError(f"--context must be at least 1, found {options.context}")
     for place in filter(None, (options.html, options.svg)):
         check_place(place)
-    open_ended = options.serve or options.interactive
-    if open_ended and any(getattr(options, name) for name in OF_ONE_PROMPT):
+    of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
+    if (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)):
         raise InputError(
             "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
         )

@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Task:
-    """A text to be written, with the arguments of ``Writer.write``.
+    """A text to be written, with the arguments of ``Writer.write``; it holds only its prompt.
 
     The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
     ``answers`` are the positions of earlier answers in the prompt of a conversation. Any thread may
@@ -75,10 +75,6 @@ class Task:
     @property
     def ended(self) -> bool:
         return self.loop is not None and self.loop.dead
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.text.tokens[: self.text.prompt_length]
 
 
 class ModelProxy:
@@ -173,7 +169,7 @@ class Scheduler:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
         self.active.append(task)
         try:
-            task.slot.begin(task.prompt, task.answers)
+            task.slot.begin(task.text.tokens, task.answers)
             rounds = task.slot.rounds(
                 task.sample, task.drafting, task.params, task.coupling, task.observer
             )
@@ -217,7 +213,9 @@ class Scheduler:
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
             # A conversation goes on where its cache is.
-            task.slot = max(free, key=lambda slot: slot.reusable_entries(task.prompt, task.answers))
+            task.slot = max(
+                free, key=lambda slot: slot.reusable_entries(task.text.tokens, task.answers)
+            )
             task.loop = greenlet(self._write)
             self._go_on(task, task)
         return bool(self.active)
@@ -250,7 +248,7 @@ class Scheduler:
         same = (
             slot.cache
             for slot in self.slots
-            if slot.prompt == task.prompt
+            if slot.prompt == task.text.tokens
             and len(slot.segments) < 2  # read in one segment, as this prompt would be
             and slot.cache.length >= call.tokens.shape[1]
         )
