@@ -48,8 +48,8 @@ class TextOptions(NamedTuple):
         eos_ids: frozenset[int] = frozenset(),
         grammar: Grammar | None = None,
     ) -> TextOptions:
-        """Those of options under the command line's names. Raises InputError for a value out of
-        range.
+        """The options of a text among those of a command line or a call. Raises InputError for a
+        value out of range.
         """
         draft = {name: getattr(options, name) for name in DRAFTING}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
@@ -81,7 +81,7 @@ def told_schema(options: Namespace) -> str | None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Namespace) -> list[int]:
-    """Token ids of a prompt, under options whose files are read."""
+    """Token ids of a prompt, by options whose files are read."""
     return encode_prompt(
         tokenizer,
         prompt,
@@ -155,7 +155,8 @@ class Request:
         self.rules = replace(rules, max_new_tokens=budget)
 
     def text_options(self, options: Namespace, seconds: float = math.inf) -> TextOptions:
-        """The options of a text for this model, among those of a call whose files are read.
+        """The options of a text of this model, with its end-of-text tokens and its grammar, among
+        those of a call whose files are read.
 
         ``seconds``: the longest that all masks of a grammar may take. Raises InputError for a value
         out of range, for several grammars, and for a wrong one.
@@ -171,8 +172,8 @@ class Request:
         return TextOptions.of(options, self.tokenizer.eos_ids, grammar)
 
     def encode(self, prompt: str, options: Namespace) -> list[int]:
-        """Token ids of a prompt, under options whose files are read. Raises InputError where it is
-        no text, or too long for the context.
+        """Token ids of a prompt, by options whose files are read. Raises InputError for anything
+        but text, and for a prompt that is too long for the context.
         """
         ids = prompt_ids(self.tokenizer, checked_prompt(prompt), options)
         check_prompt(ids, self.config, self.folder, self.most_positions)
@@ -186,8 +187,8 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Most positions of the text; of one that is not known yet at most ``CONTEXT`` by
-        default.
+        """Most positions of the request's text: all, after a prompt or with --context; else, of
+        texts that are not known yet, at most ``CONTEXT``.
         """
         if self.prompt or self.options.context:
             return self.most_positions

@@ -28,11 +28,12 @@ Pieces = Generator[str, None, None]
 
 
 class Session:
-    """A loaded model, to be called by ``write``, ``stream``, ``write_all`` and ``chat``. Options of
+    """A loaded model, which writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of
     a call stand in place of those that the session was made with.
 
-    What it learned about drafts stays in it. One text is written at a time: a call ends a stream
-    that has not ended. ``sample`` is the last text that ``write`` or ``stream`` began.
+    ``setting`` keeps the drafts and what was learned about them. One text is written at a time: a
+    call ends a stream that has not ended. ``sample`` is the last text that ``write`` or ``stream``
+    began.
     """
 
     def __init__(

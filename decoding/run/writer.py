@@ -1,8 +1,9 @@
 """Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after
-it, by a ``Drafting``.
+it.
 
-``generate.py``, the server, the benchmark and the search's confirmation write through it, and so
-time the same.
+A ``Drafting`` is the way a text is written, a drafter with its policy; a ``Sample`` is the result.
+``generate.py``, the server, the benchmark and the search's confirmation write through ``Writer``,
+and so time the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,9 @@ Reader = Callable[[Round, float], None]  # called with each round and the second
 
 @dataclass
 class Preparation:
-    """Work before a model can draft, in pieces: the making of low-bit copies that are not kept."""
+    """Work before a model can draft, in pieces that may be done between the rounds of a text: its
+    low-bit copies are read, or made.
+    """
 
     pieces: Iterator[None]
     is_done: bool = False
@@ -56,10 +59,11 @@ class Preparation:
 class Drafting:
     """A drafter and its policy.
 
-    ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share;
+    ``name`` is shown; ``new_drafter`` takes the target's cache, which the drafter may share;
     ``new_policy`` makes a fresh policy for a text. ``model`` drafts: the target, under the
     ``chosen`` plan, or a draft model, or None. Texts that no draft length can change may be written
-    before the ``preparation`` is done. ``past`` is learned in all texts with a clock.
+    before the ``preparation`` is done. ``past`` has the estimates from all texts whose policy has a
+    clock.
     """
 
     name: str
