@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from cli.table import Row
-from decoding.run.chooser import Setting, fitting, plan_in_words, planned
+from decoding.run.chooser import Setting, by_plan, fit_head, plan_in_words
 from decoding.run.plan_file import DraftPlan
 from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules
@@ -70,7 +70,7 @@ def confirm(
     """
     longest = max(plan.gamma for plan in plans)
     calibration = Calibration(setting.model, held_out, setting.params, coupling.name, longest)
-    drafts = [planned(setting, fitting(plan, setting.model.fast_bits)) for plan in plans]
+    drafts = [by_plan(setting, fit_head(plan, setting.model.fast_bits)) for plan in plans]
     for draft in drafts:
         draft.preparation.finish()
     tables = measure_costs(setting, [text.prompt for text in held_out], drafts)

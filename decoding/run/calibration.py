@@ -113,6 +113,5 @@ def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) ->
             yield
         found = torch.stack(means).mean(0)
         kept.write("importance", found)
-    sizes = [layer.weight.shape[1] for layer in layers.values()]
-    parts = found.view(torch.float32).split(sizes)
+    parts = found.view(torch.float32).split([layer.weight.shape[1] for layer in layers.values()])
     model.importance.update(zip(layers.values(), parts, strict=True))

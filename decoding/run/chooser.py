@@ -110,6 +110,57 @@ class DraftOptions:
             raise InputError("--draft model needs --draft-model DIR")
 
 
+def plan_for(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> DraftPlan | None:
+    """The plan under which the target drafts for itself; None where --draft has none.
+
+    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
+    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
+    ``kernels`` see ``fit_head``. Raises InputError for a plan that cannot be read.
+    """
+    shipped = folder / "plan.json"
+    if options.kind == "exit":
+        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+    elif options.kind == "lowbit":
+        plan = LayerPlan.full(layers).in_bits(BITS)
+        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
+    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
+        chosen = read_plan(options.plan or shipped, layers, folder)
+    else:
+        return None
+    if options.bits:
+        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
+    return fit_head(chosen, kernels)
+
+
+def fit_head(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
+    """The plan with its head in four bits instead of eight where only four have a kernel: there, on
+    a GPU, a head of eight would read the checkpoint's own weights. ``kernels`` are the numbers of
+    bits that have one.
+    """
+    if chosen.plan.head == 8 and kernels == (4,):
+        return replace(chosen, plan=replace(chosen.plan, head=4))
+    return chosen
+
+
+def plans_for_auto(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> dict[str, DraftPlan]:
+    """The plans under which the target may draft for itself, by name: each can pay on a device with
+    these ``kernels``.
+    """
+    plans: dict[str, DraftPlan] = {}
+    if BITS in kernels:
+        plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
+    given = plan_for(options, folder, layers, kernels)
+    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
+    if pays and given.plan not in [each.plan for each in plans.values()]:
+        plans["plan"] = given
+    return plans
+
+
 @dataclass
 class Setting:
     """The target of drafts, and the texts that it is to write.
@@ -158,43 +209,31 @@ def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
     return drafting
 
 
-def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same drafting under the policy that the options ask for, else its default one, behind the
-    confidence gate if asked.
+def lookup(options: DraftOptions, setting: Setting) -> Drafting:
+    """Copies of the tokens that followed an earlier occurrence of the text's end."""
+    return Drafting(
+        "prompt lookup",
+        lambda cache: PromptLookup(setting.model.vocab_size, setting.model.device),
+    )
 
-    A drafting that is plain by default stays plain, unless --gamma is given.
+
+def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
+    """The target under the plan of --draft exit, lowbit or skip; plain where a plan file says that
+    no draft pays.
     """
-    default = drafting.new_policy
-    gate = options.min_target_confidence
-    is_default = options.gamma is None and options.adaptive is None
-    if options.gamma is None and default().gamma == 0:
-        return drafting
-
-    def new_policy() -> Policy:
-        policy = default() if is_default else policy_asked_for(options, drafting.chosen, params)
-        return policy if gate is None else ConfidenceGate(policy, gate)
-
-    return replace(drafting, new_policy=new_policy)
-
-
-def policy_asked_for(
-    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
-) -> Policy:
-    """The policy of --gamma and --adaptive. A length that is not given is that of the ``chosen``
-    plan, if any; so is the threshold.
-    """
-    gamma = options.gamma
-    if gamma is None and chosen:
-        gamma = chosen.gamma
-    if not options.adaptive:
-        return FixedLength(GAMMA if gamma is None else gamma)
-    threshold = START_SAMPLED if params.temperature else START_GREEDY
-    if chosen and chosen.threshold:
-        threshold = chosen.threshold
-    return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)
+    model = setting.model
+    chosen = plan_for(options, setting.folder, model.num_layers, model.fast_bits)
+    if chosen is None:
+        raise InputError(
+            f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
+            " search"
+        )
+    if chosen.gamma == 0 and options.gamma is None:
+        return plain(model, "plain: by the plan, no draft pays")
+    return by_plan(setting, chosen)
 
 
-def planned(setting: Setting, chosen: DraftPlan) -> Drafting:
+def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
     """The target under a layer plan, sharing its cache, with the policy that was chosen with the
     plan.
 
@@ -243,30 +282,6 @@ def plan_in_words(plan: LayerPlan) -> str:
     return f"{words} in {bits} bits" if bits else words
 
 
-def lookup(options: DraftOptions, setting: Setting) -> Drafting:
-    """Copies of the tokens that followed an earlier occurrence of the text's end."""
-    return Drafting(
-        "prompt lookup",
-        lambda cache: PromptLookup(setting.model.vocab_size, setting.model.device),
-    )
-
-
-def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
-    """The target under the plan of --draft exit, lowbit or skip; plain where a plan file says that
-    no draft pays.
-    """
-    model = setting.model
-    chosen = plan_for(options, setting.folder, model.num_layers, model.fast_bits)
-    if chosen is None:
-        raise InputError(
-            f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
-            " search"
-        )
-    if chosen.gamma == 0 and options.gamma is None:
-        return plain(model, "plain: by the plan, no draft pays")
-    return planned(setting, chosen)
-
-
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     """A smaller model of the same vocabulary, with a cache for itself; in the target's dtype, on
     its device.
@@ -292,6 +307,12 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
+def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
+    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
+    file, _, name = options.kind.rpartition(":")
+    return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
+
+
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
@@ -299,7 +320,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     plans = {
         name: chosen for name, chosen in possible.items() if has_memory_for(model, chosen.plan)
     }
-    ways = {name: planned(setting, chosen) for name, chosen in plans.items()}
+    ways = {name: by_plan(setting, chosen) for name, chosen in plans.items()}
     ways["lookup"] = lookup(options, setting)
     slopes = {name: first_slope(model, chosen.plan) for name, chosen in plans.items()}
     priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
@@ -318,22 +339,6 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def plans_for_auto(
-    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
-) -> dict[str, DraftPlan]:
-    """The plans under which the target may draft for itself, by name: each can pay on a device with
-    these ``kernels``.
-    """
-    plans: dict[str, DraftPlan] = {}
-    if BITS in kernels:
-        plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
-    given = plan_for(options, folder, layers, kernels)
-    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
-    if pays and given.plan not in [each.plan for each in plans.values()]:
-        plans["plan"] = given
-    return plans
-
-
 def first_slope(model: Decoder, plan: LayerPlan) -> float:
     """Time that a token drafted under a plan adds to a round, in plain rounds, before any is
     measured: its draft step, by the bytes of weights that both read, and its verification.
@@ -342,12 +347,6 @@ def first_slope(model: Decoder, plan: LayerPlan) -> float:
     full = bytes_read(model.config, LayerPlan.full(model.num_layers), itemsize)
     draft = bytes_read(model.config, plan, itemsize)
     return (draft + ROUND_OVERHEAD) / (full + ROUND_OVERHEAD) + VERIFY_SLOPE
-
-
-def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
-    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
-    file, _, name = options.kind.rpartition(":")
-    return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
 
 
 DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
@@ -361,35 +360,37 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 }
 
 
-def plan_for(
-    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
-) -> DraftPlan | None:
-    """The plan under which the target drafts for itself; None where --draft has none.
+def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
+    """The same drafting under the policy that the options ask for, else its default one, behind the
+    confidence gate if asked.
 
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
-    ``kernels`` see ``fitting``. Raises InputError for a plan that cannot be read.
+    A drafting that is plain by default stays plain, unless --gamma is given.
     """
-    shipped = folder / "plan.json"
-    if options.kind == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.kind == "lowbit":
-        plan = LayerPlan.full(layers).in_bits(BITS)
-        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
-    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(options.plan or shipped, layers, folder)
-    else:
-        return None
-    if options.bits:
-        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
-    return fitting(chosen, kernels)
+    default = drafting.new_policy
+    gate = options.min_target_confidence
+    is_default = options.gamma is None and options.adaptive is None
+    if options.gamma is None and default().gamma == 0:
+        return drafting
+
+    def new_policy() -> Policy:
+        policy = default() if is_default else policy_asked_for(options, drafting.chosen, params)
+        return policy if gate is None else ConfidenceGate(policy, gate)
+
+    return replace(drafting, new_policy=new_policy)
 
 
-def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
-    """The plan with its head in four bits instead of eight where only four have a kernel: on a
-    GPU, which would read the checkpoint's own weights. ``kernels`` are the bits that have one.
+def policy_asked_for(
+    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
+) -> Policy:
+    """The policy of --gamma and --adaptive. A length that is not given is that of the ``chosen``
+    plan, if any; so is the threshold.
     """
-    if chosen.plan.head == 8 and kernels == (4,):
-        return replace(chosen, plan=replace(chosen.plan, head=4))
-    return chosen
+    gamma = options.gamma
+    if gamma is None and chosen:
+        gamma = chosen.gamma
+    if not options.adaptive:
+        return FixedLength(GAMMA if gamma is None else gamma)
+    threshold = START_SAMPLED if params.temperature else START_GREEDY
+    if chosen and chosen.threshold:
+        threshold = chosen.threshold
+    return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)

@@ -182,8 +182,7 @@ class Request:
     @property
     def most_positions(self) -> int:
         """Most positions of any text: --context, at most the model's."""
-        most = self.config.max_positions
-        return min(self.options.context or most, most)
+        return min(self.options.context or math.inf, self.config.max_positions)
 
     @property
     def context(self) -> int:
