@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Task:
-    """A text to be written, with the arguments of ``Writer.write``; it holds only its prompt.
+    """A text to be written, at first its prompt alone, with the arguments of ``Writer.write``.
 
     The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
     ``answers`` are the positions of earlier answers in the prompt of a conversation. Any thread may
