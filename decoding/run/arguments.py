@@ -172,7 +172,7 @@ def make_parser() -> OneLineParser:
     )
 
 
-# Options that say what a command prints, or that a call's form says: no options of a call.
+# Options of a command line alone: its prompt, the number of its texts, and its output.
 NOT_FROM_PYTHON = {
     "prompt",
     "prompt_file",
@@ -187,7 +187,7 @@ NOT_FROM_PYTHON = {
     "together",
     "interactive",
 }
-# Options of a call, with the arguments of argparse's ``add_argument``.
+# Options of a call of Python, with the arguments of argparse's ``add_argument``.
 OF_A_CALL: dict[str, dict[str, Any]] = {
     name: settings
     for group in OPTIONS.values()

@@ -122,8 +122,9 @@ def check_options(options: Namespace) -> None:
 class Request:
     """The request of ``generate.py``'s command line, checked before any weight is read.
 
-    ``prompt`` and its token ``ids`` are empty where there is no prompt, as with --serve. Raises
-    InputError.
+    ``prompt`` and its token ``ids`` are empty where there is no prompt, as with --serve. ``name``
+    is the model's, as it is shown; ``repeat_with`` has the options that repeat a sampled text, and
+    is empty for a greedy one. Raises InputError.
     """
 
     def __init__(self, options: Namespace) -> None:
@@ -133,7 +134,7 @@ class Request:
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)
-        self.name = self.folder.resolve().name  # of the model, to readers and clients
+        self.name = self.folder.resolve().name
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
