@@ -47,13 +47,14 @@ class Output:
         sample = Sample(writer.new_text(self.request.rules))
         readers, observer = self.recorders()
         try:
-            with self.shown(sample.source) as read:
+            with self.shown(sample.source) as show:
+                readers.append(show)
                 rounds = writer.rounds(
                     sample, self.drafting, self.request.params, coupling, observer
                 )
                 for round in rounds:
-                    for reader in [*readers, read]:
-                        reader(round, sample.seconds)
+                    for read in readers:
+                        read(round, sample.seconds)
         except BaseException as error:  # after the text so far
             if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)
