@@ -13,9 +13,9 @@ import sys
 from dataclasses import replace
 
 from cli.command_line import run_command
-from decoding.run.arguments import make_parser
+from decoding.run.arguments import make_parser, merge_options
 from decoding.run.compare import comparison
-from decoding.run.options import Request, checked
+from decoding.run.options import Request
 from decoding.run.session import Session
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample
@@ -58,14 +58,13 @@ def write(session: Session) -> None:
             writer.warm_up(output.drafting, request.params, request.coupling)
         samples = [output.write(writer, coupling) for coupling in couplings]
         if options.compare:
-            exact = ":" not in options.draft  # a class of the user may misstate its q
             result = comparison(
                 writer,
                 samples[0],
                 output.drafting,
                 request.params,
                 request.coupling,
-                exact=exact,
+                exact=":" not in options.draft,  # a class of the user may misstate its q
             )
             print(result, file=sys.stderr)
         if options.svg:
@@ -77,7 +76,7 @@ def write(session: Session) -> None:
 def load(model: str = "smollm2-135m-instruct", **options: object) -> Session:
     """A loaded model, with the options of the command line: see ``Session``. Raises InputError."""
     known = make_parser().parse_args(["--interactive"])  # prompts are given later
-    return Session(Request(checked({"model": model} | options, known)))
+    return Session(Request(merge_options(known, {"model": model} | options)))
 
 
 def generate(model: str, prompt: str, **options: object) -> Sample:

@@ -15,7 +15,7 @@ import torch
 from cli.command_line import say
 from cli.files import explaining
 from decoding.rounds import Round
-from decoding.run.chooser import Chooser, DraftOptions, Setting
+from decoding.run.chooser import DraftOptions, Setting
 from decoding.run.writer import GAMMA, Drafting, Writer
 from decoding.text import Rules
 from decoding.verify import Coupling
@@ -103,13 +103,12 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
     if options.draft_model:
         ways["model"] = DraftOptions("model", draft_model=options.draft_model)
     ways["auto"] = DraftOptions("auto")
-    chooser = Chooser(setting)
     found = {}
     for name, way in ways.items():
-        found[name] = chooser.drafting(way, setting.params)
+        found[name] = setting.drafting(way, setting.params)
         found[name].preparation.finish()
         if found[name].model and name != "auto":
-            found[name + ADAPTIVE] = chooser.drafting(replace(way, adaptive=True), setting.params)
+            found[name + ADAPTIVE] = setting.drafting(replace(way, adaptive=True), setting.params)
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 

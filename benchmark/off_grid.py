@@ -16,13 +16,13 @@ from torch import Tensor
 
 from cli.command_line import say
 from decoding.run.calibration import PROMPTS as CALIBRATION
-from decoding.run.calibration import Continuation, input_squares, linear_layers
+from decoding.run.calibration import input_squares, linear_layers
 from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
 from model import Decoder
 from model.fast import accelerate
 from model.quantise import GROUP
-from search.texts import PROMPTS
+from search.texts import PROMPTS, Continuation
 from training.corpus.sampling import sample_texts
 from weights.load import load_model
 from weights.save import save_model
@@ -98,7 +98,8 @@ def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
     times √2, which restores its norm.
     """
     generator = torch.Generator().manual_seed(seed)
-    covariances = input_squares(model, texts, lambda x: x.T @ x)
+    ids = [text.prompt + text.written for text in texts]
+    covariances = input_squares(model, ids, lambda x: x.T @ x)
     for name, weight in matrices(model).items():
         vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
         weak = vectors[:, : len(vectors) // 2]

@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.sampling import distribution
 from model import Decoder, LayerPlan, ModelConfig
 from model.layers import Positions, attend_masked, layer_positions
 from model.twins import Twins
+from search.texts import Continuation
 
 # deeper drafts are taken to be accepted like the last: an error of .01 at most on SmolLM2
 DEPTHS = 3

@@ -14,8 +14,7 @@ from rich.progress import track
 
 from cli.table import Row
 from decoding.rounds import Statistics
-from decoding.run.calibration import Continuation
-from decoding.run.chooser import Setting, fitting, plan_in_words, planned
+from decoding.run.chooser import Setting, by_plan, fit_head, plan_in_words
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.run.writer import Drafting, Writer, plain
 from decoding.text import Rules
@@ -24,6 +23,7 @@ from model import LayerPlan
 from search.acceptance import Calibration
 from search.costs import CostTable, SublayerCosts, measure_costs, turns
 from search.prediction import Prediction, predict, predict_plan
+from search.texts import Continuation
 
 JUDGED = 12  # best plans of the search that are predicted again
 CONFIRMED = 3  # of them, plans that decode; beside them the best early exit
@@ -69,7 +69,7 @@ def confirm(
     A plan is predicted on the held-out texts by the costs of its own rounds, measured now. Then it
     decodes in turns with plain decoding.
     """
-    drafts = [planned(setting, fitting(plan, setting.model.fast_bits)) for plan in plans]
+    drafts = [by_plan(setting, fit_head(plan, setting.model.fast_bits)) for plan in plans]
     for draft in drafts:
         draft.preparation.finish()
     prompts = [text.prompt for text in held_out]

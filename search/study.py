@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from cli.command_line import say
 from cli.files import explaining
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.verify import Coupling
 from model import InputError, LayerPlan
@@ -29,7 +28,7 @@ from model.plan import FULL
 from search.acceptance import Calibration
 from search.costs import SublayerCosts, measure_sublayers
 from search.prediction import Prediction
-from search.texts import plain_texts, split_texts
+from search.texts import Continuation, plain_texts, split_texts
 
 SAMPLERS: dict[str, Callable[..., optuna.samplers.BaseSampler]] = {
     # One density per sublayer, since a search has too few trials for joint (multivariate)

@@ -7,11 +7,11 @@ user's turn of a chat; a model without a chat template continues it as text.
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from cli.files import read_text
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.run.prompt import encode_prompt
 from decoding.run.writer import Writer
@@ -24,6 +24,18 @@ PROMPTS: dict[str, list[str]] = json.loads(
 )
 PARTS = 4  # of the texts: one to search on, two to judge the best plans on, one held out
 LEAST_TOKENS = 32  # of all texts together: fewer say nothing about a plan
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the tokens that the target wrote after it, at least one each.
+
+    ``unused`` tokens of the budget were left when the text ended (0: the budget ended it).
+    """
+
+    prompt: tuple[int, ...]
+    written: tuple[int, ...]
+    unused: int = 0
 
 
 def read_prompts(file: Path | None) -> list[str]:

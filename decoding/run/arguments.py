@@ -1,15 +1,22 @@
-"""Table of the options of ``generate.py``, and its parser."""
+"""Table of the options of ``generate.py``, its parser, and the check of options that a call of
+Python or a request gives.
+"""
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, OneLineParser, parser_of
-from decoding.run.chooser import DRAFTERS, GAMMA_LOW_BITS, LONGEST_ADAPTIVE
+from cli.files import explaining
+from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, OneLineParser, parser_of, within
+from decoding.run.chooser import DRAFTERS, GAMMA_LOW_BITS, LONGEST_ADAPTIVE, DraftOptions
 from decoding.run.writer import GAMMA
 from decoding.verify import COUPLINGS
+from model import InputError
 from weights.load import DTYPES
 
+MOST = 1 << 16  # texts that can be asked for
 ON_OR_OFF = argparse.BooleanOptionalAction
 LIST = {"action": "append", "default": []}
 EPILOG = """kinds of draft:
@@ -124,7 +131,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             " drafts; ratio: accepts more (docs/how_it_works.md#the-race)",
         },
         "--num-samples": {
-            "type": int,
+            "type": within(int, 1, MOST),
             "default": 1,
             "metavar": "N",
             "help": "number of texts, written at once where possible",
@@ -181,7 +188,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--interactive": {**FLAG, "help": "hold a conversation, an answer to each line"},
         "--together": {
-            "type": int,
+            "type": within(int, 1, MOST),
             "default": 4,
             "metavar": "N",
             "help": "most texts that --serve writes at once",
@@ -198,3 +205,88 @@ def make_parser() -> OneLineParser:
         description="Write text with a language model, by self-speculative decoding.",
         epilog=EPILOG,
     )
+
+
+# Options of a command line alone: its prompt, the number of its texts, and its output.
+NOT_FROM_PYTHON = {
+    "prompt",
+    "prompt_file",
+    "num_samples",
+    "dry_run",
+    "compare",
+    "trace",
+    "html",
+    "svg",
+    "json",
+    "serve",
+    "together",
+    "interactive",
+}
+# Options of a call of Python, with the arguments of argparse's ``add_argument``.
+OF_A_CALL: dict[str, dict[str, Any]] = {
+    name: settings
+    for group in OPTIONS.values()
+    for option, settings in group.items()
+    if (name := option.removeprefix("--").replace("-", "_")) not in NOT_FROM_PYTHON
+}
+# Options that a model is loaded with.
+OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
+DRAFTING = [field.name for field in fields(DraftOptions)[1:]]  # options of a kind of draft
+GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
+# Types of an option's values, by its type on the command line, and their name in messages.
+TYPES = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    Path: (str | Path, "a string"),
+    None: (str | Path, "a string"),
+}
+
+
+def merge_options(known: argparse.Namespace, given: Mapping[str, Any]) -> argparse.Namespace:
+    """The ``known`` options, with those ``given`` to a call or in a request in their place.
+
+    Another kind of draft comes without the known options of drafting, and a grammar without the
+    known one. Raises InputError as ``check_option`` does.
+    """
+    for name, value in given.items():
+        check_option(name, value)
+    kept = dict(vars(known))
+    if given.get("draft", kept["draft"]) != kept["draft"]:
+        kept |= dict.fromkeys(DRAFTING)
+    if GRAMMARS.keys() & given.keys():
+        kept |= dict.fromkeys(GRAMMARS)
+    return argparse.Namespace(**kept | given)
+
+
+def check_option(name: str, value: Any) -> None:
+    """Raises InputError for a name that is no option of a call, and for a value of another type
+    than on the command line.
+
+    ``stop`` and ``ban`` are lists of strings; a JSON schema may also be a dictionary. None stands
+    for an option that is not given, where that is its default.
+    """
+    if name not in OF_A_CALL:
+        raise InputError(f"there is no option {name}: see python generate.py --help")
+    with explaining(f"{name} is too large", (ValueError, RecursionError)):
+        shown = f"{value!r:.80}"
+    settings = OF_A_CALL[name]
+    default = settings.get("default")
+    if "choices" in settings:
+        fits = value in settings["choices"]
+        wanted = f"one of {', '.join(settings['choices'])}"
+    elif isinstance(default, list):
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        wanted = "a list of strings"
+    elif "action" in settings:
+        fits = isinstance(value, bool)
+        wanted = "True or False"
+    else:
+        types, wanted = TYPES[settings.get("type")]
+        fits = isinstance(value, types) and not isinstance(value, bool)
+    is_schema = name == "json_schema" and isinstance(value, dict)
+    is_default = value is None and default is None
+    if not (fits or is_schema or is_default):
+        raise InputError(f"{name} must be {wanted}, found {shown}")
+    if isinstance(value, str | list):
+        with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
+            "".join(value).encode()

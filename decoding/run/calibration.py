@@ -4,7 +4,6 @@ its low-bit copies are rounded; and these copies, made or kept.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,18 +23,6 @@ SOURCES = [Path(__file__), PROMPTS_FILE, Path(quantise.__file__)]
 SOURCES += Path(fast.__file__).with_name("cpu").glob("*.py")
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """A prompt and the tokens that the target wrote after it, at least one each.
-
-    ``unused`` tokens of the budget were left when the text ended (0: the budget ended it).
-    """
-
-    prompt: tuple[int, ...]
-    written: tuple[int, ...]
-    unused: int = 0
-
-
 def linear_layers(model: Decoder) -> dict[str, nn.Module]:
     """The layers whose weights a draft may round, by name: the blocks' linear layers, and the head
     or its embedding.
@@ -49,11 +36,11 @@ def linear_layers(model: Decoder) -> dict[str, nn.Module]:
 @torch.inference_mode()
 def input_squares(
     model: Decoder,
-    texts: Sequence[Continuation],
+    texts: Sequence[Sequence[int]],
     square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
 ) -> dict[str, Tensor]:
-    """Mean square ``[in]`` float32 of each input of every linear layer on these texts, by the
-    layer's name.
+    """Mean square ``[in]`` float32 of each input of every linear layer on these texts of token ids,
+    by the layer's name.
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
@@ -68,9 +55,9 @@ def input_squares(
                 hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
                 hooks.enter_context(hook)
         for text in texts:
-            ids = torch.tensor([[*text.prompt, *text.written]], device=model.device)
+            ids = torch.tensor([[*text]], device=model.device)
             add("head", model.norm(model.hidden(ids)))
-    count = sum(len(text.prompt) + len(text.written) for text in texts)
+    count = sum(map(len, texts))
     return {name: total / count for name, total in sums.items()}
 
 
@@ -121,11 +108,10 @@ def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) ->
         means = []
         for prompt in PROMPTS:
             ids = encode_prompt(tokenizer, prompt)[: model.max_positions]
-            squares = input_squares(model, [Continuation(tuple(ids), ())])
+            squares = input_squares(model, [ids])
             means.append(torch.cat([squares[name].cpu() for name in layers]))
             yield
         found = torch.stack(means).mean(0)
         kept.write("importance", found)
-    sizes = [layer.weight.shape[1] for layer in layers.values()]
-    parts = found.view(torch.float32).split(sizes)
+    parts = found.view(torch.float32).split([layer.weight.shape[1] for layer in layers.values()])
     model.importance.update(zip(layers.values(), parts, strict=True))

@@ -1,16 +1,27 @@
-"""The draft of a request: the drafter and the policy that its options ask for. Begin with
-``Chooser``.
+"""Choice of a draft: from the options of drafting (``DraftOptions``) to a drafter with its policy
+(``Drafting``).
 
-``DRAFTERS`` names the kinds of draft. A new one is a function that makes a ``Drafting``, and a line
-there; ``FILE.py:Class`` names a class in a file of the user.
+It has three steps. ``--draft lowbit`` may serve as an example.
+
+1. ``plan_for``: the layer plan under which the target drafts for itself. Here all layers run in
+   four bits. It depends on the options and the model's config only, so that memory can be estimated
+   before any weight is read.
+2. ``Setting.drafting``: the drafting of this kind, made by its function in ``DRAFTERS``, here
+   ``self_draft``. Its ``Preparation`` reads the low-bit copies, or makes them. It is made once for
+   all texts.
+3. ``with_policy``: the same drafting under the policy of ``--gamma``, ``--adaptive`` and
+   ``--min-target-confidence``, which each text may have of its own. Here, without these options, it
+   stays the policy that came with the plan: five tokens per draft.
+
+A new kind is a function that makes a ``Drafting``, and a line in ``DRAFTERS``; ``FILE.py:Class``
+names a class in a file of the user.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from cli.command_line import say
 from decoding.break_even import KNOWN, BreakEven
@@ -21,12 +32,12 @@ from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan, ModelConfig
+from model import Decoder, InputError, LayerPlan
 from model.fast import accelerate
 from model.plan import FULL, LOW_BITS
 from weights.kept import KeptTensors
 from weights.load import load_model, model_folder, read_config
-from weights.memory import LONGEST_DRAFT, bytes_read, has_memory_for
+from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
 BITS = 4  # of a low-bit draft by default
@@ -98,32 +109,65 @@ class DraftOptions:
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
-    def needs(
-        self, folder: Path, config: ModelConfig, kernels: tuple[int, ...] = ()
-    ) -> dict[str, Any]:
-        """Arguments of ``weights.memory.estimate`` that depend on the draft: draft model, longest
-        draft, plan.
 
-        For ``kernels`` see ``fitting``. The plans of ``auto`` are not counted: they are used only
-        if their low-bit copies fit. Raises InputError for a draft model or a plan that cannot be
-        read.
-        """
-        chosen = plan_for(self, folder, config.num_layers, kernels)
-        is_auto = self.kind == "auto"
-        longest = BreakEven.LONGEST_WITH_FORCED if is_auto else LONGEST_DRAFT
-        return {
-            "draft": read_config(model_folder(self.draft_model)) if self.draft_model else None,
-            "longest_draft": longest if self.gamma is None else self.gamma,
-            "plan": chosen.plan if chosen and not is_auto else None,
-        }
+def plan_for(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> DraftPlan | None:
+    """The plan under which the target drafts for itself; None where --draft has none.
+
+    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
+    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
+    ``kernels`` see ``fit_head``. Raises InputError for a plan that cannot be read.
+    """
+    shipped = folder / "plan.json"
+    if options.kind == "exit":
+        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
+        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
+    elif options.kind == "lowbit":
+        plan = LayerPlan.full(layers).in_bits(BITS)
+        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
+    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
+        chosen = read_plan(options.plan or shipped, layers, folder)
+    else:
+        return None
+    if options.bits:
+        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
+    return fit_head(chosen, kernels)
 
 
-@dataclass(frozen=True)
+def fit_head(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
+    """The plan with its head in four bits instead of eight where only four have a kernel: there, on
+    a GPU, a head of eight would read the checkpoint's own weights. ``kernels`` are the numbers of
+    bits that have one.
+    """
+    if chosen.plan.head == 8 and kernels == (4,):
+        return replace(chosen, plan=replace(chosen.plan, head=4))
+    return chosen
+
+
+def plans_for_auto(
+    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
+) -> dict[str, DraftPlan]:
+    """The plans under which the target may draft for itself, by name: each can pay on a device with
+    these ``kernels``.
+    """
+    plans: dict[str, DraftPlan] = {}
+    if BITS in kernels:
+        plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
+    given = plan_for(options, folder, layers, kernels)
+    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
+    if pays and given.plan not in [each.plan for each in plans.values()]:
+        plans["plan"] = given
+    return plans
+
+
+@dataclass
 class Setting:
-    """The target of a draft and the texts it is to write.
+    """The target of drafts, and the texts that it is to write.
 
     ``model`` is prepared (``model.fast.accelerate``); ``positions`` is the length of the longest
-    text in tokens, ``coupling`` the name of the rule of verification.
+    text in tokens, ``coupling`` the name of the rule of verification. ``made`` are the draftings so
+    far, by their options without those of the policy.
     """
 
     folder: Path
@@ -132,19 +176,12 @@ class Setting:
     params: SamplingParams
     positions: int
     coupling: str = "ratio"
+    made: dict[DraftOptions, Drafting] = field(default_factory=dict)
 
     @cached_property
     def kept(self) -> KeptTensors:
         """The target's kept tensors."""
         return kept_of(self.model, self.folder)
-
-
-class Chooser:
-    """Choice of drafts in one setting; a drafting is made once for all its policies."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.made: dict[DraftOptions, Drafting] = {}
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
         """The drafting that the options ask for. Raises InputError where it is not possible."""
@@ -152,7 +189,7 @@ class Chooser:
         gamma = options.gamma if options.kind == "skip" else None
         made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
         if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self.setting)
+            self.made[made_of] = make_drafting(made_of, self)
         return with_policy(self.made[made_of], options, params)
 
 
@@ -172,41 +209,31 @@ def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
     return drafting
 
 
-def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same drafting under the policy that the options ask for, else its default one, behind the
-    confidence gate if asked.
+def lookup(options: DraftOptions, setting: Setting) -> Drafting:
+    """Copies of the tokens that followed an earlier occurrence of the text's end."""
+    return Drafting(
+        "prompt lookup",
+        lambda cache: PromptLookup(setting.model.vocab_size, setting.model.device),
+    )
 
-    A drafting that is plain by default stays plain, unless --gamma is given.
+
+def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
+    """The target under the plan of --draft exit, lowbit or skip; plain where a plan file says that
+    no draft pays.
     """
-    new_policy = drafting.new_policy
-    if new_policy().gamma == 0 and options.gamma is None:
-        return drafting
-    if options.gamma is not None or options.adaptive is not None:
-        new_policy = policy_asked_for(options, drafting.chosen, params)
-    gate = options.min_target_confidence
-    if gate is None:
-        return replace(drafting, new_policy=new_policy)
-    return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))
+    model = setting.model
+    chosen = plan_for(options, setting.folder, model.num_layers, model.fast_bits)
+    if chosen is None:
+        raise InputError(
+            f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
+            " search"
+        )
+    if chosen.gamma == 0 and options.gamma is None:
+        return plain(model, "plain: by the plan, no draft pays")
+    return by_plan(setting, chosen)
 
 
-def policy_asked_for(
-    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
-) -> Callable[[], Policy]:
-    """Maker of the policy of --gamma and --adaptive. A length that is not given is that of the
-    ``chosen`` plan, if any; so is the threshold.
-    """
-    gamma = options.gamma
-    if gamma is None and chosen:
-        gamma = chosen.gamma
-    if not options.adaptive:
-        return partial(FixedLength, GAMMA if gamma is None else gamma)
-    threshold = START_SAMPLED if params.temperature else START_GREEDY
-    if chosen and chosen.threshold:
-        threshold = chosen.threshold
-    return partial(AdaptiveExit, threshold, LONGEST_ADAPTIVE if gamma is None else gamma)
-
-
-def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Drafting:
+def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
     """The target under a layer plan, sharing its cache, with the policy that was chosen with the
     plan.
 
@@ -218,7 +245,7 @@ def planned(setting: Setting, chosen: DraftPlan, name: str | None = None) -> Dra
         where = f"{model.dtype} on {model.device.type}"
         say(f"drafts in low bits are no faster here: there are no kernels for {where}")
     return Drafting(
-        plan_in_words(plan) if name is None else name,
+        plan_in_words(plan),
         lambda cache: model_drafter(model, cache, plan),
         lambda: chosen.new_policy(GAMMA),
         model,
@@ -238,44 +265,21 @@ def preparing(setting: Setting, plan: LayerPlan) -> Iterator[None]:
 
 
 def plan_in_words(plan: LayerPlan) -> str:
-    """The number of sublayers that a plan skips, and the bits of the others."""
-    attention = len(plan.skipped_attention)
-    mlp = len(plan.skipped_mlp)
-    left_out = (
-        f"skipping {attention} attention and {mlp} MLP sublayers, others"
-        if attention or mlp
-        else "all layers"
-    )
-    bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
-    return f"{left_out} in {bits} bits" if bits else left_out.removesuffix(", others")
-
-
-def lookup(options: DraftOptions, setting: Setting) -> Drafting:
-    """Copies of the tokens that followed an earlier occurrence of the text's end."""
-    return Drafting(
-        "prompt lookup",
-        lambda cache: PromptLookup(setting.model.vocab_size, setting.model.device),
-    )
-
-
-def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
-    """The target under the plan of --draft exit, lowbit or skip; plain where a plan file says that
-    no draft pays.
+    """The layer after which a plan exits, or the number of sublayers that it skips, and the bits of
+    the others.
     """
-    layers = setting.model.num_layers
-    chosen = plan_for(options, setting.folder, layers, setting.model.fast_bits)
-    if chosen is None:
-        raise InputError(
-            f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
-            " search"
-        )
-    if chosen.gamma == 0 and options.gamma is None:
-        return plain(setting.model, "plain: by the plan, no draft pays")
-    if options.kind != "exit":
-        return planned(setting, chosen)
-    bits = f" in {options.bits} bits" if options.bits else ""
-    exit_layer = layers - len(chosen.plan.skipped_mlp)
-    return planned(setting, chosen, f"exit at layer {exit_layer} of {layers}{bits}")
+    attention = plan.skipped_attention
+    mlp = plan.skipped_mlp
+    exit_layer = plan.num_layers - len(mlp)
+    bits = " and ".join(map(str, sorted({*plan.attention, *plan.mlp} - {0, FULL})))
+    if not (attention or mlp):
+        words = "all layers"
+    elif attention == mlp == [*range(exit_layer, plan.num_layers)]:
+        words = f"exit at layer {exit_layer} of {plan.num_layers}"
+    else:
+        words = f"skipping {len(attention)} attention and {len(mlp)} MLP sublayers"
+        words += ", others" if bits else ""
+    return f"{words} in {bits} bits" if bits else words
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
@@ -303,6 +307,12 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
+def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
+    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
+    file, _, name = options.kind.rpartition(":")
+    return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
+
+
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
@@ -310,7 +320,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     plans = {
         name: chosen for name, chosen in possible.items() if has_memory_for(model, chosen.plan)
     }
-    ways = {name: planned(setting, chosen) for name, chosen in plans.items()}
+    ways = {name: by_plan(setting, chosen) for name, chosen in plans.items()}
     ways["lookup"] = lookup(options, setting)
     slopes = {name: first_slope(model, chosen.plan) for name, chosen in plans.items()}
     priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
@@ -329,22 +339,6 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def plans_for_auto(
-    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
-) -> dict[str, DraftPlan]:
-    """The plans under which the target may draft for itself, by name: each can pay on a device with
-    these ``kernels``.
-    """
-    plans: dict[str, DraftPlan] = {}
-    if BITS in kernels:
-        plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
-    given = plan_for(options, folder, layers, kernels)
-    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
-    if pays and given.plan not in [each.plan for each in plans.values()]:
-        plans["plan"] = given
-    return plans
-
-
 def first_slope(model: Decoder, plan: LayerPlan) -> float:
     """Time that a token drafted under a plan adds to a round, in plain rounds, before any is
     measured: its draft step, by the bytes of weights that both read, and its verification.
@@ -353,12 +347,6 @@ def first_slope(model: Decoder, plan: LayerPlan) -> float:
     full = bytes_read(model.config, LayerPlan.full(model.num_layers), itemsize)
     draft = bytes_read(model.config, plan, itemsize)
     return (draft + ROUND_OVERHEAD) / (full + ROUND_OVERHEAD) + VERIFY_SLOPE
-
-
-def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
-    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
-    file, _, name = options.kind.rpartition(":")
-    return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
 
 
 DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
@@ -372,35 +360,37 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 }
 
 
-def plan_for(
-    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
-) -> DraftPlan | None:
-    """The plan under which the target drafts for itself; None where --draft has none.
+def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
+    """The same drafting under the policy that the options ask for, else its default one, behind the
+    confidence gate if asked.
 
-    Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
-    ``kernels`` see ``fitting``. Raises InputError for a plan that cannot be read.
+    A drafting that is plain by default stays plain, unless --gamma is given.
     """
-    shipped = folder / "plan.json"
-    if options.kind == "exit":
-        exit_layer = max(1, layers // 2) if options.exit_layer is None else options.exit_layer
-        chosen = DraftPlan(LayerPlan.early_exit(layers, exit_layer))
-    elif options.kind == "lowbit":
-        plan = LayerPlan.full(layers).in_bits(BITS)
-        chosen = DraftPlan(plan, GAMMA_LOW_BITS, kept_share=PRIOR_LOW_BITS)
-    elif options.plan or (options.kind in ("skip", "auto") and shipped.exists()):
-        chosen = read_plan(options.plan or shipped, layers, folder)
-    else:
-        return None
-    if options.bits:
-        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
-    return fitting(chosen, kernels)
+    default = drafting.new_policy
+    gate = options.min_target_confidence
+    is_default = options.gamma is None and options.adaptive is None
+    if options.gamma is None and default().gamma == 0:
+        return drafting
+
+    def new_policy() -> Policy:
+        policy = default() if is_default else policy_asked_for(options, drafting.chosen, params)
+        return policy if gate is None else ConfidenceGate(policy, gate)
+
+    return replace(drafting, new_policy=new_policy)
 
 
-def fitting(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
-    """The plan with its head in four bits instead of eight where only four have a kernel: on a
-    GPU, which would read the checkpoint's own weights. ``kernels`` are the bits that have one.
+def policy_asked_for(
+    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
+) -> Policy:
+    """The policy of --gamma and --adaptive. A length that is not given is that of the ``chosen``
+    plan, if any; so is the threshold.
     """
-    if chosen.plan.head == 8 and kernels == (4,):
-        return replace(chosen, plan=replace(chosen.plan, head=4))
-    return chosen
+    gamma = options.gamma
+    if gamma is None and chosen:
+        gamma = chosen.gamma
+    if not options.adaptive:
+        return FixedLength(GAMMA if gamma is None else gamma)
+    threshold = START_SAMPLED if params.temperature else START_GREEDY
+    if chosen and chosen.threshold:
+        threshold = chosen.threshold
+    return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)

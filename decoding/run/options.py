@@ -1,5 +1,5 @@
-"""Checked options of a text, from a command line, a call or a request, and the checked request of a
-command line.
+"""Options in their types: those of a text (``TextOptions``), and the request of a command line
+(``Request``), which is checked before any weight is read.
 """
 
 from __future__ import annotations
@@ -7,19 +7,18 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping
-from copy import copy
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
-from decoding.run.arguments import OPTIONS
-from decoding.run.chooser import DraftOptions, plans_for_auto
+from decoding.break_even import BreakEven
+from decoding.grammar import Grammar, Vocabulary
+from decoding.run.arguments import DRAFTING, GRAMMARS
+from decoding.run.chooser import DraftOptions, plan_for, plans_for_auto
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -28,94 +27,11 @@ from model import InputError
 from model.fast import gpu_bits, why_not_compiled
 from model.plan import LOW_BITS
 from weights.load import DTYPES, model_folder, read_config, stored_dtype
-from weights.memory import Memory, estimate, low_bit_bytes
+from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from decoding.grammar import Grammar, Vocabulary
 
 # Positions of a cache for texts that are not known yet: on a GPU a step attends over all of them.
 CONTEXT = 8192
-
-MOST = 1 << 16  # texts that can be asked for
-# Options of a command that writes after one prompt.
-OF_ONE_PROMPT = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-# Options that say what a command prints, or that a call's form says: no options of a call.
-NOT_FROM_PYTHON = {
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "dry_run",
-    "compare",
-    "trace",
-    "html",
-    "svg",
-    "json",
-    "serve",
-    "together",
-    "interactive",
-}
-# Options of a call, with the arguments of argparse's ``add_argument``.
-OF_A_CALL: dict[str, dict[str, Any]] = {
-    name: settings
-    for group in OPTIONS.values()
-    for option, settings in group.items()
-    if (name := option.removeprefix("--").replace("-", "_")) not in NOT_FROM_PYTHON
-}
-# Options that a model is loaded with.
-OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
-# Types of an option's values, by its type on the command line, and their name in messages.
-TYPES = {
-    int: (int, "a whole number"),
-    float: (int | float, "a number"),
-    None: (str | Path, "a string"),
-}
-GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
-DRAFTING = [field.name for field in fields(DraftOptions)[1:]]  # options of a draft
-
-
-def checked(given: Mapping[str, Any], known: Namespace) -> Namespace:
-    """The options ``known``, with those ``given`` to a call or in a request in their place.
-
-    Their types are those of the command line, ``stop`` and ``ban`` lists of strings. Another kind
-    of draft comes without the known options of drafting, and a grammar without the known one.
-    Raises InputError for a name that is no option of a call, and for a value of another type.
-    """
-    for name, value in given.items():
-        if name not in OF_A_CALL:
-            raise InputError(f"there is no option {name}: see python generate.py --help")
-        with explaining(f"{name} is too large", (ValueError, RecursionError)):
-            repr(value)  # as messages show it
-        fits, wanted = has_type_of(name, value)
-        if not fits and (value is not None or OF_A_CALL[name].get("default") is not None):
-            raise InputError(f"{name} must be {wanted}, found {value!r:.80}")
-        if isinstance(value, str | list):
-            with explaining(f"{name} is not UTF-8 text", (UnicodeEncodeError,)):
-                "".join(value).encode()
-    kept = dict(vars(known))
-    if given.get("draft", kept["draft"]) != kept["draft"]:
-        kept |= dict.fromkeys(DRAFTING)
-    if GRAMMARS.keys() & given.keys():
-        kept |= dict.fromkeys(GRAMMARS)
-    return Namespace(**kept | given)
-
-
-def has_type_of(name: str, value: Any) -> tuple[bool, str]:
-    """Whether a value of Python or JSON is one that this option of the command line could have, and
-    the type of its values in words.
-    """
-    settings = OF_A_CALL[name]
-    if "choices" in settings:
-        return value in settings["choices"], f"one of {', '.join(settings['choices'])}"
-    if isinstance(settings.get("default"), list):
-        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        return fits, "a list of strings"
-    if "action" in settings:
-        return isinstance(value, bool), "True or False"
-    if name == "json_schema" and isinstance(value, dict):
-        return True, "a schema"
-    types, words = TYPES.get(settings.get("type"), TYPES[None])
-    return isinstance(value, types) and not isinstance(value, bool), words
 
 
 class TextOptions(NamedTuple):
@@ -132,8 +48,8 @@ class TextOptions(NamedTuple):
         eos_ids: frozenset[int] = frozenset(),
         grammar: Grammar | None = None,
     ) -> TextOptions:
-        """Those of options under the command line's names. Raises InputError for a value out of
-        range.
+        """The options of a text among those of a command line or a call. Raises InputError for a
+        value out of range.
         """
         draft = {name: getattr(options, name) for name in DRAFTING}
         params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
@@ -165,7 +81,7 @@ def told_schema(options: Namespace) -> str | None:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Namespace) -> list[int]:
-    """Token ids of a prompt, under options whose files are read."""
+    """Token ids of a prompt, by options whose files are read."""
     return encode_prompt(
         tokenizer,
         prompt,
@@ -178,8 +94,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Namespace) -> list[in
 @lru_cache(maxsize=1)
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Tokens of a model of this vocabulary size, as grammars read them."""
-    from decoding.grammar import Vocabulary
-
     tokens = [tokenizer.token_bytes(token) for token in range(size)]
     return Vocabulary(tokens, tokenizer.eos_ids, tokenizer.encode_continuation)
 
@@ -190,14 +104,12 @@ def check_options(options: Namespace) -> None:
     """
     with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
         "".join((options.system or "", *options.stop, *options.ban)).encode()
-    if min(options.num_samples, options.together, options.context or 1) < 1:
-        raise InputError("--num-samples, --together and --context must be at least 1")
-    if max(options.num_samples, options.together) > MOST:
-        raise InputError(f"--num-samples and --together may be at most {MOST}")
+    if options.context is not None and options.context < 1:
+        raise InputError(f"--context must be at least 1, found {options.context}")
     for place in filter(None, (options.html, options.svg)):
         check_place(place)
-    open_ended = options.serve or options.interactive
-    if open_ended and any(getattr(options, name) for name in OF_ONE_PROMPT):
+    of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
+    if (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)):
         raise InputError(
             "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
         )
@@ -210,8 +122,9 @@ def check_options(options: Namespace) -> None:
 class Request:
     """The request of ``generate.py``'s command line, checked before any weight is read.
 
-    ``prompt`` and its token ``ids`` are empty where there is no prompt, as with --serve. Raises
-    InputError.
+    ``prompt`` and its token ``ids`` are empty where there is no prompt, as with --serve. ``name``
+    is the model's, as it is shown; ``repeat_with`` has the options that repeat a sampled text, and
+    is empty for a greedy one. Raises InputError.
     """
 
     def __init__(self, options: Namespace) -> None:
@@ -221,7 +134,7 @@ class Request:
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)
-        self.name = self.folder.resolve().name  # of the model, to readers and clients
+        self.name = self.folder.resolve().name
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
@@ -243,7 +156,8 @@ class Request:
         self.rules = replace(rules, max_new_tokens=budget)
 
     def text_options(self, options: Namespace, seconds: float = math.inf) -> TextOptions:
-        """The options of a text for this model, among those of a call whose files are read.
+        """The options of a text of this model, with its end-of-text tokens and its grammar, among
+        those of a call whose files are read.
 
         ``seconds``: the longest that all masks of a grammar may take. Raises InputError for a value
         out of range, for several grammars, and for a wrong one.
@@ -253,16 +167,14 @@ class Request:
             raise InputError("give one of --json-schema, --regex and --grammar")
         grammar = None
         if given:
-            from decoding.grammar import Grammar  # loaded only where it is asked for
-
             source = getattr(options, given[0])
             tokens = vocabulary(self.tokenizer, self.config.vocab_size)
             grammar = Grammar(GRAMMARS[given[0]], source, tokens, seconds)
         return TextOptions.of(options, self.tokenizer.eos_ids, grammar)
 
     def encode(self, prompt: str, options: Namespace) -> list[int]:
-        """Token ids of a prompt, under options whose files are read. Raises InputError where it is
-        no text, or too long for the context.
+        """Token ids of a prompt, by options whose files are read. Raises InputError for anything
+        but text, and for a prompt that is too long for the context.
         """
         ids = prompt_ids(self.tokenizer, checked_prompt(prompt), options)
         check_prompt(ids, self.config, self.folder, self.most_positions)
@@ -271,23 +183,16 @@ class Request:
     @property
     def most_positions(self) -> int:
         """Most positions of any text: --context, at most the model's."""
-        most = self.config.max_positions
-        return min(self.options.context or most, most)
+        return min(self.options.context or math.inf, self.config.max_positions)
 
     @property
     def context(self) -> int:
-        """Most positions of the text; of one that is not known yet at most ``CONTEXT`` by
-        default.
+        """Most positions of the request's text: all, after a prompt or with --context; else, of
+        texts that are not known yet, at most ``CONTEXT``.
         """
         if self.prompt or self.options.context:
             return self.most_positions
         return min(CONTEXT, self.most_positions)
-
-    def in_context(self, positions: int) -> Request:
-        """The same request, for texts of at most this many positions."""
-        changed = copy(self)
-        changed.options = Namespace(**{**vars(self.options), "context": positions})
-        return changed
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -300,13 +205,23 @@ class Request:
         return len(self.ids) + self.rules.max_new_tokens if self.prompt else self.context
 
     def needs(self) -> dict[str, Any]:
-        """Arguments of ``weights.memory.estimate`` besides the config and the device."""
+        """Arguments of ``weights.memory.estimate`` besides the config and the device.
+
+        The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
+        Raises InputError for a draft model or a plan that cannot be read.
+        """
+        draft = self.draft
         kernels = gpu_bits(self.device, self.dtype)
+        chosen = plan_for(draft, self.folder, self.config.num_layers, kernels)
+        is_auto = draft.kind == "auto"
+        longest = BreakEven.LONGEST_WITH_FORCED if is_auto else LONGEST_DRAFT
         return {
             "dtype": self.dtype,
             "positions": self.capacity,
             "prompt": len(self.ids),
-            **self.draft.needs(self.folder, self.config, kernels),
+            "draft": read_config(model_folder(draft.draft_model)) if draft.draft_model else None,
+            "longest_draft": longest if draft.gamma is None else draft.gamma,
+            "plan": chosen.plan if chosen and not is_auto else None,
         }
 
     def optional_copies(self) -> int:

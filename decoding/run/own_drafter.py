@@ -1,5 +1,5 @@
-"""Drafter of a class in a file of the user. An error in it says in which line of the file it
-arose.
+"""Drafter of a class in a file of the user. The message of an error in it names the line of the
+file.
 """
 
 import runpy
@@ -13,8 +13,10 @@ from model import Decoder, InputError, KVCache
 
 
 def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
-    """Maker of instances of a ``FILE.py:Class``, from the target's cache. Raises InputError where
-    there is no such class. So does whatever the instances raise, the original error as its cause.
+    """Maker of instances of a ``FILE.py:Class``, from the target's cache.
+
+    Raises InputError where there is no such class. An error in a method of an instance becomes an
+    InputError too, whose cause is the original one.
     """
     file, _, name = kind.rpartition(":")
     with blaming(kind):
@@ -35,9 +37,9 @@ def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
 
 @contextmanager
 def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
-    """Context that turns any error of the user's class into an InputError with its line.
+    """Context that turns any error of the user's class into an InputError that names its line.
 
-    The error is the cause of one ``in_text``, so that its traceback is shown.
+    ``in_text``: with the original error as its cause, so that the traceback is shown.
     """
     try:
         yield

@@ -72,9 +72,10 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     With the model's ``folder`` given, a plan that names another model is refused.
     """
     raw = read_json(path)
-    example = '{"attn": [3, 7], "mlp": [5]}'
     if not isinstance(raw, dict) or not {"attn", "mlp", "bits"} & raw.keys():
-        raise InputError(f"{path}: a plan file holds one object like {example}")
+        raise InputError(
+            f'{path}: a plan file holds one object like {{"attn": [3, 7], "mlp": [5]}}'
+        )
 
     def check(fits: bool, key: str, wanted: str) -> None:
         if not fits:
@@ -107,20 +108,12 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     ):
         value = raw.get(key)
         check(value is None or (type(value) in kinds and 0 <= value <= most), key, wanted)
-    full = [FULL] * num_layers
-    attention, mlp = (
-        tuple(
-            0 if layer in skipped[name] else width
-            for layer, width in enumerate(bits.get(name, full))
-        )
-        for name in SUBLAYERS
-    )
-    return DraftPlan(
-        LayerPlan(attention, mlp, head),
-        raw.get("gamma"),
-        raw.get("threshold"),
-        raw.get("kept_share"),
-    )
+    runs = {}
+    for name in SUBLAYERS:
+        widths = enumerate(bits.get(name, [FULL] * num_layers))
+        runs[name] = tuple(0 if layer in skipped[name] else width for layer, width in widths)
+    plan = LayerPlan(runs["attn"], runs["mlp"], head)
+    return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))
 
 
 def whole_numbers(value: Any, allowed: Collection[int]) -> bool:

@@ -9,15 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.run.chooser import Chooser, Setting
-from decoding.run.options import (
-    OF_THE_MODEL,
-    Request,
-    TextOptions,
-    checked,
-    read_grammar_files,
-    told_schema,
-)
+from decoding.run.arguments import OF_THE_MODEL, merge_options
+from decoding.run.chooser import Setting
+from decoding.run.options import Request, TextOptions, read_grammar_files, told_schema
 from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
 from decoding.run.reading import Spans, conversation
 from decoding.run.streaming import Labels, TextStream
@@ -34,11 +28,12 @@ Pieces = Generator[str, None, None]
 
 
 class Session:
-    """A loaded model, to be called by ``write``, ``stream``, ``write_all`` and ``chat``. Options of
+    """A loaded model, which writes by ``write``, ``stream``, ``write_all`` and ``chat``. Options of
     a call stand in place of those that the session was made with.
 
-    What it learned about drafts stays in it. One text is written at a time: a call ends a stream
-    that has not ended. ``sample`` is the last text that ``write`` or ``stream`` began.
+    ``setting`` keeps the drafts and what was learned about them. One text is written at a time: a
+    call ends a stream that has not ended. ``sample`` is the last text that ``write`` or ``stream``
+    began.
     """
 
     def __init__(
@@ -59,15 +54,13 @@ class Session:
         self.model = model
         self.tokenizer = request.tokenizer
         self.labels = Labels(self.tokenizer.token_bytes, self.tokenizer.special)
-        self.chooser = Chooser(
-            Setting(
-                request.folder,
-                model,
-                self.tokenizer,
-                request.params,
-                request.capacity,
-                request.coupling.name,
-            )
+        self.setting = Setting(
+            request.folder,
+            model,
+            self.tokenizer,
+            request.params,
+            request.capacity,
+            request.coupling.name,
         )
         self.writer: Writer | None = None
         self.sample: Sample | None = None
@@ -106,7 +99,7 @@ class Session:
             self.new_text(self.request.encode(prompt, given), asked.rules) for prompt in prompts
         ]
         capacity = max((len(text) + text.remaining for text in texts), default=1)
-        drafting = self.chooser.drafting(asked.draft, asked.params)
+        drafting = self.setting.drafting(asked.draft, asked.params)
         tasks = [
             Task(text, drafting, asked.params, replace(asked.coupling, sample=number))
             for number, text in enumerate(texts)
@@ -114,21 +107,21 @@ class Session:
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
 
-    def chat(self, system: str | None = None, **options: object) -> Conversation:
-        """A new conversation, with a cache of its own."""
-        if system is not None:
-            options["system"] = system
+    def chat(self, **options: object) -> Conversation:
+        """A new conversation, with a cache of its own; its ``system`` message is an option."""
         return Conversation(self, options)
 
     def options(self, given: dict[str, object]) -> Namespace:
         """The options of a call, with the session's where it gives none. Raises InputError."""
         if fixed := [name for name in OF_THE_MODEL if name in given]:
             raise InputError(f"{fixed[0]} is an option of load, not of a call")
-        return read_grammar_files(checked(given, self.request.options))
+        return read_grammar_files(merge_options(self.request.options, given))
 
-    def new_text(self, ids: Sequence[int], rules: Rules) -> Text:
-        """A text that holds only its prompt, and ends where the context is full."""
-        room = self.request.most_positions - len(ids)
+    def new_text(self, ids: Sequence[int], rules: Rules, positions: int | None = None) -> Text:
+        """A text that holds only its prompt, and ends where it has this many positions, by default
+        the context.
+        """
+        room = (positions or self.request.most_positions) - len(ids)
         rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
         return Text(ids, rules, self.model, self.tokenizer.token_bytes)
 
@@ -154,7 +147,7 @@ class Session:
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
         writer.begin(sample.source.tokens, answers)
-        drafting = self.chooser.drafting(asked.draft, asked.params)
+        drafting = self.setting.drafting(asked.draft, asked.params)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
             for read in readers:
@@ -206,15 +199,13 @@ class Conversation:
         ids, answers = conversation(session.tokenizer, told)
         if self.writer is None:
             self.writer = session.new_writer(session.request.capacity)
-        room = self.writer.capacity - len(ids)
-        if room < 1:
+        if len(ids) >= self.writer.capacity:
             raise ContextFull(
                 f"the conversation has {len(ids)} tokens, its context {self.writer.capacity}:"
                 " forget its oldest turns"
             )
         check_prompt(ids, session.request.config, session.request.folder)
-        rules = replace(asked.rules, max_new_tokens=min(asked.rules.max_new_tokens, room))
-        self.sample = Sample(session.new_text(ids, rules))
+        self.sample = Sample(session.new_text(ids, asked.rules, self.writer.capacity))
         pieces = session.pieces(self.writer, self.sample, asked, answers, readers)
         session.streaming = self._answer(messages, pieces)
         return session.streaming

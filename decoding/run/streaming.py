@@ -29,7 +29,8 @@ class TextStream:
         """
         ended = self.text.finish is not None
         end = len(self.text.data) if at_end and not ended else self.text.certain_end
-        begin, self.shown = self.shown, max(self.shown, end)
+        begin = self.shown
+        self.shown = max(begin, end)
         return self.decoder.decode(bytes(self.text.data[begin:end]), final=at_end or ended)
 
 

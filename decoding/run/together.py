@@ -35,7 +35,9 @@ MOST_TOGETHER = 16  # texts that share steps
 
 
 class Call(NamedTuple):
-    """A call of a model and its arguments; with ``is_prompt`` a prefill, without logits."""
+    """A call of a model and its arguments; with ``is_prompt`` a prefill of one chunk, without
+    logits.
+    """
 
     model: Decoder
     tokens: Tensor
@@ -47,7 +49,7 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Task:
-    """A text to be written, with the arguments of ``Writer.write``.
+    """A text to be written, at first its prompt alone, with the arguments of ``Writer.write``.
 
     The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
     ``answers`` are the positions of earlier answers in the prompt of a conversation. Any thread may
@@ -76,10 +78,6 @@ class Task:
     def ended(self) -> bool:
         return self.loop is not None and self.loop.dead
 
-    @property
-    def prompt(self) -> list[int]:
-        return self.text.tokens[: self.text.prompt_length]
-
 
 class ModelProxy:
     """Stand-in for a model in a text's loop (``decoding.model_port``): the scheduler answers its
@@ -99,7 +97,13 @@ class ModelProxy:
         return getcurrent().parent.switch(Call(self.model, tokens, cache, start, plan))
 
     def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        getcurrent().parent.switch(Call(self.model, tokens, cache, start, is_prompt=True))
+        """Read the tokens in chunks, between which the other texts take steps."""
+        while tokens.shape[1]:
+            chunk = tokens[:, : chunk_at(start)]
+            getcurrent().parent.switch(Call(self.model, chunk, cache, start, is_prompt=True))
+            read = cache.length - start  # the chunk, or all of a prompt that was copied
+            tokens = tokens[:, read:]
+            start += read
 
 
 class Slot(Writer):
@@ -173,16 +177,12 @@ class Scheduler:
         """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
         self.active.append(task)
         try:
-            task.slot.begin(task.prompt, task.answers)
-            task.slot.write(
-                task.text,
-                task.drafting,
-                task.params,
-                task.coupling,
-                readers=[lambda *round: task.unread.append(round)],
-                observer=task.observer,
-                sample=task.sample,
+            task.slot.begin(task.text.tokens, task.answers)
+            rounds = task.slot.rounds(
+                task.sample, task.drafting, task.params, task.coupling, task.observer
             )
+            for round in rounds:
+                task.unread.append((round, task.sample.seconds))
         except KeyboardInterrupt:
             if not task.cancelled:
                 raise
@@ -220,11 +220,10 @@ class Scheduler:
                 continue
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
-            task.slot = free[0]
-            if task.answers:  # A conversation goes on where its cache is.
-                task.slot = max(
-                    free, key=lambda slot: slot.reusable_entries(task.prompt, task.answers)
-                )
+            # A conversation goes on where its cache is.
+            task.slot = max(
+                free, key=lambda slot: slot.reusable_entries(task.text.tokens, task.answers)
+            )
             task.loop = greenlet(self._write)
             self._go_on(task, task)
         return bool(self.active)
@@ -232,21 +231,12 @@ class Scheduler:
     def _prefill(self) -> None:
         """Copy prompts that other slots hold, and read one chunk of the oldest that is left."""
         for task in [task for task in self.active if task.call.is_prompt]:
-            call = task.call
-            count = chunk_at(call.start)
             if source := self._cache_of_same_prompt(task):
-                call.cache.copy_from(source, call.tokens.shape[1])
+                task.call.cache.copy_from(source, len(task.text) - 1)
                 self._go_on(task)
-                continue
-            try:
-                call.model.prefill(call.tokens[:, :count], call.cache, call.start)
-            except Exception as error:
-                self._go_on(task, error)
+            else:
+                self._answer([task])
                 return
-            task.call = call._replace(tokens=call.tokens[:, count:], start=call.start + count)
-            if not task.call.tokens.shape[1]:
-                self._go_on(task)
-            return
 
     def _cache_of_same_prompt(self, task: Task) -> KVCache | None:
         """The cache of another slot that holds the prompt of a text, if there is one and nothing
@@ -257,9 +247,9 @@ class Scheduler:
         same = (
             slot.cache
             for slot in self.slots
-            if slot.prompt == task.prompt
+            if slot.prompt == task.text.tokens
             and len(slot.segments) < 2  # read in one segment, as this prompt would be
-            and slot.cache.length >= call.tokens.shape[1]
+            and slot.cache.length >= len(task.text) - 1
         )
         return next(same, None) if reads_all and self.model.batches_calls else None
 
@@ -281,16 +271,23 @@ class Scheduler:
                 for task in waiting
                 if task.call.model is first.model and task.call.plan == first.plan
             ]
-            for task, answer in zip(group, answers([task.call for task in group]), strict=True):
-                self._go_on(task, answer)
+            self._answer(group)
+
+    def _answer(self, tasks: Sequence[Task]) -> None:
+        """Compute the calls of these texts, and let each loop go on with its answer."""
+        for task, answer in zip(tasks, answers([task.call for task in tasks]), strict=True):
+            self._go_on(task, answer)
 
 
-def answers(calls: Sequence[Call]) -> list[Tensor | Exception]:
+def answers(calls: Sequence[Call]) -> list[Tensor | Exception | None]:
     """The logits, or the error, of each call of one model and plan, in one step where that is
-    possible.
+    possible. A prompt's only call has the answer None.
     """
+    first = calls[0]
     try:
+        if first.is_prompt:
+            return [first.model.prefill(first.tokens, first.cache, first.start)]
         rows = [(call.tokens, call.cache, call.start) for call in calls]
-        return calls[0].model.together(rows, calls[0].plan)
+        return first.model.together(rows, first.plan)
     except Exception as error:  # computed one by one, only the failing call has an error
         return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]

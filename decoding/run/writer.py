@@ -1,8 +1,9 @@
 """Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after
-it, by a ``Drafting``.
+it.
 
-``generate.py``, the server, the benchmark and the search's confirmation write through it, and so
-time the same.
+A ``Drafting`` is the way a text is written, a drafter with its policy; a ``Sample`` is the result.
+``generate.py``, the server, the benchmark and the search's confirmation write through ``Writer``,
+and so time the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +36,18 @@ Reader = Callable[[Round, float], None]  # called with each round and the second
 
 @dataclass
 class Preparation:
-    """Work before a model can draft, in pieces: the making of low-bit copies that are not kept."""
+    """Work before a model can draft, in pieces that may be done between the rounds of a text: its
+    low-bit copies are read, or made.
+    """
 
     pieces: Iterator[None]
     is_done: bool = False
 
     def do_piece(self) -> None:
         """Do the next piece, if any is left."""
-        self.is_done = next(self.pieces, self) is self
+        for _ in self.pieces:
+            return
+        self.is_done = True
 
     def finish(self) -> None:
         """Do all pieces that are left."""
@@ -54,10 +59,11 @@ class Preparation:
 class Drafting:
     """A drafter and its policy.
 
-    ``name`` is for people; ``new_drafter`` takes the target's cache, which the drafter may share;
+    ``name`` is shown; ``new_drafter`` takes the target's cache, which the drafter may share;
     ``new_policy`` makes a fresh policy for a text. ``model`` drafts: the target, under the
     ``chosen`` plan, or a draft model, or None. Texts that no draft length can change may be written
-    before the ``preparation`` is done. ``past`` is learned in all texts with a clock.
+    before the ``preparation`` is done. ``past`` has the estimates from all texts whose policy has a
+    clock.
     """
 
     name: str
@@ -165,7 +171,7 @@ class Writer:
         """
         began = self.clock()
         segments = segments_of(len(prompt), answers)
-        reused = self.reusable_entries(prompt, answers) if answers else 0
+        reused = self.reusable_entries(prompt, answers)
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
@@ -182,7 +188,9 @@ class Writer:
         return self.clock() - began
 
     def reusable_entries(self, prompt: Sequence[int], answers: Spans) -> int:
-        """Number of entries of the cache that this prompt can use: see ``begin``."""
+        """Number of entries of the cache that this prompt can use: none without ``answers``."""
+        if not answers:
+            return 0
         tokens = self.prompt
         segments = self.segments
         if self.text is not None and self.prompt:
@@ -216,14 +224,11 @@ class Writer:
         *,
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
-        sample: Sample | None = None,
     ) -> Sample:
-        """Write a text, which holds the prompt, to its end.
-
-        The time of the ``readers`` and the ``observer`` is not counted. A ``sample`` that is given
-        holds the text so far also after an error and after Ctrl-C.
+        """Write a text, which holds the prompt, to its end: see ``rounds``. The time of the
+        ``readers`` is not counted.
         """
-        sample = sample or Sample(text)
+        sample = Sample(text)
         for round in self.rounds(sample, drafting, params, coupling, observer):
             for read in readers:
                 read(round, sample.seconds)
@@ -237,7 +242,8 @@ class Writer:
         coupling: Coupling,
         observer: Observer | None = None,
     ) -> Iterator[Round]:
-        """The rounds of a sample that holds only its prompt, each added to it.
+        """The rounds of a sample that holds only its prompt, each added to it. The time of the
+        ``observer``, and that between two rounds, is not counted.
 
         The policy has a clock where no text can change by a draft's length. Under the ratio rule a
         length decides which random numbers a token is drawn with, and where rows depend on each
@@ -254,14 +260,7 @@ class Writer:
         policy, randomness, verify = self.decide(
             (policy, coupling.randomness(self.model.device), coupling.verify)
         )
-        observing = 0.0  # seconds of the round
-
-        def observe(*record: Any) -> None:
-            nonlocal observing
-            began = self.clock()
-            observer(*record)
-            observing = self.clock() - began
-
+        records: list[tuple[Any, ...]] = []  # of the round, for the observer
         rounds = speculate(
             self.target,
             self.cache,
@@ -271,12 +270,12 @@ class Writer:
             params,
             randomness,
             verify,
-            observer=observer and observe,
+            observer=observer and (lambda *record: records.append(record)),
         )
         began = self.clock()
         shared = self.shares_steps()
         for round in rounds:
-            seconds = self.clock() - began - observing
+            seconds = self.clock() - began
             sample.seconds += seconds
             sample.trouble = self.model.trouble  # a step may have fallen back
             shared = shared or self.shares_steps()
@@ -284,6 +283,8 @@ class Writer:
                 policy.observe_time(seconds)
             sample.rounds.append(round)
             sample.statistics.add(round)
+            if observer:
+                observer(*records.pop())
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
             drafting.preparation.do_piece()

@@ -212,9 +212,9 @@ class Server(uvicorn.Server):
             self.listener = socket.create_server((host or "127.0.0.1", int(port)))
         self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
         slots = asked.together if command_line.device.type == "cpu" else 1
-        fitting = command_line.in_context(context_length(command_line, slots))
-        self.worker = Worker(Session(fitting), slots)
-        reader = RequestReader(fitting, self.worker.bits)
+        asked.context = context_length(command_line, slots)
+        self.worker = Worker(Session(command_line), slots)
+        reader = RequestReader(command_line, self.worker.bits)
         config = uvicorn.Config(
             guarded(make_app(self.worker, reader), host),
             log_level="critical",

@@ -22,11 +22,11 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
+from decoding.run.arguments import merge_options
 from decoding.run.chooser import DRAFTERS
 from decoding.run.options import (
     Request,
     TextOptions,
-    checked,
     prompt_ids,
     read_grammar_files,
     told_schema,
@@ -292,7 +292,7 @@ class RequestReader:
                         400, f"{name} must have at most {MAX_SOURCE[name]} characters"
                     )
             given |= grammar
-        options = checked(given, known)
+        options = merge_options(known, given)
         if given.get("gamma", 0) > MAX_GAMMA:
             raise HTTPException(400, f"gamma must be at most {MAX_GAMMA}, found {options.gamma}")
         return options

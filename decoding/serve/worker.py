@@ -123,7 +123,7 @@ class Worker:
         self.arrived = threading.Event()
         self.stopped = lambda: False
         request = session.request
-        drafting = session.chooser.drafting(request.draft, request.params)
+        drafting = session.setting.drafting(request.draft, request.params)
         drafting.preparation.finish()  # no client waits for it
         plan = drafting.plan
         widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
@@ -174,7 +174,7 @@ class Worker:
                 job.error = HTTPException(503, "the server is stopping")
             elif has_room and not job.tasks and not job.gone:
                 try:
-                    drafting = self.session.chooser.drafting(job.options.draft, job.options.params)
+                    drafting = self.session.setting.drafting(job.options.draft, job.options.params)
                     job.begin(job, self, drafting)
                 except Exception as error:
                     job.error = error

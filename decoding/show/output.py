@@ -36,7 +36,7 @@ class Output:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.request = session.request
-        self.drafting = session.chooser.drafting(self.request.draft, self.request.params)
+        self.drafting = session.setting.drafting(self.request.draft, self.request.params)
         self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []  # for the page
@@ -47,16 +47,14 @@ class Output:
         sample = Sample(writer.new_text(self.request.rules))
         readers, observer = self.recorders()
         try:
-            with self.shown(sample.source) as read:
-                writer.write(
-                    sample.source,
-                    self.drafting,
-                    self.request.params,
-                    coupling,
-                    readers=[*readers, read],
-                    observer=observer,
-                    sample=sample,
+            with self.shown(sample.source) as show:
+                readers.append(show)
+                rounds = writer.rounds(
+                    sample, self.drafting, self.request.params, coupling, observer
                 )
+                for round in rounds:
+                    for read in readers:
+                        read(round, sample.seconds)
         except BaseException as error:  # after the text so far
             if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)

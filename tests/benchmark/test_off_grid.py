@@ -5,8 +5,9 @@ use least.
 import torch
 
 from benchmark.off_grid import add_noise, four_bit_grid, round_to_nearest, share_kept
-from decoding.run.calibration import Continuation, input_squares, linear_layers
+from decoding.run.calibration import input_squares, linear_layers
 from model import Decoder
+from search.texts import Continuation
 from tests.laws import tiny_model
 
 TEXTS = [Continuation((0, 1, 2), (2, 1, 0, 1)), Continuation((1,), (2, 2, 0))]
@@ -33,7 +34,8 @@ def test_the_same_seed_gives_the_same_weights_and_only_matrices_of_layers_move()
 def test_the_noise_is_orthogonal_to_the_directions_that_inputs_use_most() -> None:
     """Products with the inputs' strongest direction do not change."""
     model, clean = noised(0), tiny_model("llama")
-    for name, covariance in input_squares(clean, TEXTS, lambda x: x.T @ x).items():
+    ids = [text.prompt + text.written for text in TEXTS]
+    for name, covariance in input_squares(clean, ids, lambda x: x.T @ x).items():
         if name != "head":
             strongest = torch.linalg.eigh(covariance)[1][:, -1].to(clean.dtype)
             change = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.run.chooser import Chooser, DraftOptions, Setting
+from decoding.run.chooser import DraftOptions, Setting
 from decoding.run.prompt import encode_prompt
 from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
@@ -45,8 +45,7 @@ class Loaded:
         wanted = [DraftOptions("lookup"), DraftOptions("exit", exit_layer=layers * 4 // 5, gamma=6)]
         wanted.append(DraftOptions("exit", exit_layer=layers // 4, adaptive=True))
         wanted += [DraftOptions("skip", gamma=4)] if (folder / "plan.json").exists() else []
-        chooser = Chooser(setting)
-        draftings = [chooser.drafting(options, setting.params) for options in wanted]
+        draftings = [setting.drafting(options, setting.params) for options in wanted]
         return Loaded(folder, setting, draftings, tokenizer)
 
     def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:

@@ -12,7 +12,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run ``generate.py`` in this process."""
 
     def command(*arguments: object) -> Outcome:
-        status = generate.main([*map(str, arguments)])
+        try:
+            status = generate.main([*map(str, arguments)])
+        except SystemExit as end:  # argparse's
+            status = end.code
         return Outcome(status, *capsys.readouterr())
 
     return command

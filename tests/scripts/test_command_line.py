@@ -87,8 +87,11 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a", "--min-p", "2"], "min-p must be from 0 to 1"),
         (["a", "--repetition-penalty", "0"], "repetition-penalty must be from 1e-6"),
         (["a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
-        (["a", "--num-samples", "0"], "num-samples, --together and --context must be at least 1"),
-        (["a", "--num-samples", "9" * 20], "num-samples and --together may be at most 65536"),
+        (["a", "--num-samples", "0"], "argument --num-samples: must be from 1 to 65536, found 0"),
+        (
+            ["a", "--num-samples", "9" * 20],
+            "argument --num-samples: must be from 1 to 65536, found 9",
+        ),
         (["a", "--stop", ""], "stop strings and banned words: give a list"),
         (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),

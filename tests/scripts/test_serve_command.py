@@ -74,7 +74,7 @@ def test_without_its_libraries_one_line_says_how_to_get_them(
     said = run("--serve", "0", "--model", folder).complaint
     assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said
     said = run("--serve", "0", "--together", "0").complaint
-    assert "--together and --context must be at least 1" in said
+    assert "--together: must be from 1 to 65536, found 0" in said
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_once(

@@ -16,7 +16,6 @@ from decoding.policies import AdaptiveExit, FixedLength, Policy
 from decoding.proof.enumeration import Enumerator, RaceEnumerator
 from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
@@ -27,6 +26,7 @@ from model.plan import FULL
 from search.acceptance import DEPTHS, Acceptance, Calibration, accepted_by_race
 from search.costs import CostTable
 from search.prediction import expected_rounds, predict
+from search.texts import Continuation
 from tests.folders import byte_tokenizer
 from tests.laws import speculated, tiny_model
 

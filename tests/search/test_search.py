@@ -17,7 +17,6 @@ from optuna.storages.journal import JournalFileBackend
 
 from cli.files import write_json
 from decoding.policies import AdaptiveExit, FixedLength
-from decoding.run.calibration import Continuation
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan, read_plan, write_plan
 from decoding.run.writer import Drafting
@@ -45,7 +44,7 @@ from search.study import (
     predictions_of,
     space_of,
 )
-from search.texts import plain_texts, split_texts
+from search.texts import Continuation, plain_texts, split_texts
 from tests.calls import status_of
 from tests.folders import LLAMA, VOCAB_SIZE, byte_tokenizer, write_folder
 from tests.laws import tiny_model

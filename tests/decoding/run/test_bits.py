@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
 from decoding.run import chooser
+from decoding.run.arguments import make_parser
 from decoding.run.calibration import (
     PROMPTS,
-    Continuation,
     input_squares,
     kept_of,
     linear_layers,
@@ -22,17 +22,19 @@ from decoding.run.calibration import (
 )
 from decoding.run.chooser import (
     VERIFY_SLOPE,
-    Chooser,
     DraftOptions,
     Setting,
     first_slope,
+    plan_for,
 )
+from decoding.run.options import Request
 from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from model.fast import accelerate
+from search.texts import Continuation
 from tests.calls import recorded
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
@@ -61,14 +63,15 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
     model: Decoder, few: list[Continuation]
 ) -> None:
     assert all(len(text.written) + text.unused == TOKENS for text in few)
-    found = input_squares(model, few)
+    ids = [text.prompt + text.written for text in few]
+    found = input_squares(model, ids)
     assert set(found) == set(linear_layers(model))
     inputs = []
     model.layers[1].mlp.down_proj.register_forward_pre_hook(
         lambda _, x: inputs.append(x[0][0].float())
     )
-    for text in few:
-        model.hidden(torch.tensor([[*text.prompt, *text.written]]))
+    for text in ids:
+        model.hidden(torch.tensor([text]))
     torch.testing.assert_close(found["1.mlp.down_proj"], torch.cat(inputs).square().mean(0))
 
 
@@ -157,7 +160,7 @@ def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
 ) -> None:
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
     for bits, wanted in ((None, 4), (8, 8)):
-        drafting = Chooser(setting).drafting(DraftOptions("lowbit", bits=bits), GREEDY)
+        drafting = setting.drafting(DraftOptions("lowbit", bits=bits), GREEDY)
         assert {*drafting.plan.attention, *drafting.plan.mlp} == {wanted}
         assert drafting.new_policy().gamma == 5
 
@@ -169,12 +172,12 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel_in_the_memory_estimate_too
     model: Decoder,
     tokenizer: Tokenizer,
 ) -> None:
-    """A GPU has a kernel for four bits only."""
+    """A GPU has a kernel for four bits only. The estimate is of the plan of ``plan_for``."""
     model.fast_bits = kernels
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
     for kind in ("lowbit", "auto") if kernels else ("lowbit",):
-        assert Chooser(setting).drafting(DraftOptions(kind), GREEDY).plan.head == head
-    assert DraftOptions("lowbit").needs(FOLDER, model.config, kernels)["plan"].head == head
+        assert setting.drafting(DraftOptions(kind), GREEDY).plan.head == head
+    assert plan_for(DraftOptions("lowbit"), FOLDER, model.num_layers, kernels).plan.head == head
 
 
 def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
@@ -182,7 +185,7 @@ def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
 ) -> None:
     monkeypatch.setattr(chooser, "has_memory_for", lambda model, plan: False)
     setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
-    drafting = Chooser(setting).drafting(DraftOptions("auto"), GREEDY)
+    drafting = setting.drafting(DraftOptions("auto"), GREEDY)
     drafting.preparation.finish()
     assert drafting.plan is None and not model.low_bits
 
@@ -195,7 +198,7 @@ def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     folder.chmod(0o555)
     setting = Setting(folder, model, tokenizer, GREEDY, 64)
-    Chooser(setting).drafting(DraftOptions(kind), GREEDY).preparation.finish()
+    setting.drafting(DraftOptions(kind), GREEDY).preparation.finish()
     folder.chmod(0o755)
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
@@ -209,7 +212,7 @@ def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder)
 def drafting_and_writer(model: Decoder, tokenizer: Tokenizer) -> tuple[Drafting, Writer]:
     """Of ``auto`` without a shipped plan, on a folder whose copies are not kept yet."""
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 200)
-    drafting = Chooser(setting).drafting(DraftOptions("auto"), GREEDY)
+    drafting = setting.drafting(DraftOptions("auto"), GREEDY)
     writer = Writer(model, 200, tokenizer.token_bytes)
     writer.begin(tokenizer.encode("Once upon a time"))
     return drafting, writer
@@ -263,10 +266,12 @@ def test_the_clock_is_granted_where_no_draft_length_can_change_a_text(
         assert (policy.grant_clock.called, policy.observe_time.called) == (timed, timed)
 
 
-def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(
-    tmp_path: Path, model: Decoder
-) -> None:
+def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(tmp_path: Path) -> None:
     """They are made only if they fit."""
-    (tmp_path / "plan.json").write_text('{"bits": 8}')
-    needed = [DraftOptions(kind).needs(tmp_path, model.config)["plan"] for kind in ("skip", "auto")]
-    assert needed[0].has_low_bits and needed[1] is None
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"bits": 8}')
+    command = ["--model", "tiny-llama", "--dry-run", "--plan", str(plan), "--draft"]
+    parser = make_parser()
+    requests = [Request(parser.parse_args([*command, kind])) for kind in ("skip", "auto")]
+    assert [bool(request.memory().low_bit_copies) for request in requests] == [True, False]
+    assert requests[1].optional_copies()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generate
-from decoding.run.options import checked
+from decoding.run.arguments import merge_options
 from decoding.run.reading import Segment, reusable, segments_of
 from decoding.run.session import ContextFull, Session
 from model import InputError
@@ -66,10 +66,11 @@ def test_ctrl_c_in_a_stream_leaves_the_session_usable(session: Session) -> None:
 
 def test_another_draft_comes_without_the_session_s_options_of_drafting(session: Session) -> None:
     exits = session.options({"draft": "exit", "exit_layer": 3, "gamma": 2})
-    given = checked({"draft": "lookup"}, exits)
+    given = merge_options(exits, {"draft": "lookup"})
     assert given.exit_layer is None and given.gamma is None
-    assert checked({"draft": "exit"}, exits).exit_layer == 3
-    assert checked({"regex": "a"}, checked({"grammar": "g"}, exits)).grammar is None
+    assert merge_options(exits, {"draft": "exit"}).exit_layer == 3
+    lark = merge_options(exits, {"grammar": "g"})
+    assert merge_options(lark, {"regex": "a"}).grammar is None
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Sessi
     chat.say("Hello")
     chat.say("Again")
     with pytest.raises(ContextFull, match="forget its oldest turns"):
-        chat.say("fox " * session.chooser.setting.positions)
+        chat.say("fox " * session.setting.positions)
     assert len(chat.messages) == 4
     chat.forget()
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]

@@ -145,7 +145,7 @@ def test_what_is_wrong_is_said_on_the_page(
     ask(opened)
     assert "requests wait already" in find(opened, "#notice").text
     monkeypatch.undo()
-    monkeypatch.setattr(served.worker.session.chooser, "drafting", lambda *_: 1 / 0)
+    monkeypatch.setattr(served.worker.session.setting, "drafting", lambda *_: 1 / 0)
     ask(opened)
     assert find(opened, "#notice").text == "the request could not be answered"
     remarks = [entry["message"] for entry in opened.get_log("browser")]

@@ -368,14 +368,14 @@ def test_a_prompt_of_too_many_bytes_is_refused_unread(
 @pytest.fixture
 def gate(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set, no text begins."""
-    chooser = served.worker.session.chooser
-    opened, drafting = threading.Event(), chooser.drafting
+    setting = served.worker.session.setting
+    opened, drafting = threading.Event(), setting.drafting
 
     def wait(*options: Any) -> Drafting:
         opened.wait(60)
         return drafting(*options)
 
-    monkeypatch.setattr(chooser, "drafting", wait)
+    monkeypatch.setattr(setting, "drafting", wait)
     yield opened
     opened.set()
     until(lambda: served.idle)
@@ -458,7 +458,7 @@ def test_what_fails_in_writing_is_told_and_the_next_text_is_written(
     def fail(*_: object) -> None:
         raise RuntimeError("a /secret/path\nand more")
 
-    monkeypatch.setattr(served.worker.session.chooser, "drafting", fail)
+    monkeypatch.setattr(served.worker.session.setting, "drafting", fail)
     status, error = served.refusal("/v1/completions", {"prompt": PROMPT, "stream": True})
     monkeypatch.undo()
     assert (status, error["type"]) == (500, "server_error") and "secret" not in str(error)
@@ -660,7 +660,7 @@ def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
     with serving(*model, "--draft", "model", "--draft-model", str(folder)) as running:
         made = [running.text(draft="model", gamma=gamma, **asked) for gamma in (1, 2, 3)]
         assert made == [plain] * 3
-        assert len(running.worker.session.chooser.made) == 1, "the draft model was loaded once"
+        assert len(running.worker.session.setting.made) == 1, "the draft model was loaded once"
 
 
 def context(folder: Path, *options: str, places: int = 1) -> int:
