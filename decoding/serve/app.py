@@ -204,7 +204,7 @@ def context_length(command_line: Request, slots: int) -> int:
     only.
     """
     config = command_line.config
-    device = command_line.device
+    free = free_bytes(command_line.device)
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     draft = command_line.needs()["draft"] or config
     positions = min(command_line.context, draft.max_positions)
@@ -215,9 +215,9 @@ def context_length(command_line: Request, slots: int) -> int:
         )
         return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
 
-    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(device):
+    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free:
         positions //= 2
-    check_fits(memory_for(positions), device)
+    check_fits(memory_for(positions), command_line.device)
     if positions < config.max_positions:
         say(
             f"context: {positions} of the model's {config.max_positions} tokens, for each of"
@@ -245,9 +245,9 @@ class Server(uvicorn.Server):
             self.listener = socket.create_server((host, int(port)))
         self.address = f"http://{host}:{self.listener.getsockname()[1]}/"
         slots = asked.together if command_line.device.type == "cpu" else 1
-        fitting = command_line.in_context(context_length(command_line, slots))
-        self.worker = Worker(Session(fitting), slots)
-        reader = RequestReader(fitting, self.worker.bits)
+        asked.context = context_length(command_line, slots)
+        self.worker = Worker(Session(command_line), slots)
+        reader = RequestReader(command_line, self.worker.bits)
         config = uvicorn.Config(
             guarded(make_app(self.worker, reader), host),
             log_level="critical",

@@ -256,27 +256,25 @@ class RequestReader:
         self.most_bytes = command_line.context * max(map(len, command_line.tokenizer.pieces))
         # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
         # copies would be made while all texts wait.
-        absent = {"auto", "model"} - {self.options.draft}
-        if self.options.draft != "skip" and not (command_line.folder / "plan.json").exists():
-            absent.add("skip")
-        self.drafts = [kind for kind in DRAFTERS if kind not in absent]
+        has_plan = (command_line.folder / "plan.json").exists()
+        absent = {"auto", "model"} if has_plan else {"auto", "model", "skip"}
+        self.drafts = [kind for kind in DRAFTERS if kind not in absent - {self.options.draft}]
 
     def read(self, kind: type[TextBody], data: bytes) -> ParsedRequest:
         """The request whose body of this kind is ``data``. Raises the errors that ``refusal``
         takes.
         """
         command_line = self.command_line
-        context = command_line.context
         body = kind.model_validate_json(data)
         self.check_model(body.model or command_line.name)
         options = self.options_of(body)
         size = len("".join(body.texts).encode())
         if size > self.most_bytes:
-            raise too_long(f"{size} bytes", command_line.config, context)
+            raise too_long(f"{size} bytes", command_line.config, command_line.context)
         ids, answers = body.encode(command_line.tokenizer, options)
-        check_prompt(ids, command_line.config, Path(command_line.name), context)
+        check_prompt(ids, command_line.config, Path(command_line.name), command_line.context)
         wanted = body.max_completion_tokens or body.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, context - len(ids))
+        options.max_new_tokens = min(wanted, command_line.context - len(ids))
         return ParsedRequest(body, ids, answers, command_line.text_options(options, MASK_SECONDS))
 
     def options_of(self, body: TextBody) -> Namespace:
@@ -299,9 +297,10 @@ class RequestReader:
 
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""
-        served = self.command_line.name
-        if name != served:
-            raise HTTPException(404, f"model {name!r:.80} does not exist here: there is {served}")
+        if name != self.command_line.name:
+            raise HTTPException(
+                404, f"model {name!r:.80} does not exist here: there is {self.command_line.name}"
+            )
 
 
 def given_options(body: TextBody) -> dict[str, Any]:

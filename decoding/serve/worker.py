@@ -119,12 +119,12 @@ class Worker:
                 self.end(job, error)
 
     def end(self, job: Job, error: BaseException | None = None) -> None:
-        """Take a job out of the queue: its text ends where it is, its messages with the error if
-        any.
+        """End the text of a job where it is, and its messages, with the error if any; take the job
+        out of the queue.
         """
-        self.jobs.remove(job)
         if job.task:
             job.task.cancelled = True
         if error:
             job.send(refusal(error))
         job.send(None)
+        self.jobs.remove(job)

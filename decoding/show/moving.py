@@ -222,8 +222,10 @@ def render_picture(
     middle = 84 + PLAIN_LINE * above.lines
     bottom = middle + 58 + DRAFT_LINE * below.lines
     right = WIDTH - MARGIN
-    words = f"{title}: plain decoding beside drafting by {draft}"
-    canvas = Canvas(words, bottom + 48, slower, round(slower * last + PAUSE, 3))
+    period = round(slower * last + PAUSE, 3)
+    canvas = Canvas(
+        f"{title}: plain decoding beside drafting by {draft}", bottom + 48, slower, period
+    )
     canvas.write(title, "muted", MARGIN, 30)
     canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
     canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")

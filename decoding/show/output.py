@@ -44,17 +44,13 @@ class Output:
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written."""
         task = self.task(writer.new_text(self.request.rules), coupling)
-        with self.shown(task.sample) as show:
-            writer.write(
-                task.text,
-                task.drafting,
-                task.params,
-                task.coupling,
-                readers=[*task.readers, show],
-                observer=task.observer,
-                sample=task.sample,
-            )
-        return task.sample
+        sample = task.sample
+        with self.shown(sample) as show:
+            rounds = writer.rounds(sample, self.drafting, task.params, coupling, task.observer)
+            for round in rounds:
+                for read in (*task.readers, show):
+                    read(round, sample.seconds)
+        return sample
 
     def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
         """Write a sample of each coupling at once.
