@@ -19,7 +19,9 @@ from decoding.run.options import Request
 
 def serve(command_line: Request) -> None:
     """Serve the model until Ctrl-C or SIGTERM. Raises InputError where that is not possible."""
-    install = "--serve needs more: run make serve, or pip install -r requirements-serve.txt"
-    with explaining(install, (ModuleNotFoundError,)):
+    with explaining(
+        "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
+        (ModuleNotFoundError,),
+    ):
         from decoding.serve.app import Server
     Server(command_line).serve_until_stopped()

@@ -132,5 +132,5 @@ def live_page(reader: RequestReader) -> str:
             "max_tokens": options.max_new_tokens,
         },
     }
-    empty = {"rounds": [], "finish": None, "seconds": 0}
-    return render_page(facts, [empty], FORM.read_text(encoding="utf-8"))
+    nothing = {"rounds": [], "finish": None, "seconds": 0}
+    return render_page(facts, [nothing], FORM.read_text(encoding="utf-8"))

@@ -39,16 +39,20 @@ class Output:
         self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []  # for the page
-        self.timeline: list[tuple[Round, float]] = []  # for the moving picture
+        self.timeline: list[
+            tuple[Round, float]
+        ] = []  # of the samples that are not written together
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
         """Write one sample, shown while it is written."""
         task = self.task(writer.new_text(self.request.rules), coupling)
         sample = task.sample
         with self.shown(sample) as show:
+            task.readers.append(show)
             rounds = writer.rounds(sample, self.drafting, task.params, coupling, task.observer)
             for round in rounds:
-                for read in (*task.readers, show):
+                self.timeline.append((round, sample.seconds))
+                for read in task.readers:
                     read(round, sample.seconds)
         return sample
 
@@ -78,12 +82,8 @@ class Output:
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
 
     def task(self, text: Text, coupling: Coupling) -> Task:
-        """The task of a sample, recorded for the page and the moving picture as far as these are
-        asked for.
-        """
+        """The task of a sample, recorded for the page if one is asked for."""
         task = Task(text, self.drafting, self.request.params, coupling, readers=[])
-        if self.request.options.svg:
-            task.readers.append(lambda *moment: self.timeline.append(moment))
         if self.request.options.html:
             recording = Recording(self.request.params, self.session.labels)
             self.recordings.append(recording)
@@ -156,15 +156,9 @@ class Output:
         InputError when it cannot be written.
         """
         request = self.request
-        plain: list[tuple[Round, float]] = []
-        readers = [lambda *moment: plain.append(moment)]
-        writer.write(
-            writer.new_text(request.rules),
-            writer.plain,
-            request.params,
-            request.coupling,
-            readers=readers,
-        )
+        sample = Sample(writer.new_text(request.rules))
+        rounds = writer.rounds(sample, writer.plain, request.params, request.coupling)
+        plain = [(round, sample.seconds) for round in rounds]
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         picture = render_picture(
             title, plain, self.timeline, self.drafting.name, self.session.labels
