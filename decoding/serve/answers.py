@@ -24,7 +24,7 @@ FORM = Path(__file__).with_name("live.html")
 
 
 def task_of(request: ParsedRequest, session: Session, drafting: Drafting, **more: Any) -> Task:
-    """The text of a request as a task of the scheduler; ``more`` are further fields of it."""
+    """The scheduler's task of a request's text; ``more`` are further fields of it."""
     _, params, rules, coupling = request.options
     text = session.new_text(request.ids, rules)
     return Task(text, drafting, params, coupling, answers=request.answers, **more)

@@ -1,4 +1,6 @@
-"""Server: routes with the guard before them, memory for the texts, start and end."""
+"""Server: routes with the guard before them, bodies and responses, memory for the texts, start and
+end.
+"""
 
 import asyncio
 import json

@@ -1,8 +1,8 @@
 """Requests: pydantic models of their JSON bodies, and their reader.
 
 A body's fields are checked in three places. The models here declare the fields of OpenAI's API.
-All others are options of the command line, or are refused: ``decoding.run.options.checked`` checks
-their types, as in a call from Python, and ``TextOptions.of`` their ranges.
+All others are options of the command line, or are refused. Of options, ``checked`` checks the
+types, as in a call from Python, and ``TextOptions`` the ranges.
 """
 
 import json
@@ -110,7 +110,9 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """Message of a chat; a ``content`` that is a string becomes a list of one part."""
+    """Message of a chat. A ``content`` that is a string becomes a list of one part, and the role
+    "developer" becomes "system".
+    """
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant"],

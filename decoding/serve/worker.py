@@ -28,8 +28,8 @@ class Job:
     """A request in the queue: its texts, written one after the other, and the messages to its
     client.
 
-    A message is a JSON value, or an HTTPException where a text fails; None is the last. Messages
-    that no client has read wait in memory, which a text's budget bounds.
+    A message is a JSON value, or an HTTPException where a text fails; None is the last. Unread
+    messages wait in memory: a text is bounded, so are they.
     """
 
     def __init__(self, request: ParsedRequest, answer: Answer, session: Session) -> None:

@@ -1,9 +1,11 @@
 """Moving picture of a run: an SVG in which a text is written twice, plainly and speculatively, in
 the rhythm that was measured.
 
-It is animated by CSS alone, so that it plays in an ``<img>``. Each piece of text is an element that
-appears at one moment and may disappear at a later one. Where nothing can move, the picture shows
-the end of the run.
+``Lane`` lays the tokens of a text out: in lines and columns of characters, and in seconds of
+decoding. ``Canvas`` draws them: in pixels, and in percent of the animation's period. CSS alone
+animates it, so that it plays in an ``<img>``. Each piece of text is an element that appears at one
+moment and may disappear at a later one. Where nothing can move, the picture shows the end of the
+run.
 """
 
 import codecs
