@@ -76,8 +76,8 @@ class Worker:
         """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is
         full.
         """
-        most = len(self.scheduler.slots) + MAX_WAITING
-        if sum(not other.is_abandoned for other in self.jobs) >= most:
+        present = [other for other in self.jobs if not other.is_abandoned]
+        if len(present) >= len(self.scheduler.slots) + MAX_WAITING:
             raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
         self.jobs.append(job)
         self.arrived.set()

@@ -205,8 +205,9 @@ class Canvas:
 
     def finish(self) -> str:
         """The whole file."""
-        for frames, name in self.moments.items():
-            self.style.text += f"@keyframes {name}{{{frames}}}\n"
+        self.style.text += "".join(
+            f"@keyframes {name}{{{frames}}}\n" for frames, name in self.moments.items()
+        )
         indent(self.svg, space="")
         return tostring(self.svg, encoding="unicode")
 
