@@ -1,16 +1,21 @@
-"""Server: routes with the guard before them, memory for the texts, start and end."""
+"""Server: routes with the guard before them, bodies and responses, memory for the texts, start and
+end.
+"""
 
 import asyncio
+import json
 import re
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
+from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -24,16 +29,18 @@ from cli.command_line import say
 from cli.files import explaining
 from decoding.run.options import Request
 from decoding.run.session import Session
+from decoding.serve.answers import completion, live, live_page
 from decoding.serve.requests import (
     MAX_GAMMA,
-    Chat,
-    Completion,
-    LiveText,
+    ChatBody,
+    CompletionBody,
+    LiveBody,
     RequestReader,
+    TextBody,
     error_json,
     refusal,
 )
-from decoding.serve.worker import Job, Worker, live_page, write_completion, write_live
+from decoding.serve.worker import LOOK, Answer, Job, Worker
 from model import InputError, LayerPlan
 from model.plan import LOW_BITS
 from weights.memory import Memory, check_fits, free_bytes
@@ -43,7 +50,6 @@ BODY_SECONDS = 30  # in which a body must arrive
 MAX_ARRIVING = 32  # bodies of one address that arrive at once; of more, the oldest is given up
 # open at once, those that wait in the queue included; further ones are answered with status 503
 MAX_REQUESTS = 128
-TOO_LONG = f"a body may have up to {MAX_BODY} bytes"
 SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -59,15 +65,14 @@ def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
     that site as their origin; and if that page's name resolves to this machine (DNS rebinding), the
     Host is that name. An address in numbers cannot be resolved to another.
     """
-    names = re.compile(
-        rf"(localhost|{re.escape(host_name or 'localhost')}|[\d.]+)(:\d+)?", re.IGNORECASE
-    )
+    names = re.compile(rf"(localhost|{re.escape(host_name)}|[\d.]+)(:\d+)?", re.IGNORECASE)
     open_requests = asyncio.Semaphore(MAX_REQUESTS)
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not (names.fullmatch(host) and headers.get("origin", f"//{host}").endswith(f"//{host}")):
+        is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
+        if not (names.fullmatch(host) and is_own_page):
             refused = HTTPException(
                 403, "pages of other sites may not use this server: use its address"
             )
@@ -98,8 +103,6 @@ async def read_body(
     """
     if {"content-length", "transfer-encoding"}.issubset(request.headers):
         raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
-    if int(request.headers.get("content-length", 0)) > MAX_BODY:
-        raise HTTPException(413, TOO_LONG)
     body = asyncio.create_task(collect(request))
     await asyncio.sleep(0)  # in which a body is read that has come whole
     if not body.done():
@@ -122,27 +125,58 @@ async def collect(request: HTTPRequest) -> bytes:
         async for part in request.stream():
             body += part
             if len(body) > MAX_BODY:
-                raise HTTPException(413, TOO_LONG)
+                raise HTTPException(413, f"a body may have up to {MAX_BODY} bytes")
     return bytes(body)
+
+
+async def respond(request: HTTPRequest, job: Job) -> Response:
+    """The response to a job, once there is a message. Raises an HTTPException that comes first."""
+    message = None
+    while message is None:
+        if await request.is_disconnected():
+            job.is_abandoned = True
+            raise HTTPException(400, "the client has disconnected")
+        with suppress(asyncio.TimeoutError):
+            message = await asyncio.wait_for(job.messages.get(), LOOK)
+    if isinstance(message, HTTPException):
+        raise message
+    if not job.request.body.stream:
+        return JSONResponse(message)
+    # In the grace period a stopping server ends its streams with an error.
+    return EventSourceResponse(
+        events(job, message), sep="\n", send_timeout=30, shutdown_grace_period=30
+    )
+
+
+async def events(job: Job, message: Any) -> AsyncIterator[str]:
+    """The data of a stream's events: the first ``message`` of a job, then all others."""
+    try:
+        while message is not None:
+            shown = error_json(message) if isinstance(message, HTTPException) else message
+            yield shown if isinstance(shown, str) else json.dumps(shown)
+            message = await job.messages.get()
+    finally:
+        job.is_abandoned = True
 
 
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
     arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)
     page = live_page(reader)
-    model = {"id": reader.request.name, "object": "model", "created": 0, "owned_by": "local"}
+    model = {"id": reader.command_line.name, "object": "model", "created": 0, "owned_by": "local"}
 
-    def texts(path: str, kind: type[Completion | Chat], begin: Callable[..., object]) -> Route:
+    def texts(path: str, kind: type[TextBody], answer: Answer) -> Route:
         """The route of one kind of request for texts."""
 
-        async def respond(request: HTTPRequest) -> Response:
+        async def write(request: HTTPRequest) -> Response:
             body = await read_body(request, arriving)
             # In another thread, since a grammar may take long to read.
-            job = Job(*await asyncio.to_thread(reader.read, kind, body), begin)
+            parsed = await asyncio.to_thread(reader.read, kind, body)
+            job = Job(parsed, answer, worker.session)
             worker.enqueue(job)
-            return await job.respond(request)
+            return await respond(request, job)
 
-        return Route(path, respond, methods=["POST"])
+        return Route(path, write, methods=["POST"])
 
     def show_model(request: HTTPRequest) -> Response:
         reader.check_model(request.path_params["name"])
@@ -154,9 +188,9 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
             Route("/favicon.ico", lambda request: Response(status_code=204)),
             Route("/v1/models", lambda request: JSONResponse({"object": "list", "data": [model]})),
             Route("/v1/models/{name:path}", show_model),
-            texts("/v1/chat/completions", Chat, write_completion),
-            texts("/v1/completions", Completion, write_completion),
-            texts("/live", LiveText, write_live),
+            texts("/v1/chat/completions", ChatBody, completion),
+            texts("/v1/completions", CompletionBody, completion),
+            texts("/live", LiveBody, live),
         ],
         exception_handlers=dict.fromkeys(
             (InputError, ValidationError, HTTPException, Exception), error_response
@@ -172,7 +206,7 @@ def context_length(command_line: Request, slots: int) -> int:
     only.
     """
     config = command_line.config
-    device = command_line.device
+    free = free_bytes(command_line.device)
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     draft = command_line.needs()["draft"] or config
     positions = min(command_line.context, draft.max_positions)
@@ -183,9 +217,9 @@ def context_length(command_line: Request, slots: int) -> int:
         )
         return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
 
-    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free_bytes(device):
+    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free:
         positions //= 2
-    check_fits(memory_for(positions), device)
+    check_fits(memory_for(positions), command_line.device)
     if positions < config.max_positions:
         say(
             f"context: {positions} of the model's {config.max_positions} tokens, for each of"
@@ -205,12 +239,13 @@ class Server(uvicorn.Server):
         """
         asked = command_line.options
         host, _, port = asked.serve.rpartition(":")
+        host = host or "127.0.0.1"
         with explaining(
             f"--serve {asked.serve:.80}: give [HOST:]PORT, such as 127.0.0.1:8000",
             (OSError, ValueError, OverflowError, TypeError),
         ):
-            self.listener = socket.create_server((host or "127.0.0.1", int(port)))
-        self.address = "http://{}:{}/".format(host or "127.0.0.1", self.listener.getsockname()[1])
+            self.listener = socket.create_server((host, int(port)))
+        self.address = f"http://{host}:{self.listener.getsockname()[1]}/"
         slots = asked.together if command_line.device.type == "cpu" else 1
         asked.context = context_length(command_line, slots)
         self.worker = Worker(Session(command_line), slots)

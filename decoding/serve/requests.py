@@ -1,6 +1,8 @@
-"""Requests: pydantic models of their JSON, and their reader.
+"""Requests: pydantic models of their JSON bodies, and their reader.
 
-Fields have OpenAI's names, others those of the command line.
+A body's fields are checked in three places. The models here declare the fields of OpenAI's API.
+All others are options of the command line, or are refused. Of options, ``merge_options`` checks the
+types, as in a call from Python, and ``TextOptions`` the ranges.
 """
 
 import json
@@ -8,7 +10,7 @@ import re
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -88,7 +90,7 @@ def error_json(error: HTTPException) -> dict[str, Any]:
     """
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
-    known = {*LiveText.model_fields, *Chat.model_fields, *SHARED}
+    known = {*LiveBody.model_fields, *ChatBody.model_fields, *SHARED}
     names_field = field in known or f"{field} is not" in error.detail
     return {
         "error": {
@@ -101,11 +103,17 @@ def error_json(error: HTTPException) -> dict[str, Any]:
 
 
 class TextPart(BaseModel):
+    """Part of a message: text, the only kind that a model here reads."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
+    """Message of a chat. A ``content`` that is a string becomes a list of one part, and the role
+    "developer" becomes "system".
+    """
+
     role: Annotated[
         Literal["system", "developer", "user", "assistant"],
         AfterValidator(lambda role: "system" if role == "developer" else role),
@@ -131,9 +139,9 @@ class ResponseFormat(BaseModel):
         """
         if self.type == "text":
             return {}
-        schema = (self.json_schema or {}).get("schema")
         if self.type == "json_object":
-            schema = {"type": "object"}
+            return {"json_schema": '{"type": "object"}'}
+        schema = (self.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise HTTPException(400, "response_format.json_schema: give a schema")
         return {"json_schema": json.dumps(schema)}
@@ -159,7 +167,7 @@ class StructuredOutputs(BaseModel):
         return {name: source for name, source in found.items() if source is not None}
 
 
-class Asked(BaseModel):
+class TextBody(BaseModel):
     """Fields of every request. Others are the command line's options, or have no effect here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -172,7 +180,7 @@ class Asked(BaseModel):
     stream_options: dict[str, bool] | None = None
 
 
-class Completion(Asked):
+class CompletionBody(TextBody):
     """JSON of ``/v1/completions``."""
 
     prompt: str = Field(min_length=1)
@@ -187,7 +195,7 @@ class Completion(Asked):
         return tokenizer.encode(self.prompt), ()
 
 
-class LiveText(Completion):
+class LiveBody(CompletionBody):
     """JSON of the live page. ``beside``: write the text plainly as well."""
 
     stream: Literal[True] = True
@@ -198,7 +206,7 @@ class LiveText(Completion):
         return prompt_ids(tokenizer, self.prompt, options), ()
 
 
-class Chat(Asked):
+class ChatBody(TextBody):
     """JSON of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
@@ -224,6 +232,17 @@ class Chat(Asked):
         return conversation(tokenizer, tell_schema(tokenizer, messages, told_schema(options)))
 
 
+class ParsedRequest(NamedTuple):
+    """Request for a text, checked: its JSON, the token ids of its prompt, the positions of earlier
+    answers in them, and its options with those of the command line where it gives none.
+    """
+
+    body: TextBody
+    ids: list[int]
+    answers: Spans
+    options: TextOptions
+
+
 class RequestReader:
     """Reader of requests for texts that fit the command line's context.
 
@@ -231,7 +250,7 @@ class RequestReader:
     """
 
     def __init__(self, command_line: Request, bits: int) -> None:
-        self.request = command_line
+        self.command_line = command_line
         self.options = read_grammar_files(command_line.options)
         self.bits = bits
         # Of prompts that could fit, since no token has more than the longest: to split more into
@@ -239,44 +258,33 @@ class RequestReader:
         self.most_bytes = command_line.context * max(map(len, command_line.tokenizer.pieces))
         # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
         # copies would be made while all texts wait.
-        absent = {"auto", "model"} - {self.options.draft}
-        if self.options.draft != "skip" and not (command_line.folder / "plan.json").exists():
-            absent.add("skip")
-        self.drafts = [kind for kind in DRAFTERS if kind not in absent]
+        has_plan = (command_line.folder / "plan.json").exists()
+        absent = {"auto", "model"} if has_plan else {"auto", "model", "skip"}
+        self.drafts = [kind for kind in DRAFTERS if kind not in absent - {self.options.draft}]
 
-    def read(
-        self, kind: type[Completion | Chat], body: bytes
-    ) -> tuple[Completion | Chat, list[int], Spans, TextOptions]:
-        """The JSON of a body, the prompt's token ids with the positions of earlier answers in them,
-        and the options. Raises the errors that ``refusal`` takes.
+    def read(self, kind: type[TextBody], data: bytes) -> ParsedRequest:
+        """The request whose body of this kind is ``data``. Raises the errors that ``refusal``
+        takes.
         """
-        request = self.request
-        asked = kind.model_validate_json(body)
-        self.check_model(asked.model or request.name)
-        options = self.options_of(asked)
-        if (size := len("".join(asked.texts).encode())) > self.most_bytes:
-            raise too_long(f"{size} bytes", request.config, request.context)
-        ids, answers = asked.encode(request.tokenizer, options)
-        check_prompt(ids, request.config, Path(request.name), request.context)
-        wanted = asked.max_completion_tokens or asked.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, request.context - len(ids))
-        return asked, ids, answers, request.text_options(options, MASK_SECONDS)
+        command_line = self.command_line
+        body = kind.model_validate_json(data)
+        self.check_model(body.model or command_line.name)
+        options = self.options_of(body)
+        size = len("".join(body.texts).encode())
+        if size > self.most_bytes:
+            raise too_long(f"{size} bytes", command_line.config, command_line.context)
+        ids, answers = body.encode(command_line.tokenizer, options)
+        check_prompt(ids, command_line.config, Path(command_line.name), command_line.context)
+        wanted = body.max_completion_tokens or body.max_tokens or options.max_new_tokens
+        options.max_new_tokens = min(wanted, command_line.context - len(ids))
+        return ParsedRequest(body, ids, answers, command_line.text_options(options, MASK_SECONDS))
 
-    def options_of(self, asked: Asked) -> Namespace:
+    def options_of(self, body: TextBody) -> Namespace:
         """The command line's options, with those of a request in their place; those of drafting
         hold for the command line's kind of draft only.
-
-        Further fields are allowed where they have no effect: null, false, empty or a default.
         """
         known = self.options
-        given: dict[str, Any] = {}
-        for name, value in asked.model_extra.items():
-            is_neutral = value is not True and NEUTRAL.get(name) == value
-            if name in SHARED and value is not None:
-                is_one = name in ("stop", "ban") and isinstance(value, str)
-                given[name] = [value] if is_one else value
-            elif not (value is False or value in NOTHING or name in UNUSED or is_neutral):
-                raise HTTPException(400, f"{name} is not supported: leave it out")
+        given = given_options(body)
         kind = given.get("draft", known.draft)
         if kind != known.draft:
             if kind not in self.drafts:
@@ -284,14 +292,6 @@ class RequestReader:
                     400, f"draft must be one of {', '.join(self.drafts)}, found {kind!r:.80}"
                 )
             given["bits"] = self.bits if kind == "lowbit" else None
-        for structure in filter(None, (asked.response_format, asked.structured_outputs)):
-            grammar = structure.grammar()
-            for name, source in grammar.items():
-                if len(source) > MAX_SOURCE[name]:
-                    raise HTTPException(
-                        400, f"{name} must have at most {MAX_SOURCE[name]} characters"
-                    )
-            given |= grammar
         options = merge_options(known, given)
         if given.get("gamma", 0) > MAX_GAMMA:
             raise HTTPException(400, f"gamma must be at most {MAX_GAMMA}, found {options.gamma}")
@@ -299,7 +299,27 @@ class RequestReader:
 
     def check_model(self, name: str) -> None:
         """Raises HTTPException for a model that is not served."""
-        if name != self.request.name:
+        if name != self.command_line.name:
             raise HTTPException(
-                404, f"model {name!r:.80} does not exist here: there is {self.request.name}"
+                404, f"model {name!r:.80} does not exist here: there is {self.command_line.name}"
             )
+
+
+def given_options(body: TextBody) -> dict[str, Any]:
+    """The options of the command line that a body gives, unchecked. Raises HTTPException for a
+    field that is none of them, unless it has no effect: null, false, empty or a default.
+    """
+    given: dict[str, Any] = {}
+    for name, value in body.model_extra.items():
+        is_neutral = value is not True and NEUTRAL.get(name) == value
+        if name in SHARED and value is not None:
+            is_one = name in ("stop", "ban") and isinstance(value, str)
+            given[name] = [value] if is_one else value
+        elif not (value is False or value in NOTHING or name in UNUSED or is_neutral):
+            raise HTTPException(400, f"{name} is not supported: leave it out")
+    for structure in filter(None, (body.response_format, body.structured_outputs)):
+        given |= structure.grammar()
+    for name, most in MAX_SOURCE.items():
+        if len(given.get(name, "")) > most:
+            raise HTTPException(400, f"{name} must have at most {most} characters")
+    return given

@@ -5,6 +5,7 @@ answer; at the prompt it ends the conversation.
 """
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 from rich.console import Console
@@ -31,25 +32,26 @@ class Terminal:
         """Do what a line beginning with "/" says. Raises InputError."""
         command, _, argument = line.partition(" ")
         options = self.chat.options
-        if command == "/reset":
-            self.chat = self.session.chat(**options)
-        elif command == "/forget":
-            self.chat.forget()
-        elif command == "/trace":
-            self.shows_trace = not self.shows_trace
-        elif command == "/stats":
-            draft = options.get("draft", self.session.request.options.draft)
-            sample = self.chat.sample
-            say(in_words(sample, draft) if sample else "nothing is written yet")
-        elif command == "/draft":
-            chosen = options | {"draft": argument.strip()}
-            self.session.request.text_options(self.session.options(chosen))  # checks it
-            self.chat.options = chosen
-            say(f"draft: {chosen['draft']}")
-        elif command == "/help":
-            print(HELP, file=sys.stderr)
-        else:
-            raise InputError(f"unknown command {command}: /help lists the commands")
+        match command:
+            case "/reset":
+                self.chat = self.session.chat(**options)
+            case "/forget":
+                self.chat.forget()
+            case "/trace":
+                self.shows_trace = not self.shows_trace
+            case "/stats":
+                draft = options.get("draft", self.session.request.options.draft)
+                sample = self.chat.sample
+                say(in_words(sample, draft) if sample else "nothing is written yet")
+            case "/draft":
+                chosen = options | {"draft": argument.strip()}
+                self.session.request.text_options(self.session.options(chosen))  # checks it
+                self.chat.options = chosen
+                say(f"draft: {chosen['draft']}")
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case _:
+                raise InputError(f"unknown command {command}: /help lists the commands")
 
     def answer(self, line: str) -> None:
         """Print the model's answer while it is written."""
@@ -64,26 +66,30 @@ class Terminal:
             print()
 
 
+def lines() -> Iterator[str]:
+    """The user's lines, without empty ones, until /quit, the end of input or Ctrl-C."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    with suppress(EOFError, KeyboardInterrupt):
+        while (line := input(prompt).strip()) != "/quit":
+            if line:
+                yield line
+
+
 def converse(session: Session) -> None:
-    """A conversation until /quit, the end of input, or Ctrl-C at the prompt."""
+    """A conversation until the user ends it. Raises InputError for a model without a chat
+    template.
+    """
     with suppress(ImportError):
         import readline  # noqa: F401 - gives ``input`` its history and editing
     if session.tokenizer.chat_template is None:
         raise InputError("--interactive needs a model with a chat template")
     terminal = Terminal(session)
-    prompt = "> " if sys.stdin.isatty() else ""
     say("a conversation: /help lists the commands, Ctrl-C ends an answer")
-    while True:
+    for line in lines():
         try:
-            line = input(prompt).strip()
-        except (EOFError, KeyboardInterrupt):
-            return
-        try:
-            if line == "/quit":
-                return
             if line.startswith("/"):
                 terminal.obey(line)
-            elif line:
+            else:
                 terminal.answer(line)
         except InputError as error:
             say(f"{error}")

@@ -1,9 +1,11 @@
 """Moving picture of a run: an SVG in which a text is written twice, plainly and speculatively, in
 the rhythm that was measured.
 
-It is animated by CSS alone, so that it plays in an ``<img>``. Each piece of text is an element that
-appears at one moment and may disappear at a later one. Where nothing can move, the picture shows
-the end of the run.
+``Lane`` lays the tokens of a text out: in lines and columns of characters, and in seconds of
+decoding. ``Canvas`` draws them: in pixels, and in percent of the animation's period. CSS alone
+animates it, so that it plays in an ``<img>``. Each piece of text is an element that appears at one
+moment and may disappear at a later one. Where nothing can move, the picture shows the end of the
+run.
 """
 
 import codecs
@@ -65,7 +67,7 @@ text { font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; 
 
 @dataclass
 class Piece:
-    """Text of a token at a line and column; ``kind`` is one of ``LEGEND``.
+    """Text of a token that begins at a line and column; ``kind`` is one of ``LEGEND``.
 
     It appears at ``begin`` and, unless ``end`` is None, disappears then, in seconds of decoding.
     """
@@ -78,8 +80,23 @@ class Piece:
     end: float | None = None
 
 
+def piece_after(last: Piece, text: str, kind: str, begin: float) -> Piece:
+    """The piece of the next token, on the line of the ``last`` where it fits, else on a new one.
+
+    A line break of the text is shown as a sign, and ends the line. Leading spaces are a distance
+    inside a line, and are dropped at its beginning.
+    """
+    text = visible(text)
+    start = last.column + cell_len(last.text)
+    most = COLUMNS if text.startswith(" ") else COLUMNS + OVERHANG
+    is_new_line = start + cell_len(text) > most or (last.kind != "rejected" and "↵" in last.text)
+    shown = text.lstrip()
+    column = start + len(text) - len(shown) if start and not is_new_line else 0
+    return Piece(shown, kind, last.line + is_new_line, column, begin)
+
+
 class Lane:
-    """Layout of the beginning of a text in time and place.
+    """Layout of the first tokens of a text in time and place.
 
     Drafted tokens appear where they would stand in the text. When some are rejected, the target's
     token takes their place, and they are shown below it, until others are rejected.
@@ -88,30 +105,37 @@ class Lane:
     def __init__(self, timeline: Timeline, verifying: float, labels: Labels) -> None:
         """``verifying``: seconds of a round that its draft does not take."""
         self.labels = labels
-        self.pieces: list[Piece] = []
-        self.kept: list[Piece] = []  # of each token of the text
-        self.struck: list[Piece] = []  # the latest rejected ones
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.pieces: list[Piece] = []
+        self.kept = [Piece("", "own", 0, 0, 0.0)]  # of the text, behind an empty one
+        self.rejected: list[Piece] = []  # of the last round that has any
         began = 0.0
         for round, ended in timeline:
             self._add(round, began, ended, verifying)
             began = ended
-            if len(self.kept) >= MOST_TOKENS:
+            if len(self.kept) > MOST_TOKENS:
                 break
+        self.lines = 1 + max(piece.line for piece in self.pieces)
 
     def _add(self, round: Round, began: float, ended: float, verifying: float) -> None:
-        """Place the tokens of a round; each drafted one takes as long as the others."""
+        """Place the tokens of a round. Each is judged at its end; before, the drafted ones appear
+        one by one, each in the same time.
+        """
         drafting = max(ended - began - verifying, LEAST_DRAFTING * (ended - began))
         rejected: list[Piece] = []
         for number, (token, verdict) in enumerate(round.verdicts(), 1):
             data = self.labels.spelled([token])
-            drawn = began + drafting * number / max(1, len(round.drafted))
             if verdict in ("accepted", "own"):
-                text = self.decoder.decode(data)
-                self.kept.append(self._place(text, verdict, self.kept, drawn, ended))
+                piece = piece_after(self.kept[-1], self.decoder.decode(data), verdict, ended)
+                self.kept.append(piece)
             else:
                 text = data.decode(errors="replace")
-                rejected.append(self._place(text, "rejected", rejected or self.kept, drawn, ended))
+                piece = piece_after((rejected or self.kept)[-1], text, "rejected", ended)
+                rejected.append(piece)
+            self.pieces.append(piece)
+            if verdict != "own":
+                drawn = began + drafting * number / len(round.drafted)
+                self.pieces.append(replace(piece, kind="drafted", begin=drawn, end=ended))
         for piece in self.kept[len(self.kept) - len(round.retracted) :]:
             piece.end = ended
             rejected.append(replace(piece, kind="rejected", begin=ended, end=None))
@@ -119,45 +143,30 @@ class Lane:
             self.kept.pop()
             self.decoder.reset()
         if rejected:
-            for piece in self.struck:
+            for piece in self.rejected:
                 piece.end = ended
-            self.struck = rejected
-
-    def _place(
-        self, text: str, kind: str, before: list[Piece], drawn: float, ended: float
-    ) -> Piece:
-        """A piece behind the last of those ``before`` it, on a new line where it does not fit, and
-        after a line break of the text, which is shown as a sign.
-
-        It appears when the round has ended; from the moment when it was ``drawn`` a drafted one
-        stands there, if the target did not write it itself.
-        """
-        text = visible(text)
-        last = before[-1] if before else Piece("", kind, 0, 0, ended)
-        column = last.column + cell_len(last.text)
-        most = COLUMNS if text.startswith(" ") else COLUMNS + OVERHANG
-        breaks = column + cell_len(text) > most or ("↵" in last.text and last.kind != "rejected")
-        if breaks or column == 0:
-            column = 0
-            text = text.lstrip()
-        piece = Piece(text, kind, last.line + breaks, column, ended)
-        if kind != "own":
-            self.pieces.append(replace(piece, kind="drafted", begin=drawn, end=ended))
-        self.pieces.append(piece)
-        return piece
+            self.rejected = rejected
 
 
 class Canvas:
     """An SVG that repeats after ``period`` seconds, and is ``slower`` than the run."""
 
-    def __init__(self, title: str, slower: int, period: float) -> None:
-        self.slower = slower
-        self.period = period
-        self.svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
+    def __init__(self, title: str, height: float, slower: int, period: float) -> None:
+        self.percent = 100 * slower / period  # of the period, per second of the run
+        self.moments: dict[str, str] = {}  # keyframes: their name
+        self.svg = Element(
+            "svg",
+            xmlns="http://www.w3.org/2000/svg",
+            role="img",
+            width=f"{WIDTH}",
+            height=f"{height:g}",
+            viewBox=f"0 0 {WIDTH} {height:g}",
+        )
         SubElement(self.svg, "title").text = title
         self.style = SubElement(self.svg, "style")
-        self.card = SubElement(self.svg, "rect", x=".5", y=".5", rx="8", fill="#fff")
-        self.moments: dict[str, str] = {}  # keyframes: their name
+        self.style.text = f"g text {{ animation: {period:g}s step-end infinite }}\n{CSS}"
+        card = {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}", "rx": "8", "fill": "#fff"}
+        SubElement(self.svg, "rect", card, x=".5", y=".5")
 
     def write(self, text: str, kind: str, x: float, y: float, anchor: str = "start") -> None:
         """Write text that does not move, cut to the width of a line."""
@@ -166,18 +175,17 @@ class Canvas:
         shown.truncate(COLUMNS, overflow="ellipsis")
         SubElement(self.svg, "text", place | {"class": kind}).text = shown.plain
 
-    def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> float:
-        """Draw the pieces of a lane from ``top`` on; returns the place below them."""
+    def draw(self, lane: Lane, kind: str, top: float, pitch: float) -> None:
+        """Draw the pieces of a lane, whose lines begin at ``top``, one every ``pitch``."""
         group = SubElement(self.svg, "g", {"class": kind})
         for piece in lane.pieces:
-            text = piece.text.strip()
+            text = piece.text.rstrip()
             if not text:
                 continue
-            indented = len(piece.text) - len(piece.text.lstrip())
-            y = top + pitch * piece.line + DROP * (piece.kind == "rejected")
+            drop = DROP if piece.kind == "rejected" else 0
             attributes = {
-                "x": f"{MARGIN + CELL * (piece.column + indented):.0f}",
-                "y": f"{y:g}",
+                "x": f"{MARGIN + CELL * piece.column:.0f}",
+                "y": f"{top + pitch * piece.line + drop:g}",
                 # so wide in any font
                 "textLength": f"{CELL * min(cell_len(text), COLUMNS):.0f}",
                 "lengthAdjust": "spacingAndGlyphs",
@@ -187,29 +195,19 @@ class Canvas:
             if piece.end is not None:
                 attributes["opacity"] = "0"  # where nothing can move
             SubElement(group, "text", attributes).text = text
-        return top + pitch * (1 + max(piece.line for piece in lane.pieces))
 
     def moment(self, piece: Piece) -> str:
         """Name of the keyframes by which a piece appears and disappears."""
-        share = 100 * self.slower / self.period  # of the period in percent, per second of the run
-        frames = f"{share * piece.begin:.2f}%{{opacity:1}}"
-        if piece.end is None:
-            frames = f"0%{{opacity:0}}{frames}"
-        else:
-            frames += f"{share * piece.end:.2f}%{{opacity:0}}"
+        frames = f"0%{{opacity:0}}{self.percent * piece.begin:.2f}%{{opacity:1}}"
+        if piece.end is not None:
+            frames += f"{self.percent * piece.end:.2f}%{{opacity:0}}"
         return self.moments.setdefault(frames, f"m{len(self.moments)}")
 
-    def finish(self, height: float) -> str:
+    def finish(self) -> str:
         """The whole file."""
-        self.svg.attrib |= {
-            "width": f"{WIDTH}",
-            "height": f"{height:g}",
-            "viewBox": f"0 0 {WIDTH} {height:g}",
-        }
-        self.card.attrib |= {"width": f"{WIDTH - 1}", "height": f"{height - 1:g}"}
-        moving = f"g text {{ animation: {self.period:g}s step-end infinite }}\n"
-        frames = [f"@keyframes {name}{{{body}}}" for body, name in self.moments.items()]
-        self.style.text = moving + CSS + "\n".join(frames)
+        self.style.text += "".join(
+            f"@keyframes {name}{{{frames}}}\n" for frames, name in self.moments.items()
+        )
         indent(self.svg, space="")
         return tostring(self.svg, encoding="unicode")
 
@@ -224,27 +222,31 @@ def render_picture(
     below = Lane(drafted, step, labels)
     last = max(piece.begin for piece in above.pieces + below.pieces)
     slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
-    words = f"{title}: plain decoding beside drafting by {draft}"
-    canvas = Canvas(words, slower, round(slower * last + PAUSE, 3))
+    middle = 84 + PLAIN_LINE * above.lines
+    bottom = middle + 58 + DRAFT_LINE * below.lines
     right = WIDTH - MARGIN
+    period = round(slower * last + PAUSE, 3)
+    canvas = Canvas(
+        f"{title}: plain decoding beside drafting by {draft}", bottom + 48, slower, period
+    )
     canvas.write(title, "muted", MARGIN, 30)
     canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
     canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")
-    bottom = canvas.draw(above, "plain", 84, PLAIN_LINE)
+    canvas.draw(above, "plain", 84, PLAIN_LINE)
     gain = f"{speed(drafted):.1f} tokens/s: {speed(drafted) / speed(plain):.2f} times plain"
     # A draft's name may be as long as a line, so the numbers stand below it.
-    canvas.write(f"draft: {draft}", "title", MARGIN, bottom + 14)
-    canvas.write(gain, "title", right, bottom + 34, "end")
-    bottom = canvas.draw(below, "draft", bottom + 58, DRAFT_LINE)
+    canvas.write(f"draft: {draft}", "title", MARGIN, middle + 14)
+    canvas.write(gain, "title", right, middle + 34, "end")
+    canvas.draw(below, "draft", middle + 58, DRAFT_LINE)
     x = float(MARGIN)
-    for kind, words in LEGEND.items():
-        canvas.write(words, kind, x, bottom + 12)
-        x += CELL * (len(words) + 2)
+    for kind, meaning in LEGEND.items():
+        canvas.write(meaning, kind, x, bottom + 12)
+        x += CELL * (len(meaning) + 2)
     rhythm = "in real time" if slower == 1 else f"slowed down {slower} times"
     most = max(tokens_of(drafted), tokens_of(plain))
     part = f"; the first {MOST_TOKENS} of {most} tokens" if most > MOST_TOKENS else ""
     canvas.write(f"{rhythm}{part}", "muted", right, bottom + 32, "end")
-    return canvas.finish(bottom + 48)
+    return canvas.finish()
 
 
 def tokens_of(timeline: Timeline) -> int:

@@ -22,7 +22,6 @@ from decoding.run.writer import Reader, Sample, Writer
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
-from decoding.speculate import Observer
 from decoding.text import Text
 from decoding.verify import Coupling
 from model.clock import now
@@ -40,26 +39,20 @@ class Output:
         self.file = sys.stderr if self.request.options.json else sys.stdout
         self.samples: list[Sample] = []
         self.recordings: list[Recording] = []  # for the page
-        self.timeline: list[tuple[Round, float]] = []  # for the moving picture
+        # rounds of the samples that are not written together, with the seconds so far
+        self.timeline: list[tuple[Round, float]] = []
 
     def write(self, writer: Writer, coupling: Coupling) -> Sample:
-        """Write one sample, shown while it is written, and its line of statistics."""
-        sample = Sample(writer.new_text(self.request.rules))
-        readers, observer = self.recorders()
-        try:
-            with self.shown(sample.source) as show:
-                readers.append(show)
-                rounds = writer.rounds(
-                    sample, self.drafting, self.request.params, coupling, observer
-                )
-                for round in rounds:
-                    for read in readers:
-                        read(round, sample.seconds)
-        except BaseException as error:  # after the text so far
-            if sample.rounds or isinstance(error, KeyboardInterrupt):
-                self.end(sample)
-            raise
-        self.end(sample)
+        """Write one sample, shown while it is written."""
+        task = self.task(writer.new_text(self.request.rules), coupling)
+        sample = task.sample
+        with self.shown(sample) as show:
+            task.readers.append(show)
+            rounds = writer.rounds(sample, self.drafting, task.params, coupling, task.observer)
+            for round in rounds:
+                self.timeline.append((round, sample.seconds))
+                for read in task.readers:
+                    read(round, sample.seconds)
         return sample
 
     def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
@@ -70,61 +63,55 @@ class Output:
         """
         request = self.request
         tasks = [
-            Task(
-                self.session.new_text(request.ids, request.rules),
-                self.drafting,
-                request.params,
-                coupling,
-                *self.recorders(),
-            )
+            self.task(self.session.new_text(request.ids, request.rules), coupling)
             for coupling in couplings
         ]
         began = now(request.device)
         try:
-            with self.shown(tasks[0].text) as read:
-                tasks[0].readers.append(read)
+            with self.shown(tasks[0].sample) as show:
+                tasks[0].readers.append(show)
                 scheduler.write_all(tasks)
-            seconds = now(request.device) - began - scheduler.reading
+                seconds = now(request.device) - began - scheduler.reading
         finally:
-            for task in [each for each in tasks if each.loop is not None]:  # that had begun
-                if task.error and not task.sample.rounds:
-                    continue
-                if task is not tasks[0]:
-                    with self.shown(task.text, pause=0) as read:
-                        for round in task.sample.rounds:
-                            read(round, task.sample.seconds)
-                self.end(task.sample)
+            for sample in [task.sample for task in tasks[1:] if task.sample.rounds]:
+                with self.shown(sample, pause=0) as show:
+                    for round in sample.rounds:
+                        show(round, sample.seconds)
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
 
-    def recorders(self) -> tuple[list[Reader], Observer | None]:
-        """The readers and the observer that record a text for the page and the moving picture, as
-        far as these are asked for.
-        """
-        readers: list[Reader] = []
-        observer = None
-        if self.request.options.svg:
-            readers.append(lambda *moment: self.timeline.append(moment))
+    def task(self, text: Text, coupling: Coupling) -> Task:
+        """The task of a sample, recorded for the page if one is asked for."""
+        task = Task(text, self.drafting, self.request.params, coupling, readers=[])
         if self.request.options.html:
             recording = Recording(self.request.params, self.session.labels)
             self.recordings.append(recording)
-            readers.append(recording.add)
-            observer = recording.observe
-        return readers, observer
+            task.readers.append(recording.add)
+            task.observer = recording.observe
+        return task
 
     @contextmanager
-    def shown(self, text: Text, pause: float = PAUSE) -> Iterator[Reader]:
-        """A reader of rounds that shows the text, or its trace; a line separates it from the sample
-        before.
+    def shown(self, sample: Sample, pause: float = PAUSE) -> Iterator[Reader]:
+        """A reader of rounds that shows a sample, behind a line that separates it from the one
+        before. Statistics follow it, if anything was written.
         """
         if self.samples:
             print("-" * 20, file=self.file)
+        try:
+            with self.view(sample.source, pause) as show:
+                yield show
+        finally:
+            if sample.rounds:
+                self.end(sample)
+
+    @contextmanager
+    def view(self, text: Text, pause: float) -> Iterator[Reader]:
+        """A reader of rounds that shows the text, or its trace."""
         if self.request.options.trace:
             console = Console(file=self.file)
-            with LiveTrace(
-                console, self.session.labels, pause=pause, grammar=bool(text.grammar)
-            ) as live:
-                yield live.add
+            labels = self.session.labels
+            with LiveTrace(console, labels, pause=pause, grammar=bool(text.grammar)) as trace:
+                yield trace.add
             return
         stream = TextStream(text)
         show = partial(print, end="", file=self.file, flush=True)
@@ -152,9 +139,9 @@ class Output:
         request = self.request
         if request.options.json:
             for sample in self.samples:
-                written = {"text": sample.text, "tokens": sample.tokens}
-                written |= as_json(sample, request.repeat_with)
-                print(json.dumps(written, ensure_ascii=False))
+                text = {"text": sample.text, "tokens": sample.tokens}
+                statistics = as_json(sample, request.repeat_with)
+                print(json.dumps(text | statistics, ensure_ascii=False))
         samples = [each.sample for each in self.recordings if each.sample["rounds"]]
         if samples:
             facts = heading(
@@ -168,10 +155,9 @@ class Output:
         InputError when it cannot be written.
         """
         request = self.request
-        plain: list[tuple[Round, float]] = []
-        readers = [lambda *moment: plain.append(moment)]
-        text = writer.new_text(request.rules)
-        writer.write(text, writer.plain, request.params, request.coupling, readers=readers)
+        sample = Sample(writer.new_text(request.rules))
+        rounds = writer.rounds(sample, writer.plain, request.params, request.coupling)
+        plain = [(round, sample.seconds) for round in rounds]
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         picture = render_picture(
             title, plain, self.timeline, self.drafting.name, self.session.labels

@@ -43,7 +43,6 @@ class LiveTrace:
         self.console = console
         self.labels = labels
         self.pause = pause
-        self.shown = [verdict for verdict in VERDICTS if grammar or verdict != "forced"]
         self.signs = console.no_color or console.color_system is None
         # With FORCE_COLOR rich takes a pipe for a terminal. Colours may go there, cursor movements
         # may not.
@@ -54,12 +53,14 @@ class LiveTrace:
         # of the tokens that are kept
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.line = Text()  # the last line of the text
+        self.legend = Text(" ").join(
+            self._styled(name, verdict)
+            for verdict, (name, *_) in VERDICTS.items()
+            if grammar or verdict != "forced"
+        )
 
     def __enter__(self) -> LiveTrace:
-        legend = Text(" ").join(
-            self._styled(VERDICTS[verdict][0], verdict) for verdict in self.shown
-        )
-        self.console.print(legend, soft_wrap=not self.redraws)
+        self.console.print(self.legend, soft_wrap=not self.redraws)
         if self.redraws:
             self.live.start()
         return self

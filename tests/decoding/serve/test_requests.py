@@ -14,9 +14,16 @@ from starlette.exceptions import HTTPException
 import generate
 from decoding.run.arguments import make_parser
 from decoding.run.chooser import DRAFTERS, DraftOptions
-from decoding.run.options import TextOptions
-from decoding.run.reading import Spans
-from decoding.serve.requests import MAX_GAMMA, Chat, Completion, LiveText, RequestReader, refusal
+from decoding.serve.requests import (
+    MAX_GAMMA,
+    ChatBody,
+    CompletionBody,
+    LiveBody,
+    ParsedRequest,
+    RequestReader,
+    TextBody,
+    refusal,
+)
 from model import InputError
 from tests.serving import chat_folder
 
@@ -74,9 +81,7 @@ def reader(folder: Path) -> RequestReader:
     return reader_of(folder)
 
 
-def read(
-    reader: RequestReader, kind: type[Completion | Chat], **fields: Any
-) -> tuple[Any, list[int], Spans, TextOptions]:
+def read(reader: RequestReader, kind: type[TextBody], **fields: Any) -> ParsedRequest:
     return reader.read(kind, json.dumps(fields).encode())
 
 
@@ -93,16 +98,16 @@ def anything() -> st.SearchStrategy[Any]:
 
 
 @given(
-    kind=st.sampled_from([Chat, Completion, LiveText]),
+    kind=st.sampled_from([ChatBody, CompletionBody, LiveBody]),
     body=st.dictionaries(st.sampled_from(NAMES), anything(), max_size=5),
     sound=st.booleans(),
 )
 def test_any_fields_are_a_request_or_a_refusal(
-    kind: type[Completion | Chat], body: dict[str, Any], sound: bool, reader: RequestReader
+    kind: type[TextBody], body: dict[str, Any], sound: bool, reader: RequestReader
 ) -> None:
     """Half of them with a prompt that is sound, so that the other fields decide."""
     if sound:
-        body = {**body, **({"messages": [MESSAGE]} if kind is Chat else {"prompt": "the hen"})}
+        body = {**body, **({"messages": [MESSAGE]} if kind is ChatBody else {"prompt": "the hen"})}
     try:
         _, ids, _, (draft, _, rules, _) = read(reader, kind, **body)
     except (InputError, ValidationError, HTTPException) as error:
@@ -118,11 +123,11 @@ def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
 ) -> None:
     changed = reader_of(folder, "--system", "hm")
     said = {"role": "system", "content": "hm"}
-    told = read(reader, Chat, messages=[said, MESSAGE])[1]
-    assert read(changed, Chat, messages=[MESSAGE])[1] == told
-    assert read(changed, LiveText, prompt="the hen")[1] == told
+    told = read(reader, ChatBody, messages=[said, MESSAGE]).ids
+    assert read(changed, ChatBody, messages=[MESSAGE]).ids == told
+    assert read(changed, LiveBody, prompt="the hen").ids == told
     asked = {"messages": [{"role": "developer", "content": "oh"}, MESSAGE]}
-    assert read(changed, Chat, **asked)[1] == read(reader, Chat, **asked)[1]
+    assert read(changed, ChatBody, **asked).ids == read(reader, ChatBody, **asked).ids
 
 
 def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(folder: Path) -> None:
@@ -140,4 +145,4 @@ def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(fol
 
 
 def draft_of(reader: RequestReader, **fields: Any) -> DraftOptions:
-    return read(reader, Completion, prompt="a", **fields)[3].draft
+    return read(reader, CompletionBody, prompt="a", **fields).options.draft

@@ -64,10 +64,12 @@ def found_in_style(svg: Element, pattern: str) -> str:
 
 
 def moments(svg: Element, piece: Element) -> list[float]:
-    """Shares of the period at which a piece appears and disappears."""
+    """Shares of the period at which a piece appears and disappears; at first it is not there."""
     name = piece.get("style", "").removeprefix("animation-name:")
     frames = found_in_style(svg, rf"@keyframes {name}{{(.*)}}\n?")
-    return [float(share) / 100 for share in re.findall(r"([\d.]+)%{opacity:[01]}", frames)]
+    absent, *shares = re.findall(r"([\d.]+)%{opacity:[01]}", frames)
+    assert absent == "0"
+    return [float(share) / 100 for share in shares]
 
 
 def test_every_token_of_both_texts_appears() -> None:
