@@ -118,11 +118,8 @@ class Launcher:
     be compiled or recorded, or then computes something else, is called directly.
     """
 
-    def __init__(
-        self, record: Record, compile: Callable[..., Callable[..., Tensor]] = compile_function
-    ) -> None:
+    def __init__(self, record: Record) -> None:
         self.record = record
-        self.compile = compile
         # by function and kinds of arguments; None: called directly
         self.graphs: dict[tuple[Any, ...], FunctionGraph | None] = {}
 
@@ -142,7 +139,7 @@ class Launcher:
         """
         try:
             expected = function(*arguments)
-            graph = FunctionGraph(self.compile(function), arguments, expected, self.record)
+            graph = FunctionGraph(compile_function(function), arguments, expected, self.record)
             difference = (graph(*arguments).double() - expected).abs().max()
             if not difference <= TOLERANCE:  # NaN fails too
                 raise RuntimeError(f"its results are {difference.item():.3g} away")

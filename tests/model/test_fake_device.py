@@ -17,7 +17,7 @@ from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import Decoder
-from model.fast import gpu
+from model.fast import gpu, graphs
 from model.fast.gpu import StaticDecoder
 from model.fast.graphs import Launcher
 from model.launch import LAUNCHERS
@@ -137,7 +137,8 @@ def test_recorded_sampling_leaves_few_operators_outside_of_graphs(
     launched one by one), a drafted token 8; one read per round; the text is the CPU's.
     """
     device = torch.device(fake_device.NAME, 0)
-    launcher = Launcher(fake_device.record, compile=lambda function: function)
+    monkeypatch.setattr(graphs, "compile_function", lambda function: function)
+    launcher = Launcher(fake_device.record)
     monkeypatch.setitem(LAUNCHERS, device, launcher)
     monkeypatch.setattr(gpu, "recorder_of", lambda device: fake_device.record)
     model = static(tiny_model("llama", vocab=VOCAB).to(device))
