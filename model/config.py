@@ -303,15 +303,14 @@ def _read(
     if value is None and optional:
         return None
     value = default if value is None else value
-    if kind is int:
-        wanted = f"a whole number from {smallest} to {LARGEST}"
-        fits = type(value) is int and smallest <= value <= LARGEST
-    elif kind is float:
-        wanted = "a number above 0"
-        fits = type(value) in (int, float) and 0 < value < 1e30
-    else:
-        wanted = "true or false"
-        fits = type(value) is bool
+    fits, wanted = {
+        int: (
+            type(value) is int and smallest <= value <= LARGEST,
+            f"a whole number from {smallest} to {LARGEST}",
+        ),
+        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
+        bool: (type(value) is bool, "true or false"),
+    }[kind]
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
     return kind(value)

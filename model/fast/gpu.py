@@ -229,11 +229,10 @@ class StaticCache:
 
 
 class StaticDecoder(PreparedDecoder):
-    """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are
-    the decoder's.
+    """``Decoder`` with static steps for a single text. Prompts are the decoder's.
 
-    If a step fails (no compiler, an old GPU, no memory), later steps are the readable blocks';
-    ``trouble`` says why.
+    With ``compiled`` its steps are compiled and captured, which needs CUDA. If a step fails (no
+    compiler, an old GPU, no memory), later steps are the readable blocks'; ``trouble`` says why.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
@@ -242,7 +241,7 @@ class StaticDecoder(PreparedDecoder):
         self.fast_bits = gpu_bits(model.device, model.dtype)
         self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block
-        self.captures = compiled and model.device.type == "cuda"
+        self.captures = compiled
         self.caches: list[StaticCache] = []
         self.used: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by text's cache
 
@@ -306,8 +305,8 @@ class StaticDecoder(PreparedDecoder):
         return static.steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
-        """Static step of a plan, captured on CUDA, that has passed ``_check``. It is run on the
-        first positions of the cache, which are restored.
+        """Static step of a plan that has passed ``_check``. It runs on the first positions of the
+        cache, which are restored.
         """
         kept = self.model.new_cache(3 * ROWS)
         kept.copy_from(cache, 3 * ROWS)
