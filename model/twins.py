@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ class Twins:
 
     def __init__(self, model: nn.Module, new_product: NewProduct | None = None) -> None:
         self.model = model
-        self.product = cache(new_product or partial(RoundedLinear, model))
-        self.sublayer = cache(self._new_sublayer)
+        self.new_product = new_product or partial(RoundedLinear, model)
+        self.made: dict[tuple[nn.Module, int], Product] = {}
 
     def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits
@@ -33,9 +33,9 @@ class Twins:
         block = self.model.layers[layer]
         twins = {}
         if attention in LOW_BITS:
-            twins["self_attn"] = self.sublayer(block.self_attn, attention)
+            twins["self_attn"] = self._twin(block.self_attn, attention, self._new_sublayer)
         if mlp in LOW_BITS:
-            twins["mlp"] = self.sublayer(block.mlp, mlp)
+            twins["mlp"] = self._twin(block.mlp, mlp, self._new_sublayer)
         return with_parts(block, twins) if twins else block
 
     def head(self, bits: int) -> Product | None:
@@ -44,12 +44,18 @@ class Twins:
         """
         if bits == FULL:
             return None
-        return self.product(self.model.lm_head or self.model.embed_tokens, bits)
+        return self._twin(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
+
+    def _twin(self, module: nn.Module, bits: int, make: Callable[..., Product]) -> Product:
+        """Twin of a module, which ``make`` makes at the first call."""
+        if (module, bits) not in self.made:
+            self.made[module, bits] = make(module, bits)
+        return self.made[module, bits]
 
     def _new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
         """Sublayer whose linear layers are low-bit products."""
         products = {
-            name: self.product(part, bits)
+            name: self.new_product(part, bits)
             for name, part in sublayer.named_children()
             if isinstance(part, nn.Linear)
         }
