@@ -38,16 +38,21 @@ GAMMA = 2  # tokens that a round drafts there
 
 def sheet(height: float, left: float, right: float, top: float) -> Axes:
     """Axes without a frame; the height of the figure is in inches, the rest in units of tiles."""
-    bare = {"frame_on": False, "xticks": [], "yticks": []}
-    frame = {"xlim": (left, right), "ylim": (0, top)}
-    return Figure(figsize=(7.5, height)).subplots(subplot_kw=bare | frame)
+    settings = {
+        "frame_on": False,
+        "xticks": [],
+        "yticks": [],
+        "xlim": (left, right),
+        "ylim": (0, top),
+    }
+    return Figure(figsize=(7.5, height)).subplots(subplot_kw=settings)
 
 
 def tiles(
     axes: Axes, x: float, y: float, parts: Iterable[tuple[str, float, str]], name: str = ""
 ) -> float:
-    """A row of tiles, each of a text, a width and a colour, with its name on the left; returns its
-    end.
+    """Draw a row of tiles (text, width, colour), with its name on the left. Returns its right end,
+    in units of tiles.
     """
     axes.text(x - 0.2, y + 0.44, name, ha="right", va="center", weight="bold")
     for text, width, colour in parts:
@@ -65,14 +70,14 @@ def explained(figure: Figure, colours: dict[str, str]) -> Figure:
 
 
 def rules() -> Figure:
-    """The ratio rule as areas: of q the accepted and the rejected part, of p the accepted part and
-    the residual.
+    """The ratio rule as areas: accepted and rejected parts of q, accepted and residual parts of
+    p.
     """
     figure = Figure(figsize=(7.5, 3.4))
     both = np.minimum(P, Q)
     sides = (
-        ("what is drafted: q", Q, PALE_RED, P, "p"),
-        ("what is written: p", P, BLUE, Q, "q"),
+        ("drafted: q", Q, PALE_RED, P, "p"),
+        ("written: p", P, BLUE, Q, "q"),
     )
     grid = figure.subplots(1, 2, sharey=True)
     for axes, (title, own, colour, other, name) in zip(grid, sides, strict=True):
@@ -101,8 +106,8 @@ def timeline() -> Figure:
 
 
 def speedup() -> Figure:
-    """Speed-up against acceptance for three costs of a draft step: each with its best length, and
-    thin with four tokens.
+    """Speed-up against acceptance for three costs of a draft step: thick lines at the best draft
+    length, thin ones at four tokens.
     """
     figure = Figure(figsize=(7.5, 4.2))
     axes = figure.subplots()
@@ -197,9 +202,7 @@ def programme() -> Figure:
 
 
 def auto() -> Figure:
-    """The rounds of a text under ``--draft auto``, as the page of ``--html`` recorded them; the
-    command stands in ``auto.json``.
-    """
+    """The rounds of a text under ``--draft auto``. ``auto.json`` holds them, with their command."""
     rounds = json.loads((FOLDER / "auto.json").read_text(encoding="utf-8"))["rounds"]
     axes = sheet(4.2, -10, 58, len(rounds))
     for row, round in enumerate(reversed(rounds)):

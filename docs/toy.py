@@ -1,9 +1,10 @@
-"""Speculative sampling, complete, on the letters a, b, c. It prints the distance between the
-distribution of its texts, called their law elsewhere, and that of plain sampling.
+"""Speculative sampling, complete, on the letters a, b and c, with a proof that it is exact.
 
 Names and order follow decoding/speculate.py, decoding/verify.py (`verify` is `verify_by_ratio`) and
-decoding/proof/enumeration.py. It has no cache, and so no rollback.
+decoding/proof/enumeration.py. There is no cache, and so no rollback.
 """
+
+from __future__ import annotations
 
 from itertools import product
 
@@ -11,17 +12,50 @@ import torch
 from torch import Tensor
 
 torch.set_default_dtype(torch.float64)
-# the target: row x is p after letter x
+# the target: row x is p, the probabilities of the letter after x
 P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.3, 0.6, 0.1]])
-# the draft: row x is q after letter x
+# the draft: row x is q after x
 Q = torch.tensor([[0.6, 0.2, 0.2], [0.3, 0.3, 0.4], [0.0, 0.5, 0.5]])
-GAMMA = 2  # letters drafted per round
+GAMMA = 2  # most letters drafted per round
 LENGTH = 5  # letters of a text
 
 
+def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
+    """Drafted letters, and the distribution q that each was drawn from."""
+    drafted = []
+    q = torch.zeros(0, 3)
+    while len(drafted) < limit:
+        last = [*text, *drafted][-1]
+        q = torch.cat((q, Q[[last]]))
+        drafted.append(randomness.draw(q[-1]))
+    return drafted, q
+
+
+def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> tuple[Tensor, int]:
+    """Number of accepted letters, and the letter after them."""
+    rows = range(len(drafted))
+    # up to the first rejection
+    accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()
+    # p - q per drafted letter; the last row is p itself, for the bonus letter
+    residual = (p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)
+    return accepted, randomness.draw(residual[accepted])
+
+
+def speculate(text: list[int], randomness: Enumerator) -> list[int]:
+    """The text, continued to its full length in rounds of a draft and its verification."""
+    while len(text) < LENGTH:
+        drafted, q = propose(text, min(GAMMA, LENGTH - len(text) - 1), randomness)
+        p = P[[text[-1], *drafted]]  # one pass of the target over the last letter and the draft
+        accepted, token = verify(p, q, drafted, randomness)
+        text = [*text, *drafted[:accepted], token]
+    return text
+
+
 class Enumerator:
-    """Source of all random draws. It replays a path of outcomes, then takes the first outcome of
-    each new draw.
+    """A source of random draws that follows a path: a list of outcomes, one per draw.
+
+    After the end of the path it takes the first possible outcome of each draw, and notes the paths
+    to the others. ``weight`` is the probability of all its outcomes together.
     """
 
     def __init__(self, path: list[int]) -> None:
@@ -41,50 +75,25 @@ class Enumerator:
         return outcome
 
     def draw(self, probs: Tensor) -> int:
+        """A letter, from probabilities that need not sum to 1."""
         return self.choose((probs / probs.sum()).tolist())
 
     def accept(self, probabilities: Tensor) -> Tensor:
+        """1 or 0 for each probability."""
         return torch.tensor(
             [self.choose([1 - a, a]) for a in probabilities.clamp(max=1).tolist()],
             dtype=torch.int64,
         )
 
 
-def propose(text: list[int], limit: int, randomness: Enumerator) -> tuple[list[int], Tensor]:
-    drafted = []
-    q = torch.zeros(0, 3)
-    while len(drafted) < limit:
-        q = torch.cat((q, Q[[*text, *drafted][-1:]]))
-        drafted.append(randomness.draw(q[-1]))
-    return drafted, q
-
-
-def verify(p: Tensor, q: Tensor, drafted: list[int], randomness: Enumerator) -> tuple[Tensor, int]:
-    rows = range(len(drafted))
-    # up to the first rejection
-    accepted = randomness.accept(p[rows, drafted] / q[rows, drafted]).cumprod(0).sum()
-    # its last row is p itself: for the bonus letter
-    residual = (p - torch.cat((q, torch.zeros(1, 3)))).clamp(min=0)
-    return accepted, randomness.draw(residual[accepted])
-
-
-def speculate(text: list[int], randomness: Enumerator) -> list[int]:
-    while len(text) < LENGTH:
-        drafted, q = propose(text, min(GAMMA, LENGTH - len(text) - 1), randomness)
-        p = P[[text[-1], *drafted]]  # one pass of the target over the last letter and the draft
-        accepted, token = verify(p, q, drafted, randomness)
-        text = [*text, *drafted[:accepted], token]
-    return text
-
-
+# The proof: the loop runs once for every path. Its texts must have the probabilities that plain
+# sampling gives them, which are products of entries of P.
 speculative = dict.fromkeys(product([0], *[range(3)] * (LENGTH - 1)), 0.0)
 paths = [[]]
-walked = 0
-while paths:
-    randomness = Enumerator(paths.pop())
+for path in paths:  # the list grows while it is read
+    randomness = Enumerator(path)
     speculative[tuple(speculate([0], randomness))] += randomness.weight
     paths += randomness.other_paths
-    walked += 1
 plain = {text: P[text[:-1], text[1:]].prod().item() for text in speculative}
 distance = sum(abs(speculative[text] - plain[text]) for text in plain) / 2
-print(f"{len(plain)} texts, {walked} paths: total variation from plain sampling {distance:.1e}")
+print(f"{len(plain)} texts, {len(paths)} paths: total variation from plain sampling {distance:.1e}")

@@ -214,10 +214,10 @@ class Session:
         return status
 
     def stop(self) -> None:
-        """Ctrl-C for the server, if one runs."""
+        """End the server, if one runs: not by Ctrl-C, which a background job may ignore."""
         if self.server is not None:
             if self.server.poll() is None:
-                os.killpg(self.server.pid, signal.SIGINT)
+                os.killpg(self.server.pid, signal.SIGTERM)
             self.said = self.server.communicate(timeout=LIMIT)[0].decode(errors="replace")
             self.server = None
 
