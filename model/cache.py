@@ -36,11 +36,11 @@ class KVCache:
         """Addresses of each text's keys and values, int64 ``[batch, layers, 2]``, for compiled
         steps.
         """
-        layers = list(zip(self.keys, self.values, strict=True))
-        batch = len(self.keys[0])
-        return torch.tensor(
-            [[[each[text].data_ptr() for each in both] for both in layers] for text in range(batch)]
-        )
+        layers = zip(self.keys, self.values, strict=True)
+        first_text = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in layers])
+        bytes_per_text = self.keys[0].stride(0) * self.keys[0].itemsize
+        texts = torch.arange(len(self.keys[0]))
+        return first_text + bytes_per_text * texts[:, None, None]
 
     @property
     def length(self) -> int:

@@ -2,7 +2,6 @@
 alike.
 """
 
-import math
 import time
 from collections.abc import Callable
 
@@ -18,23 +17,15 @@ def now(device: torch.device) -> float:
 
 @torch.inference_mode()
 def take_turns(
-    steps: list[Callable[[], object]],
-    repeats: int,
-    device: torch.device,
-    patience: float = math.inf,
+    steps: list[Callable[[], object]], repeats: int, device: torch.device
 ) -> list[list[float]]:
     """Seconds of each repeat of steps: each runs once as warm-up, then all in turn, ``repeats``
     times.
-
-    ``patience`` seconds after the warm-up no repeat begins, except the first.
     """
     for step in steps:
         step()
-    began = now(device)  # a warm-up may compile, which takes longer than any patience
     seconds: list[list[float]] = [[] for _ in steps]
-    for repeat in range(repeats):
-        if repeat and now(device) - began > patience:
-            break
+    for _ in range(repeats):
         for step, times in zip(steps, seconds, strict=True):
             start = now(device)
             step()

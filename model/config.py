@@ -57,34 +57,45 @@ UNREAD = {
     "max_window_layers": 0,
     "sliding_window_pattern": None,
 }
+# Keys that several families read.
 WINDOWS = {"sliding_window": 4096, "layer_types": None}
-QWEN = dict(WINDOWS, max_position_embeddings=32768, use_sliding_window=False, max_window_layers=28)
-GEMMA = dict(
-    WINDOWS,
-    head_dim=256,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    query_pre_attn_scalar=256,
-    final_logit_softcapping=None,
-)
-GEMMA_2 = dict(
-    GEMMA,
-    max_position_embeddings=8192,
-    sliding_window_pattern=2,
-    attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
-)
-GEMMA_3 = dict(GEMMA, max_position_embeddings=131072, sliding_window_pattern=6)
-LLAMA = {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
-MISTRAL = {"max_position_embeddings": 131072, "sliding_window": 4096}
+QWEN = WINDOWS | {
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+GEMMA = WINDOWS | {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": None,
+}
 FAMILIES = {
-    "llama": Family("llama", LLAMA),
-    "mistral": Family("llama", MISTRAL),
-    "ministral": Family("llama", MISTRAL | WINDOWS),
+    "llama": Family(
+        "llama",
+        {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    ),
+    "mistral": Family("llama", {"max_position_embeddings": 131072, "sliding_window": 4096}),
+    "ministral": Family("llama", WINDOWS | {"max_position_embeddings": 131072}),
     "qwen2": Family("llama", QWEN, biased="qkv"),
-    "qwen3": Family("llama", dict(QWEN, attention_bias=False, head_dim=128), head_norms=True),
-    "gemma2": Family("gemma2", GEMMA_2),
-    "gemma3_text": Family("gemma2", GEMMA_3, head_norms=True, two_ropes=True),
+    "qwen3": Family("llama", QWEN | {"attention_bias": False, "head_dim": 128}, head_norms=True),
+    "gemma2": Family(
+        "gemma2",
+        GEMMA
+        | {
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3_text": Family(
+        "gemma2",
+        GEMMA | {"max_position_embeddings": 131072, "sliding_window_pattern": 6},
+        head_norms=True,
+        two_ropes=True,
+    ),
 }
 # Families that are often asked for, and why none of the blocks computes them.
 OTHERS = {
@@ -292,15 +303,14 @@ def _read(
     if value is None and optional:
         return None
     value = default if value is None else value
-    if kind is int:
-        wanted = f"a whole number from {smallest} to {LARGEST}"
-        fits = type(value) is int and smallest <= value <= LARGEST
-    elif kind is float:
-        wanted = "a number above 0"
-        fits = type(value) in (int, float) and 0 < value < 1e30
-    else:
-        wanted = "true or false"
-        fits = type(value) is bool
+    fits, wanted = {
+        int: (
+            type(value) is int and smallest <= value <= LARGEST,
+            f"a whole number from {smallest} to {LARGEST}",
+        ),
+        float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
+        bool: (type(value) is bool, "true or false"),
+    }[kind]
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")
     return kind(value)

@@ -20,15 +20,15 @@ PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of act
 
 
 class Steps:
-    """Properties of a model's steps, beside the calls of ``decoding.model_port``. These values are
-    those of the readable blocks; ``model.fast`` has others.
+    """Interface of a model's steps beyond the calls of ``decoding.model_port``, with the values of
+    the readable blocks; ``model.fast`` has others.
 
-    ``fast_bits`` are the numbers of bits in which a draft takes less time; low bits are only a
-    reference here. ``keeps_copies``: low-bit copies are made one by one and can be kept, by the
+    ``fast_bits``: numbers of bits in which a draft takes less time. Elsewhere low bits are only a
+    reference. ``keeps_copies``: low-bit copies are made one by one and can be kept in files, by the
     methods of ``model.fast.cpu``; else ``prepare`` makes them. ``batches_calls``: ``together``
-    computes several calls in one step. ``trouble`` is the reason why static steps fell back to the
-    readable blocks, if they did. ``why_rows_vary`` is None if the bits of a position's logits do
-    not depend on the other rows of the step; else one line with the reason.
+    computes several calls in one step. ``trouble``: the reason why static steps fell back to the
+    readable blocks, if they did. ``why_rows_vary``: the reason why the bits of a position's logits
+    depend on the other rows of the step; None if they do not.
     """
 
     fast_bits: tuple[int, ...] = ()
@@ -96,9 +96,9 @@ class Decoder(Steps, nn.Module):
         evaluate_grid: Evaluate = evaluate_grid,
         new_product: NewProduct | None = None,
     ) -> None:
-        """Set the functions that a device may have faster ones of: the attention of prompts, the
-        grids of weights in four bits, and the low-bit products of ``Twins``. By default they are
-        the readable ones; ``model.fast`` sets others.
+        """Set the functions that ``model.fast`` replaces by faster ones: the attention of prompts,
+        the grids of weights in four bits, and the low-bit products of ``Twins``. By default they
+        are the readable ones.
         """
         self.attend = attend
         self.evaluate_grid = evaluate_grid

@@ -10,15 +10,12 @@ from torch import Tensor
 LAUNCHERS: dict[torch.device, Callable[..., Tensor]] = {}
 
 
-def launch(
-    function: Callable[..., Tensor], rows: Tensor, *more: Any, is_compiled: bool = True
-) -> Tensor:
+def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
     """``function(rows, *more)``, in one launch where the device of the rows has a launcher.
 
-    A row of the result may depend on the same row of the tensors only. A function whose rows have
-    many shapes is better not compiled, which takes seconds for each.
+    A row of the result may depend on the same row of the tensors only.
     """
     launcher = LAUNCHERS.get(rows.device)
     if launcher is None:
         return function(rows, *more)
-    return launcher(function, rows, *more, is_compiled=is_compiled)
+    return launcher(function, rows, *more)

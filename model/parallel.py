@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -78,9 +78,12 @@ class Shard:
     @property
     def local(self) -> ModelConfig:
         """Config of the rank's model."""
-        units = {units for _, units, *_ in CUTS.values()}
         return replace(
-            self.config, **{each: len(self.part(getattr(self.config, each))) for each in units}
+            self.config,
+            vocab_size=len(self.part(self.config.vocab_size)),
+            num_heads=len(self.part(self.config.num_heads)),
+            num_kv_heads=len(self.part(self.config.num_kv_heads)),
+            intermediate_size=len(self.part(self.config.intermediate_size)),
         )
 
     def cut(self, name: str) -> Cut:
@@ -105,20 +108,28 @@ def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
     return value
 
 
+class SplitEmbedding(nn.Module):
+    """Embedding by ``rows`` of its matrix, ``weight`` ``[rows, hidden]``, summed over the ranks."""
+
+    def __init__(self, weight: nn.Parameter, rows: range) -> None:
+        super().__init__()
+        self.weight = weight
+        self.rows = rows
+
+    def forward(self, ids: Tensor) -> Tensor:
+        elsewhere = (ids < self.rows.start) | (ids >= self.rows.stop)
+        own = (ids - self.rows.start).masked_fill(elsewhere, 0)
+        found = F.embedding(own, self.weight).masked_fill(elsewhere[..., None], 0)
+        return exchange(dist.all_reduce, found)
+
+
 def split(model: Decoder, shard: Shard) -> Decoder:
     """Decoder that sums with the other ranks, of a loaded model of config ``shard.local``;
     parameter names stay.
     """
     size = shard.config.vocab_size
     vocab = shard.part(size)
-
-    def embed(ids: Tensor) -> Tensor:
-        elsewhere = (ids < vocab.start) | (ids >= vocab.stop)
-        own = (ids - vocab.start).masked_fill(elsewhere, 0)
-        rows = F.embedding(own, model.embed_tokens.weight)
-        return exchange(dist.all_reduce, rows.masked_fill(elsewhere[..., None], 0))
-
-    model.embed_tokens.forward = embed
+    model.embed_tokens = SplitEmbedding(model.embed_tokens.weight, vocab)
     for block in model.layers:
         for sublayer, bias in (
             (block.self_attn, block.self_attn.o_proj.bias),

@@ -8,8 +8,8 @@ forward pass: 0 bits skip a sublayer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from model.errors import InputError
 
@@ -57,27 +57,28 @@ class LayerPlan:
         return LayerPlan.skipping(num_layers, skipped, skipped)
 
     @staticmethod
-    def skipping(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> LayerPlan:
+    def skipping(num_layers: int, attention: Collection[int], mlp: Collection[int]) -> LayerPlan:
         """Plan that skips the attention and the MLP sublayers of the given layers (counted from 0).
 
         Raises InputError when a layer is not in the model.
         """
         layers = range(num_layers)
-        skipped = (set(attention), set(mlp))
-        if absent := set().union(*skipped).difference(layers):
+        if absent := {*attention, *mlp}.difference(layers):
             raise InputError(
                 f"the plan skips layer {min(absent)}, but this model has layers 0..{num_layers - 1}"
             )
         return LayerPlan(
-            *(tuple(0 if layer in chosen else FULL for layer in layers) for chosen in skipped)
+            tuple(0 if layer in attention else FULL for layer in layers),
+            tuple(0 if layer in mlp else FULL for layer in layers),
         )
 
     def in_bits(self, bits: int, head: int = 8) -> LayerPlan:
         """Plan of the same sublayers in ``bits`` bits, and of the head in ``head`` bits."""
-        attention, mlp = (
-            tuple(bits if each else 0 for each in runs) for runs in (self.attention, self.mlp)
+        return LayerPlan(
+            tuple(bits if each else 0 for each in self.attention),
+            tuple(bits if each else 0 for each in self.mlp),
+            head,
         )
-        return replace(self, attention=attention, mlp=mlp, head=head)
 
     @property
     def num_layers(self) -> int:

@@ -1,7 +1,7 @@
 """Quantisation of weights to four or eight bits.
 
-A draft need not be right, only likely to be right, and decoding costs what reading the weights
-costs. So the draft reads the same weights, rounded: a matrix in four bits takes less than a third
+A draft need not be right, only likely to be right, and most of a step's time goes into reading the
+weights. So the draft reads the same weights, rounded: a matrix in four bits takes less than a third
 of its size in bf16.
 
 In four bits rounding is affine. A group of 32 neighbouring weights of a row shares a ``scale`` and
@@ -28,7 +28,7 @@ CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
 
-
+# Signature of ``evaluate_grid``.
 Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 

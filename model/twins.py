@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from model.plan import FULL, LOW_BITS
 from model.quantise import round_inputs
 
-NewProduct = Callable[[nn.Linear | nn.Embedding, int], Any]
+Product = Callable[[Tensor], Tensor]  # ``[..., in]`` -> ``[..., out]``
+NewProduct = Callable[[nn.Linear | nn.Embedding, int], Product]
 
 
 class Twins:
@@ -21,52 +21,48 @@ class Twins:
     ``RoundedLinear``, the reference, which saves neither time nor memory.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        new_product: NewProduct | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, new_product: NewProduct | None = None) -> None:
         self.model = model
         self.new_product = new_product or partial(RoundedLinear, model)
-        self.kept: dict[tuple[nn.Module, int], Any] = {}
+        self.made: dict[tuple[nn.Module, int], Product] = {}
 
     def block(self, layer: int, attention: int, mlp: int) -> nn.Module:
         """Block of a layer, with ``attention`` and ``mlp`` bits per weight; a sublayer of 0 bits
         must not be called.
         """
         block = self.model.layers[layer]
-        sublayers = {
-            name: self.twin(getattr(block, name), bits)
-            for name, bits in (("self_attn", attention), ("mlp", mlp))
-            if bits in LOW_BITS
-        }
-        return with_parts(block, sublayers) if sublayers else block
+        twins = {}
+        if attention in LOW_BITS:
+            twins["self_attn"] = self._twin(block.self_attn, attention, self._new_sublayer)
+        if mlp in LOW_BITS:
+            twins["mlp"] = self._twin(block.mlp, mlp, self._new_sublayer)
+        return with_parts(block, twins) if twins else block
 
-    def head(self, bits: int) -> Callable[[Tensor], Tensor] | None:
+    def head(self, bits: int) -> Product | None:
         """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the
         checkpoint's weights.
         """
         if bits == FULL:
             return None
-        return self.twin(self.model.lm_head or self.model.embed_tokens, bits)
+        return self._twin(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
 
-    def twin(self, module: nn.Module, bits: int) -> Any:
-        """Twin of a sublayer, of a linear layer, or of an embedding that is the head."""
-        if (module, bits) not in self.kept:
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                twin = self.new_product(module, bits)
-            else:
-                parts = {
-                    name: self.twin(part, bits)
-                    for name, part in module.named_children()
-                    if isinstance(part, nn.Linear)
-                }
-                twin = with_parts(module, parts)
-            self.kept[module, bits] = twin
-        return self.kept[module, bits]
+    def _twin(self, module: nn.Module, bits: int, make: Callable[..., Product]) -> Product:
+        """Twin of a module, which ``make`` makes at the first call."""
+        if (module, bits) not in self.made:
+            self.made[module, bits] = make(module, bits)
+        return self.made[module, bits]
+
+    def _new_sublayer(self, sublayer: nn.Module, bits: int) -> nn.Module:
+        """Sublayer whose linear layers are low-bit products."""
+        products = {
+            name: self.new_product(part, bits)
+            for name, part in sublayer.named_children()
+            if isinstance(part, nn.Linear)
+        }
+        return with_parts(sublayer, products)
 
 
-def with_parts(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
+def with_parts(module: nn.Module, parts: dict[str, Product]) -> nn.Module:
     """Copy of a module that has these ``parts``, and shares all others."""
     changed = copy.copy(module)
     changed._modules = module._modules | parts
@@ -81,7 +77,7 @@ class RoundedLinear(nn.Module):
     def __init__(self, model: nn.Module, product: nn.Linear | nn.Embedding, bits: int) -> None:
         super().__init__()
         self.weight = model.rounded(product, bits).dequantised(model.dtype)
-        self.bias = getattr(product, "bias", None)
+        self.bias = product.bias if isinstance(product, nn.Linear) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(round_inputs(x), self.weight, self.bias)

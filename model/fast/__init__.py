@@ -15,9 +15,10 @@ from model.plan import LayerPlan
 
 
 class PreparedDecoder(Steps):
-    """Decoder with faster steps than the readable ``model``, which does everything else.
+    """Base of decoders with faster steps than the readable ``model``, whose weights they share.
 
-    A subclass has a ``__call__`` of its own, and those members of ``Steps`` that differ.
+    A subclass has a ``__call__`` of its own, and those members of ``Steps`` that differ. All other
+    attributes of a ``Decoder`` are those of ``model``.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -53,9 +54,8 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
     """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its
     device.
 
-    Without ``compiled`` its steps are the readable blocks'. Its ``why_rows_vary`` is None if a
-    position has the same bits in steps of any number of tokens. A model that cannot be prepared is
-    returned as it is, with a line on stderr.
+    Without ``compiled`` nothing is compiled or captured. Where there are no faster steps, the model
+    itself is returned; a line on stderr says so if only Numba is missing.
     """
     if model.device.type == "mps":
         return model

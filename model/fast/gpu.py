@@ -27,7 +27,7 @@ from torch.func import functional_call
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast import PreparedDecoder, gpu_bits, static_capacity
-from model.fast.graphs import Launcher, compile_function, launcher_of
+from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
 from model.quantise import GROUP, Quantised
@@ -135,30 +135,24 @@ def low_bits(
 class StaticStep:
     """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, by the same kernels on the
     same buffers.
+
+    ``run`` is ``run_block`` or its compiled code. ``replay`` replays the captured step, if it is
+    captured.
     """
 
     # the buffers outlive the call, and are written in inference mode and outside
     @torch.inference_mode(False)
     def __init__(
-        self,
-        model: Decoder,
-        cache: KVCache,
-        plan: LayerPlan,
-        run: Callable[..., Tensor],
-        launcher: Launcher,
+        self, model: Decoder, cache: KVCache, plan: LayerPlan, run: Callable[..., Tensor]
     ) -> None:
         self.model = model
         self.cache = cache
         self.plan = plan
         self.run = run
-        self.launcher = launcher
+        self.replay: Callable[[], None] | None = None
         self.rows = 1 if plan.has_low_bits else ROWS
         self.tokens = torch.zeros(1, self.rows, dtype=torch.int64, device=model.device)
         self.start = torch.zeros((), dtype=torch.int64, device=model.device)
-        self.started: int | None = None  # value of ``start``
-        self.offsets = torch.arange(self.rows, device=model.device)
-        # graphs of sampling read it too, so all steps share it
-        self.logits = launcher.buffers.get("logits", (self.rows, model.vocab_size), model.dtype)
         self.angles = {
             rope: rotary_table(
                 rope, model.config.head_dim, cache.capacity, model.dtype, model.device
@@ -171,22 +165,21 @@ class StaticStep:
         # meta device, where they take no memory. Blocks in low bits are of other modules, so there
         # is a template for each pair of kinds.
         templates: dict[tuple[bool, ...], nn.Module] = {}
-        self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []
+        self.blocks: list[tuple[nn.Module, dict[str, Tensor]]] = []  # of each layer
         for layer, pair in enumerate(zip(plan.attention, plan.mlp, strict=True)):
             block = model.twins.block(layer, *pair)
             kinds = tuple(bits not in (0, FULL) for bits in pair)
             if kinds not in templates:
                 templates[kinds] = copy.deepcopy(block).to("meta")
             self.blocks.append((templates[kinds], block.state_dict(keep_vars=True)))
-        self.replay: Callable[[], None] | None = None  # of the captured step
 
     def compute(self) -> None:
-        """Logits of the tokens in the buffers. Entries of padded rows are behind the text, where
-        later steps write theirs.
+        """Set ``logits``, ``[1, rows, vocab]``, to those of the tokens in the buffers. Entries of
+        padded rows are behind the text, where later steps write theirs.
         """
         model = self.model
         config = model.config
-        index = self.start + self.offsets
+        index = self.start + torch.arange(self.rows, device=model.device)
         angles = {
             rope: tuple(table.index_select(0, index) for table in tables)
             for rope, tables in self.angles.items()
@@ -201,27 +194,28 @@ class StaticStep:
         x = model.embed(self.tokens)
         for layer, (template, weights) in enumerate(self.blocks):
             runs = self.plan.attention[layer] > 0, self.plan.mlp[layer] > 0
+            if not any(runs):
+                continue
             entries = StaticEntries(self.cache.keys[layer], self.cache.values[layer], index)
-            if any(runs):
-                # a template is a copy of another layer: angles and mask are those of this one
-                own = angles[config.ropes[layer]], masks[config.windows[layer]]
-                x = self.run(template, weights, x, *own, entries, *runs)
-        self.logits.copy_(model.logits(x, self.head)[0])
-        self.start.add_(1)  # where the next step of the plan mostly begins
+            # a template is a copy of another layer: angles and mask are those of this one
+            x = self.run(
+                template,
+                weights,
+                x,
+                angles[config.ropes[layer]],
+                masks[config.windows[layer]],
+                entries,
+                *runs,
+            )
+        self.logits = model.logits(x, self.head)
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
         count = tokens.shape[1]
         self.tokens[:, :count].copy_(tokens)
-        if start != self.started:
-            self.start.fill_(start)
-        (self.replay or self.compute)()
-        self.started = start + 1
-        return self.launcher.copies.hand_out(self.logits, count)[None]
-
-    def capture(self) -> None:
-        """Record the step as a CUDA graph."""
-        self.replay = self.launcher.record(self.compute)
-        self.started = None
+        self.start.fill_(start)
+        run = self.replay or self.compute
+        run()
+        return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 
 @dataclass(eq=False)
@@ -235,11 +229,10 @@ class StaticCache:
 
 
 class StaticDecoder(PreparedDecoder):
-    """``Decoder`` with static steps for a single text: compiled, and captured on CUDA. Prompts are
-    the decoder's.
+    """``Decoder`` with static steps for a single text. Prompts are the decoder's.
 
-    If a step fails (no compiler, an old GPU, no memory), later steps are the readable blocks';
-    ``trouble`` says why.
+    With ``compiled`` its steps are compiled and captured, which needs CUDA. If a step fails (no
+    compiler, an old GPU, no memory), later steps are the readable blocks'; ``trouble`` says why.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
@@ -248,8 +241,7 @@ class StaticDecoder(PreparedDecoder):
         self.fast_bits = gpu_bits(model.device, model.dtype)
         self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block
-        self.captures = compiled and model.device.type == "cuda"
-        self.launcher = Launcher(model.device)
+        self.captures = compiled
         self.caches: list[StaticCache] = []
         self.used: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by text's cache
 
@@ -306,34 +298,39 @@ class StaticDecoder(PreparedDecoder):
             return None
         if plan not in static.steps:
             try:
-                if self.captures:
-                    self.launcher = launcher_of(self.model.device)
-                step = StaticStep(self.model, static.cache, plan, self.run, self.launcher)
-                self._check(step)
-                if self.launcher.record:
-                    step.capture()
-                    self._check(step)
-                static.steps[plan] = step
+                static.steps[plan] = self._new_step(static.cache, plan)
             except Exception as error:  # of compilers, drivers, allocators
                 line = " ".join(f"{type(error).__name__}: {error}".split())
                 self.trouble = f"steps are the readable blocks': {line:.300}"
         return static.steps.get(plan)
 
-    def _check(self, step: StaticStep) -> None:
-        """Compare a step's logits with the readable blocks', on the first positions of its cache,
-        which are restored.
+    def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
+        """Static step of a plan that has passed ``_check``. It runs on the first positions of the
+        cache, which are restored.
+        """
+        kept = self.model.new_cache(3 * ROWS)
+        kept.copy_from(cache, 3 * ROWS)
+        try:
+            step = StaticStep(self.model, cache, plan, self.run)
+            if self.captures:
+                step.replay = recorder_of(self.device)(step.compute)
+            self._check(step)
+        finally:
+            cache.copy_from(kept, 3 * ROWS)
+        return step
 
-        Raises RuntimeError where they differ by more than rounding.
+    def _check(self, step: StaticStep) -> None:
+        """Compare a step's logits with the readable blocks', and those of a row with the same row's
+        alone.
+
+        Raises RuntimeError where they differ from the readable blocks' by more than rounding.
         """
         # a step of the last of 2 · ROWS tokens also writes padded rows behind them
-        cache, kept = (self.model.new_cache(3 * ROWS) for _ in range(2))
-        tokens = torch.arange(2 * ROWS, device=self.model.device)[None] % self.model.vocab_size
-        expected = self.model(tokens, cache, 0, step.plan)[:, ROWS : ROWS + step.rows]
-        kept.copy_from(step.cache, 3 * ROWS)
-        step.cache.copy_from(cache, 2 * ROWS)
-        found = step(tokens[:, ROWS : ROWS + step.rows], ROWS)
-        alone = step(tokens[:, ROWS + step.rows - 1 : ROWS + step.rows], ROWS + step.rows - 1)
-        step.cache.copy_from(kept, 3 * ROWS)
+        tokens = torch.arange(2 * ROWS, device=self.device)[None] % self.vocab_size
+        end = ROWS + step.rows
+        expected = self.model(tokens, step.cache, 0, step.plan)[:, ROWS:end]
+        found = step(tokens[:, ROWS:end], ROWS)
+        alone = step(tokens[:, end - 1 : end], end - 1)
         difference = (found - expected).abs().max()
         if not difference <= TOLERANCE * expected.abs().max():  # NaN fails too
             raise RuntimeError(

@@ -2,13 +2,11 @@
 
 The kernels of sampling are small and many: launching them one by one takes longer than a step of a
 small model. ``Launcher`` compiles such a function and replays it as one launch. The readable
-functions stay the only version; they call ``model.launch``. ``Recorder`` records graphs,
-``Buffers`` are their memory, ``Copies`` and ``Turns`` the two forms of their results.
+functions stay the only version; they call ``model.launch``.
 """
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -19,11 +17,13 @@ from model.launch import LAUNCHERS
 
 # versions of a function that torch compiles, over all models, capacities and plans
 RECOMPILES = 256
-TURNS = 4096  # draws until the memory of a drawn token is written again
 TOLERANCE = 0.05  # of probabilities: rounding may move a token across the limit of a filter
 
+# Records a computation on tensors that stay where they are, and returns its replay.
 Record = Callable[[Callable[[], object]], Callable[[], None]]
-compile_function = partial(torch.compile, fullgraph=True, dynamic=False, recompile_limit=RECOMPILES)
+compile_function = cache(
+    partial(torch.compile, fullgraph=True, dynamic=False, recompile_limit=RECOMPILES)
+)
 
 
 class Recorder:
@@ -65,194 +65,96 @@ class Recorder:
         return graph.replay
 
 
-class Buffers:
-    """Memory of one device that graphs read and write, by name, shape and dtype."""
+class FunctionGraph:
+    """Graph of a function of rows, for one number of rows and one kind of its other arguments.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.get = cache(self._new)
-        self.numbers: dict[Tensor, float] = {}  # the values of numbers that graphs read
-
-    @torch.inference_mode(False)
-    def _new(self, name: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def of_argument(self, name: object, given: Tensor | float) -> Tensor:
-        """Buffer for a tensor or a number."""
-        if isinstance(given, float):
-            return self.get(name, (), torch.float64)
-        return self.get(name, given.shape, given.dtype)
-
-    def write(self, buffer: Tensor, given: Tensor | float) -> None:
-        """Write an argument, unless it is the number that is there."""
-        if isinstance(given, Tensor):
-            buffer.copy_(given, non_blocking=True)
-        elif self.numbers.get(buffer) != given:
-            self.numbers[buffer] = given
-            buffer.fill_(given)
-
-
-class Copies:
-    """Copies of the two buffers that were handed out last.
-
-    A graph that is given such a copy, or a view of it, reads the buffer, unless the copy has been
-    changed.
+    A call copies its tensors and numbers into the buffers that the graph reads, replays the graph,
+    and copies its results out. Every row is computed by itself, by the same kernels on memory of
+    the same alignment. So its bits do not depend on the number of rows, and plain and drafted texts
+    have the same distributions.
     """
 
-    def __init__(self) -> None:
-        self.last: list[tuple[Tensor, Tensor]] = []  # copies, with their buffers
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        arguments: tuple[Any, ...],
+        expected: Tensor,
+        record: Record,
+    ) -> None:
+        """``arguments``, and the results ``expected`` of them, give buffers their shapes."""
+        self.function = function
+        self.inputs = list(arguments)
+        for at, given in enumerate(arguments):
+            if isinstance(given, Tensor):
+                self.inputs[at] = buffer(at, given, expected.device)
+            elif isinstance(given, float):
+                self.inputs[at] = torch.zeros((), dtype=torch.float64, device=expected.device)
+        self.numbers: dict[int, float] = {}  # those that the buffers hold
+        self.results = buffer("results", expected, expected.device)
+        self.replay = record(self.compute)
 
-    @torch.inference_mode(False)  # so that torch counts the changes of the copy
-    def hand_out(self, buffer: Tensor, rows: int) -> Tensor:
-        """Copy of a buffer's first rows."""
-        copy = buffer[:rows].clone()
-        others = [pair for pair in self.last if pair[1] is not buffer]
-        self.last = [(copy, buffer), *others[:1]]
-        return copy
+    def compute(self) -> None:
+        """Results of the inputs in the buffers."""
+        rows = range(len(self.results))
+        results = [self.function(*row_of(self.inputs, row)) for row in rows]
+        self.results.copy_(torch.cat(results))
 
-    def source(self, given: Any) -> Tensor | None:
-        """Buffer that holds the numbers of this argument, if one does."""
-        for copy, buffer in self.last if isinstance(given, Tensor) else ():
-            if (given is copy or given._base is copy) and not copy._version:
-                return buffer
-        return None
-
-
-class Turns:
-    """Turns of draws: each writes its tokens to the next of ``TURNS`` places, so that no copy is
-    needed. Graphs read the turn on the device.
-    """
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.next = 0
-        self.next_there = buffers.get("turn", (1,), torch.int64)
-
-    def write(self, places: Tensor, tokens: Tensor) -> None:
-        """Write drawn tokens, in a graph."""
-        places.index_copy_(0, self.next_there, tokens[None])
-        self.next_there.add_(1).remainder_(TURNS)
-
-    def read(self, places: Tensor) -> Tensor:
-        """The tokens that a graph has just written."""
-        drawn = places[self.next]
-        self.next = (self.next + 1) % TURNS
-        return drawn
-
-    def restore(self) -> None:
-        """Undo the turns of a recording, which nothing reads."""
-        self.next_there.fill_(self.next)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Graph of a function: the buffers that its arguments are written to, None for those that are
-    not written; its replay; its results, those of a draw by turn.
-    """
-
-    written: list[Tensor | None]
-    replay: Callable[[], None]
-    results: Tensor
-    is_draw: bool
+    def __call__(self, *arguments: Any) -> Tensor:
+        for at, given in enumerate(arguments):
+            if isinstance(given, Tensor):
+                self.inputs[at].copy_(given, non_blocking=True)
+            elif isinstance(given, float) and given != self.numbers.get(at):
+                self.inputs[at].fill_(given)
+                self.numbers[at] = given
+        self.replay()
+        return self.results.clone()
 
 
 class Launcher:
     """Launcher of functions of rows on one device, each a graph per number of rows.
 
-    Within a graph every row is computed by itself, by the same kernels on memory of the same
-    alignment. So its bits do not depend on the number of rows, and plain and drafted texts have the
-    same distributions. Tensors are given by row, floats are numbers that may change between
-    replays, and everything else is a constant of the graph. Results are copies, or the tokens of a
-    draw. A function that cannot be compiled or recorded, or then computes something else, is called
-    directly. Without ``record`` nothing is launched.
+    The first argument is a tensor of rows. Tensors are given by row, floats are numbers that may
+    change between replays, and everything else is a constant of the graph. A function that cannot
+    be compiled or recorded, or then computes something else, is called directly.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        record: Record | None = None,
-        compile: Callable[..., Any] = compile_function,
-    ) -> None:
+    def __init__(self, record: Record) -> None:
         self.record = record
-        self.compile = cache(compile)
-        self.buffers = Buffers(device)
-        self.copies = Copies()
-        self.turns = Turns(self.buffers)
         # by function and kinds of arguments; None: called directly
-        self.launches: dict[Any, Launch | None] = {}
+        self.graphs: dict[tuple[Any, ...], FunctionGraph | None] = {}
 
     @torch.inference_mode()
-    def __call__(
-        self, function: Callable[..., Tensor], *arguments: Any, is_compiled: bool = True
-    ) -> Tensor:
-        """``function(*arguments)``, of which the first is a tensor of rows."""
-        key = function, *(kind(given, self.copies.source(given)) for given in arguments)
-        if key not in self.launches:
-            try:
-                expected = function(*arguments)
-                run = self.compile(function) if is_compiled else function
-                launch = self._make(function, run, arguments, expected)
-                difference = (self._run(launch, arguments).double() - expected).abs().max()
-                if not difference <= TOLERANCE:  # NaN fails too
-                    raise RuntimeError(f"its results are {difference.item():.3g} away")
-                self.launches[key] = launch
-            except Exception as error:  # of compilers, drivers, allocators
-                self.launches[key] = None
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                print(f"[{function.__name__} is not one launch: {said:.300}]", file=sys.stderr)
-        launch = self.launches[key]
-        return self._run(launch, arguments) if launch else function(*arguments)
+    def __call__(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        key = function, *map(kind, arguments)
+        if key not in self.graphs:
+            self.graphs[key] = self._checked_graph(function, arguments)
+        graph = self.graphs[key]
+        return function(*arguments) if graph is None else graph(*arguments)
 
-    def _run(self, launch: Launch, arguments: tuple[Any, ...]) -> Tensor:
-        """Results of a graph for these arguments."""
-        for given, buffer in zip(arguments, launch.written, strict=True):
-            if buffer is not None:
-                self.buffers.write(buffer, given)
-        launch.replay()
-        if launch.is_draw:
-            return self.turns.read(launch.results)
-        return self.copies.hand_out(launch.results, len(launch.results))
-
-    def _make(
-        self,
-        function: Callable[..., Tensor],
-        run: Callable[..., Tensor],
-        arguments: tuple[Any, ...],
-        expected: Tensor,
-    ) -> Launch:
-        """Record ``run``, the function or its compiled code, for arguments of this kind."""
-        inputs = list(arguments)
-        written: list[Tensor | None] = [None] * len(arguments)
-        for at, given in enumerate(arguments):
-            source = self.copies.source(given)
-            if source is not None:
-                offset = source.storage_offset() + given.storage_offset()
-                inputs[at] = source.as_strided(given.shape, given.stride(), offset)
-            elif isinstance(given, Tensor | float):
-                written[at] = self.buffers.of_argument((function, at), given)
-                inputs[at] = written[at]
-        is_draw = expected.dtype == torch.int64
-        shape = (TURNS, *expected.shape) if is_draw else expected.shape
-        results = self.buffers.get("results", shape, expected.dtype)
-
-        def compute() -> None:
-            rows = torch.cat([run(*row_of(inputs, row)) for row in range(len(expected))])
-            if is_draw:
-                self.turns.write(results, rows)
-            else:
-                results.copy_(rows)
-
+    def _checked_graph(
+        self, function: Callable[..., Tensor], arguments: tuple[Any, ...]
+    ) -> FunctionGraph | None:
+        """Graph for arguments of this kind, whose results have been compared with the function's;
+        None, with a line on stderr, where there is no such graph.
+        """
         try:
-            return Launch(written, self.record(compute), results, is_draw)
-        finally:
-            self.turns.restore()
+            expected = function(*arguments)
+            graph = FunctionGraph(compile_function(function), arguments, expected, self.record)
+            difference = (graph(*arguments).double() - expected).abs().max()
+            if not difference <= TOLERANCE:  # NaN fails too
+                raise RuntimeError(f"its results are {difference.item():.3g} away")
+        except Exception as error:  # of compilers, drivers, allocators
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"[{function.__name__} is not one launch: {said:.300}]", file=sys.stderr)
+            return None
+        return graph
 
 
-def kind(given: Any, source: Tensor | None) -> Any:
+def kind(given: Any) -> Any:
     """Part of an argument that a graph depends on."""
-    if not isinstance(given, Tensor):
-        return float if isinstance(given, float) else given
-    place = None if source is None else (id(source), given.storage_offset(), given.stride())
-    return given.shape, given.dtype, place
+    if isinstance(given, Tensor):
+        return given.shape, given.dtype
+    return float if isinstance(given, float) else given
 
 
 def row_of(inputs: list[Any], row: int) -> list[Any]:
@@ -263,8 +165,25 @@ def row_of(inputs: list[Any], row: int) -> list[Any]:
     ]
 
 
+def buffer(name: object, like: Tensor, device: torch.device) -> Tensor:
+    """Buffer of the shape and dtype of a tensor of rows. All graphs of a device share it, since
+    each call writes it before it reads it.
+    """
+    rows = 1 << (len(like) - 1).bit_length()  # sizes double, so that few buffers are made
+    return shared_zeros(name, (rows, *like.shape[1:]), like.dtype, device)[: len(like)]
+
+
 @cache
-def launcher_of(device: torch.device) -> Launcher:
-    """The launcher of a CUDA device, which ``model.launch`` then uses."""
-    LAUNCHERS[device] = Launcher(device, Recorder(device))
-    return LAUNCHERS[device]
+def shared_zeros(
+    name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Tensor of zeros, the same for the same arguments."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@cache
+def recorder_of(device: torch.device) -> Recorder:
+    """The recorder of a CUDA device. From then on ``model.launch`` launches functions there."""
+    recorder = Recorder(device)
+    LAUNCHERS[device] = Launcher(recorder)
+    return recorder

@@ -189,8 +189,8 @@ def test_greedy_and_raced_texts_are_plain_decodings(family: str, size: int, draf
 
 def recorded(model: Any) -> bool:
     """Whether steps and sampling are graphs, all of them."""
-    launches = LAUNCHERS[model.device].launches.values()
-    return model.trouble is None and bool(launches) and all(launches)
+    graphs = LAUNCHERS[model.device].graphs.values()
+    return model.trouble is None and bool(graphs) and all(graphs)
 
 
 @pytest.mark.parametrize("coupling", ["race", "ratio"])

@@ -1,6 +1,8 @@
 """Static steps of a GPU, run here without capturing, and the graph of their one block."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -113,14 +115,35 @@ def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled(
     assert len(sizes) <= 8 and max(sizes) < 1.01 * 131_072
 
 
+def record(compute: Callable[[], object]) -> Callable[[], None]:
+    """Replay of a computation that, like a CUDA graph's, is run once before."""
+    compute()
+    return compute
+
+
+@pytest.mark.parametrize("way", ["not captured", "captured", "failing"])
 @torch.inference_mode()
-def test_a_step_made_while_a_text_is_written_leaves_its_entries() -> None:
-    """The check of a new step writes into the cache, padded rows too, and restores it."""
-    model, tokens = static(), torch.arange(60)[None] % VOCAB
+def test_a_step_made_while_a_text_is_written_leaves_its_entries(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm-up and the check of a new step write into the cache, padded rows too, and it is
+    restored, also where they fail.
+    """
+    model, tokens = static(), 5 * torch.arange(60)[None] % VOCAB
+    monkeypatch.setattr(gpu, "recorder_of", lambda device: record)
+    model.captures = way == "captured"
+    run = model.run
+
+    def failing(*given: Any) -> None:
+        run(*given)
+        raise RuntimeError("no memory")
+
+    model.run = failing if way == "failing" else run
     cache = model.new_cache(80)
     model.prefill(tokens, cache)
     before = [each.clone() for each in (*cache.keys, *cache.values)]
-    assert all(model.step_of(cache, plan) for plan in (LayerPlan.early_exit(3, 1), FULL))
+    steps = [model.step_of(cache, plan) for plan in (LayerPlan.early_exit(3, 1), FULL)]
+    assert all(steps) == (way != "failing")
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
 
 

@@ -1,6 +1,8 @@
 """Low-bit twins: a plan in low bits computes with rounded weights, and copies nothing else."""
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from model import Decoder, LayerPlan, build
 from model.plan import FULL
 from model.quantise import quantise, round_inputs
+from model.twins import RoundedLinear
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
@@ -50,11 +53,14 @@ def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerP
 
 def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
     model = tiny_model("gemma2")
+    new_product = Mock(side_effect=partial(RoundedLinear, model))
+    model.use(new_product=new_product)
     model(TOKENS, plan=LayerPlan.early_exit(3, 2))
-    assert not model.twins.kept
+    assert not new_product.called
     plan = LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8)
-    model.prepare(plan)
-    products = [bits for module, bits in model.twins.kept if not list(module.children())]
+    for _ in range(2):
+        model.prepare(plan)
+    products = [call.args[1] for call in new_product.call_args_list]
     assert sorted(products) == [4] * 4 + [8] * 4, "four of attention; MLP and head"
     twin = model.twins.block(0, 4, FULL)
     assert (
