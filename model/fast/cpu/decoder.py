@@ -130,9 +130,9 @@ class FastDecoder(PreparedDecoder):
         """Arguments of the step for a plan, with rotary angles for at least ``positions``
         positions.
         """
-        weights = self.plans.get(plan)
-        if weights is not None and weights.cos.shape[1] >= positions:
-            return weights
+        made = self.plans.get(plan)
+        if made is not None and made.cos.shape[1] >= positions:
+            return made
         for missing in self.missing_copies(plan):
             self.make_copy(*missing)
         model = self.model
@@ -186,7 +186,7 @@ class FastDecoder(PreparedDecoder):
         bias = 0
         if getattr(product, "bias", None) is not None:
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
-        return (
+        return (  # in the order of the record
             kind,
             input_task(kind),
             product_task(kind),

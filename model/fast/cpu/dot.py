@@ -47,8 +47,8 @@ from model.fast.cpu.vectors import (
     I8,
     I16,
     I32,
+    INTS,
     LANES,
-    WORDS,
     Sum,
     Value,
     add_lanes,
@@ -61,10 +61,10 @@ from model.fast.cpu.vectors import (
     turns,
 )
 
-BF16, F16, F32, INT4, INT8 = range(5)
+BF16, F16, F32, INT4, INT8 = range(5)  # kinds of numbers
 LOW_BITS = {4: INT4, 8: INT8}
 NUMBER_BYTES = (2, 2, 4)  # of BF16, F16 and F32
-NUMBER_TYPES = (I16, I16, FLOAT)
+NUMBER_TYPES = (I16, I16, FLOAT)  # of LLVM
 # Rows of inputs that share one reading of the weights. A loop takes time to compile, so rare kinds
 # have smaller ones.
 TILES = {BF16: (4, 1), F16: (2, 1), F32: (2, 1), INT4: (1,), INT8: (1,)}
@@ -99,13 +99,13 @@ def widen(kind: int, values: Value) -> Value:
     """
     if kind == F32:
         return values
-    bits = Value(values.builder, values.builder.zext(values.raw, WORDS))
+    bits = Value(values.builder, values.builder.zext(values.raw, INTS))
     if kind == BF16:
         return (bits << 16).bitcast(FLOATS)
     magnitude = (bits & 0x7FFF) << 13
     sign = (bits & 0x8000) << 16
     # The exponents' biases differ by 112; the largest exponent is that of infinity and NaN in both.
-    number = (magnitude.bitcast(FLOATS) * 2.0**112).bitcast(WORDS)
+    number = (magnitude.bitcast(FLOATS) * 2.0**112).bitcast(INTS)
     is_finite = magnitude < magnitude.constant(0x0F800000)
     return (is_finite.select(number, magnitude | 0x7F800000) | sign).bitcast(FLOATS)
 
@@ -130,7 +130,7 @@ def add_bytes(total: Value, codes: Value, x: Value) -> Value:
     """
     if HAS_VPDPBUSD:
         codes, x = (each.bitcast(ir.VectorType(I8, 4 * LANES)) for each in (codes, x))
-        return total.call("llvm.x86.avx512.vpdpbusd.512", WORDS, codes, x)
+        return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, codes, x)
     for byte in range(4):
         total += ((codes >> 8 * byte) & 255) * (x << 24 - 8 * byte).combine("ashr", 24)
     return total
@@ -197,7 +197,7 @@ def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
         group_total = broadcast(load(totals + group * 4, I32))
         products = group_total if kind == INT8 else group_total.constant(0)
         for vector in range(vectors):
-            codes = load(at + 4 * LANES * vector, WORDS)
+            codes = load(at + 4 * LANES * vector, INTS)
             parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
             for half, each in enumerate(parts):
                 four = broadcast(load(inputs + 4 * vector + half * (GROUP // 2), I32))
@@ -236,7 +236,9 @@ def dot(
     ahead = (rows.constant(4) < rows).select(rows.constant(AHEAD), rows.constant(0))
 
     def store_tile(first: Value, size: int) -> None:
-        """Store the products of ``size`` rows of inputs from ``first`` on."""
+        """Store the products of ``size`` rows of inputs from ``first`` on. A tile of more than two
+        has its weights prefetched.
+        """
         place = out + out_stride * first
         inputs = [x + stride * (first + number) for number in range(size)]
         if x_kind == INT8:

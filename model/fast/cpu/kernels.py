@@ -1,4 +1,4 @@
-"""How functions are compiled and kept, and arrays by address.
+"""Compiling and keeping of functions, and arrays by address.
 
 Compiled code is kept in a folder whose name is a hash of the files here, so stale code never runs:
 Numba's cache alone notices a change in the file of a function, but not in the files of the
@@ -62,7 +62,7 @@ KERNELS = kernel_folder()
 # Numba reads both where a function is declared, in the files of this folder.
 numba.config.CACHE_DIR = str(KERNELS)
 numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
-caching.IndexDataCacheFile = KernelFile
+caching.IndexDataCacheFile = KernelFile  # Numba has no setting for it
 
 # Division by zero gives infinity: Python's check for it would prevent vectorisation.
 compiled = partial(
@@ -77,9 +77,9 @@ def pointer_to(builder: ir.IRBuilder, place: Value) -> Value:
 
 
 @compiled()
-def array_at(place: int, shape: Any, dtype: type) -> np.ndarray:
-    """Array at an address."""
-    return carray(pointer_to(place), shape, dtype)
+def array_at(place: int, count: int, dtype: type) -> np.ndarray:
+    """Array of ``count`` numbers or records at an address."""
+    return carray(pointer_to(place), count, dtype)
 
 
 @compiled()

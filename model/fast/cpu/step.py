@@ -152,12 +152,11 @@ def attention(
     """Attention sublayer (``model.layers.Attention``): ``x`` ``[rows, hidden]`` -> the same
     shape.
     """
-    kind = weights.kind
     size = 2 * weights.cos.shape[2]
     matrices = weights.matrices[layer]
     heads = matrices[Q].neurons // size
     kv_heads = matrices[K].neurons // size
-    entry_bytes = size * NUMBER_BYTES[kind]
+    entry_bytes = size * NUMBER_BYTES[weights.kind]
     cos = weights.cos[weights.ropes[layer]]
     sin = weights.sin[weights.ropes[layer]]
     qkv = project(board, matrices[Q : V + 1], x)
@@ -172,11 +171,12 @@ def attention(
                     numbers[:] = elements.normalise(numbers.reshape(1, size), norm, weights.eps)[0]
                 elements.rotate(numbers, cos[position], sin[position])
             if head < heads:
-                elements.store_rounded(kind, numbers, queries[row, head].ctypes.data)
+                place = address(queries[row, head])
             else:
                 which, group = divmod(head - heads, kv_heads)
-                place = batch.entries[row, layer, which] + group * batch.head_bytes[row]
-                elements.store_rounded(kind, numbers, place + position * entry_bytes)
+                first = batch.entries[row, layer, which] + group * batch.head_bytes[row]
+                place = first + position * entry_bytes
+            elements.store_rounded(weights.kind, numbers, place)
     attended = attend_to_cache(board, weights, layer, queries, batch)
     return project(board, matrices[O : O + 1], attended)
 

@@ -105,7 +105,7 @@ def product_task(kind: int) -> int:
     block of weights.
     """
     x_kind = INPUTS[kind]
-    together = LANES if x_kind == INT8 else 1
+    block_rows = LANES if x_kind == INT8 else 1
 
     def product(arguments: int, first: int, end: int) -> None:
         given = array_at(arguments, 1, PROJECTION)[0]
@@ -121,7 +121,7 @@ def product_task(kind: int) -> int:
                 block -= matrices[matrix].blocks
                 neuron += matrices[matrix].neurons
                 matrix += 1
-            row = block * together  # the block's first, of this matrix
+            row = block * block_rows  # the block's first, of this matrix
             dot(
                 kind,
                 x_kind,
@@ -132,7 +132,7 @@ def product_task(kind: int) -> int:
                 columns=columns,
                 out=given.out + 4 * (neuron + row),
                 out_stride=given.out_stride,
-                count=min(together, matrices[matrix].neurons - row),
+                count=min(block_rows, matrices[matrix].neurons - row),
             )
 
     return compiled_task(product, kind)

@@ -21,6 +21,7 @@ from model.fast.cpu.vectors import I64, Value, instruction, pointer
 
 # Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
 # regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.
+# At ARGUMENTS begins the record of a task's arguments.
 CLAIMS = 0
 DONE = 8
 TASK, PIECES, LEAST, HELPERS, ARGUMENTS = range(16, 21)
@@ -48,9 +49,9 @@ def wake_helpers() -> None:
 
 
 def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
-    """Address of a compiled task for one kind of numbers.
+    """Address of a compiled task ``(arguments, first, end)`` for one kind of numbers.
 
-    A task has the address of its arguments, and does the pieces from ``first`` to before ``end``.
+    It does the pieces ``[first, end)``, with its arguments at that address.
     """
     # The name tells kinds apart where compiled code is kept.
     task.__qualname__ = f"{task.__name__}_{kind}"

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 LANES = 16
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 FLOAT = ir.FloatType()
-WORDS = ir.VectorType(I32, LANES)
+INTS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(FLOAT, LANES)
 
 
@@ -84,11 +84,11 @@ class Value:
 def instruction(
     signature: Signature, constants: int = 0
 ) -> Callable[[Callable[..., Value | None]], Any]:
-    """Decorator of a function that appends instructions: compiled functions call it with this
-    signature.
+    """Decorator of a function that appends instructions. Compiled functions call it with this
+    signature, and get the value that it returns.
 
-    The function has a builder and, as values, the operands. The first ``constants`` of them are
-    Python's numbers: each of these has code of its own.
+    The function receives a builder and the operands. The first ``constants`` of them must be
+    constants of the caller and are Python's numbers; the others are values.
     """
 
     def declare(append: Callable[..., Value | None]) -> Any:
