@@ -34,9 +34,9 @@ numba = pytest.importorskip(
 
 from numba.np.ufunc import parallel  # noqa: E402
 
-from model.fast import cpu  # noqa: E402
-from model.fast.cpu import dot, elements  # noqa: E402
+from model.fast.cpu import dot, elements, kernels  # noqa: E402
 from model.fast.cpu.decoder import FastDecoder, packed  # noqa: E402
+from model.fast.cpu.step import step as compiled_step  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
 
 VOCAB = 37
@@ -229,8 +229,8 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, text = accelerate(random_model("llama")), tokens_for(200)
-    cache, step = model.new_cache(200), Mock(wraps=model.step)
-    monkeypatch.setattr(model, "step", step)
+    cache, step = model.new_cache(200), Mock(wraps=compiled_step)
+    monkeypatch.setattr("model.fast.cpu.decoder.step", step)
     model.prefill(text[:, :100], cache)
     assert not step.called and cache.length == 100
     model(text[:, 100:], cache, 100)
@@ -301,7 +301,7 @@ def random_matrix(rows: int, columns: int) -> Tensor:
 @pytest.fixture(params=[True, False], ids=["special instructions", "none"])
 def special(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor's special instructions, and without."""
-    for name in ("PAIRS", "BYTES"):
+    for name in ("HAS_VDPBF16PS", "HAS_VPDPBUSD"):
         monkeypatch.setattr(dot, name, getattr(dot, name) and request.param)
 
 
@@ -400,11 +400,11 @@ def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """An edited dot product is compiled again, though the file of the step is unchanged."""
     sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
-    folder = cpu.kernel_folder(sources)
+    folder = kernels.kernel_folder(sources)
     assert folder.is_dir() and folder.parent == tmp_path / "kept"
-    assert cpu.kernel_folder(sources) == folder
+    assert kernels.kernel_folder(sources) == folder
     (sources / "dot.py").write_text("# edited")
-    assert cpu.kernel_folder(sources) != folder
+    assert kernels.kernel_folder(sources) != folder
 
 
 def declared(number: int) -> Callable[[int], int]:
@@ -440,7 +440,7 @@ def test_a_full_disk_and_a_folder_that_cannot_be_used_cost_only_time(
     (tmp_path / "file").touch()
     with monkeypatch.context() as environment:  # which Numba reads again when it changes
         environment.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
-        unusable = cpu.kernel_folder()
+        unusable = kernels.kernel_folder()
     for folder in (unusable, tmp_path):
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
         assert declared(2)(1) == 3

@@ -1,61 +1,14 @@
 """Short step of a decoder on a CPU, as one compiled function.
 
-Begin with ``step``, which reads like the readable blocks. ``dot`` has its dot products, and
-``decoder`` calls it. Compiled code is kept in a folder whose name is a hash of these files, so
-stale code never runs: Numba's cache alone notices a change in the file of a function, but not in
-the files of the functions that it calls.
+The way from a call of the model to one dot product leads through five files. ``decoder`` lays the
+rows of its calls end to end (``Batch``), gives the weights under a plan by address (``Weights``),
+and calls ``step``. ``step.run_step`` reads like the readable blocks; its ``project`` stands for
+``nn.Linear``: it writes a record of arguments on a board, and ``team`` runs two tasks on all
+threads. Those are in ``tasks``: one rounds the inputs, the other takes the matrix block by block
+and calls ``dot`` for each. ``dot`` has the loop over the columns, instruction by instruction, and a
+drawing of how low-bit weights lie in memory.
+
+Beside the way: ``elements`` has the norms and functions of single numbers, ``vectors`` the
+operators in which ``dot`` is written, ``kernels`` the compiling and keeping of code. ``flash`` and
+``rounding`` serve prompts and the making of low-bit weights.
 """
-
-import os
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
-
-import numba
-from numba.core import caching
-
-from model.places import cache_folder, version
-
-
-class Locator(caching.UserProvidedCacheLocator):
-    """Locator of compiled code that is independent of the path of the sources."""
-
-    def get_cache_path(self) -> str:
-        return numba.config.CACHE_DIR
-
-    def ensure_cache_path(self) -> None:
-        """Do nothing: ``KernelFile`` passes over a folder that cannot be used."""
-
-
-class KernelFile(caching.IndexDataCacheFile):
-    """Kept code of a function: compiled again where it is damaged, not kept where the folder cannot
-    be written.
-    """
-
-    def load(self, key: Any) -> Any:
-        try:
-            return super().load(key)
-        except Exception:  # unpickling damaged bytes may raise anything
-            with suppress(OSError):
-                self.flush()  # else the damaged index would also stop ``save``
-            return None
-
-    def save(self, key: Any, data: Any) -> None:
-        with suppress(OSError):
-            super().save(key, data)
-
-
-def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
-    """Folder for compiled code of these sources; below NUMBA_CACHE_DIR if that is set."""
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels")
-    folder /= version(sources.glob("*.py"))
-    with suppress(OSError):  # read-only: every process compiles
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-KERNELS = kernel_folder()
-# Numba reads both where a function is declared, in the files of this folder.
-numba.config.CACHE_DIR = str(KERNELS)
-numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
-caching.IndexDataCacheFile = KernelFile

@@ -13,24 +13,13 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.cpu import KERNELS
-from model.fast.cpu.dot import BF16, F16, F32, GROUP, LANES, LOW_BITS
+from model.fast.cpu.dot import BF16, F16, F32, GROUP, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
+from model.fast.cpu.kernels import KERNELS
 from model.fast.cpu.rounding import evaluate_grid
-from model.fast.cpu.step import ABSENT, MATRICES, Batch, O, Weights, run_step, step
-from model.fast.cpu.tasks import (
-    ADDRESS,
-    BIAS,
-    BLOCK_BYTES,
-    FIELDS,
-    INPUT_TASK,
-    KIND,
-    PRODUCT_TASK,
-    ROWS,
-    attention_task,
-    input_task,
-    product_task,
-)
+from model.fast.cpu.step import MATRICES, Batch, O, Weights, run_step, step
+from model.fast.cpu.tasks import MATRIX, attention_task, input_task, product_task
+from model.fast.cpu.vectors import LANES
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
 from model.quantise import Quantised
@@ -48,7 +37,6 @@ class FastDecoder(PreparedDecoder):
     are made when a plan first needs them, or before, one by one: ``missing_copies``, ``make_copy``.
     """
 
-    step = staticmethod(step)
     fast_bits = tuple(LOW_BITS)
     keeps_copies = True
     batches_calls = True
@@ -59,6 +47,7 @@ class FastDecoder(PreparedDecoder):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
         model.use(attend=attend_by_flash, evaluate_grid=evaluate_grid)
+        self.kind = KINDS[model.dtype]
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
@@ -122,89 +111,91 @@ class FastDecoder(PreparedDecoder):
         for tokens, cache, start in calls:
             cache.claim(plan.attention_layers, start, tokens.shape[1])
         batches = [rows_of(*call) for call in calls]
-        batch = batches[0]
-        if len(batches) > 1:
-            batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
+        batch = (
+            batches[0]
+            if len(batches) == 1
+            else Batch(*map(np.concatenate, zip(*batches, strict=True)))
+        )
         weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
         parts = []
         for first in range(0, len(batch.tokens), MOST_ROWS):
             rows = Batch(*(each[first : first + MOST_ROWS] for each in batch))
-            parts.append(self.step(weights, rows))
+            parts.append(step(weights, rows))
         logits = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
-        shapes = [tokens.shape for tokens, _, _ in calls]
-        by_call = logits.split([shape.numel() for shape in shapes])
-        return [each.view(*shape, -1) for each, shape in zip(by_call, shapes, strict=True)]
+        by_call = logits.split([tokens.numel() for tokens, _, _ in calls])
+        return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
         """Arguments of the step for a plan, with rotary angles for at least ``positions``
         positions.
         """
-        weights = self.plans.get(plan)
-        if weights is not None and weights.cos.shape[1] >= positions:
-            return weights
+        made = self.plans.get(plan)
+        if made is not None and made.cos.shape[1] >= positions:
+            return made
+        for missing in self.missing_copies(plan):
+            self.make_copy(*missing)
         model = self.model
         config = model.config
         size = 1 << (positions - 1).bit_length()
         *matrices, head = (self._matrix(*each) for each in self._products(plan))
         norms = [
-            part
-            for block in (*model.layers, model)
+            scales(part)
+            for block in model.layers
             for part in block.children()
             if isinstance(part, RMSNorm)
         ]
-        *factors, final_norm = map(scales, norms)
-        attentions = [block.self_attn for block in model.layers if config.head_norms]
-        head_norms = [[scales(each.q_norm), scales(each.k_norm)] for each in attentions]
+        head_norms = [
+            [scales(block.self_attn.q_norm), scales(block.self_attn.k_norm)]
+            for block in model.layers
+            if config.head_norms
+        ]
         ropes = list(dict.fromkeys(config.ropes))
         tables = [
             rotary_table(rope, config.head_dim, size, torch.float32, model.device) for rope in ropes
         ]
         cos, sin = map(torch.stack, zip(*tables, strict=True))
-        half = config.head_dim // 2
         self.plans[plan] = Weights(
-            kind=KINDS[model.dtype],
+            kind=self.kind,
             embedding=model.embed_tokens.weight.data_ptr(),
             embedding_scale=np.float32([model.embedding_scale]),
             eps=np.float32(config.norm_eps),
-            attention_task=attention_task(KINDS[model.dtype]),
-            attention_settings=np.float32([config.attention_scale, config.attention_soft_cap or 0]),
-            final_cap=np.float32(config.final_soft_cap or 0),
+            attention_task=attention_task(self.kind),
+            attention_scale=np.float32(config.attention_scale),
+            attention_soft_cap=np.float32(config.attention_soft_cap or 0),
+            final_soft_cap=np.float32(config.final_soft_cap or 0),
             is_gemma=config.block == "gemma2",
-            matrices=np.array(matrices).reshape(config.num_layers, len(MATRICES), FIELDS),
-            head=np.array([head]),
-            norms=np.stack(factors).reshape(config.num_layers, 2, -1, config.hidden_size),
-            final_norm=final_norm,
+            matrices=np.array(matrices, MATRIX).reshape(config.num_layers, len(MATRICES)),
+            head=np.array([head], MATRIX),
+            norms=np.stack(norms).reshape(config.num_layers, 2, -1, config.hidden_size),
+            final_norm=scales(model.norm),
             head_norms=np.array(head_norms, np.float32).reshape(-1, 2, config.head_dim),
             windows=np.array([window or 0 for window in config.windows]),
             ropes=np.array([ropes.index(rope) for rope in config.ropes]),
-            cos=cos[..., :half].contiguous().numpy(),
-            sin=sin[..., half:].contiguous().numpy(),
+            cos=cos.chunk(2, 2)[0].contiguous().numpy(),
+            sin=sin.chunk(2, 2)[1].contiguous().numpy(),
         )
         return self.plans[plan]
 
-    def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> list[int]:
-        """Row of a table of matrices (``tasks``) for a weight in ``bits`` bits. All columns are
-        absent for 0 bits.
-        """
-        row = [ABSENT] * FIELDS
+    def _matrix(self, product: nn.Linear | nn.Embedding, bits: int) -> tuple[int, ...]:
+        """Record ``tasks.MATRIX`` of a weight in ``bits`` bits."""
         if not bits:
-            return row
-        weight = product.weight
-        kind = LOW_BITS.get(bits, KINDS[self.model.dtype])
-        if bits != FULL:
-            weight = self.low_bits.get((product, bits))
-            if weight is None:
-                weight = self.make_copy(product, bits)
-        row[KIND] = kind
-        row[INPUT_TASK] = input_task(kind)
-        row[PRODUCT_TASK] = product_task(kind)
-        row[ADDRESS] = weight.data_ptr()
-        row[BLOCK_BYTES] = weight.stride(0) * weight.itemsize
-        row[ROWS] = len(product.weight)
+            return (0,) * len(MATRIX)
+        kind = LOW_BITS.get(bits, self.kind)
+        weight = product.weight if bits == FULL else self.low_bits[product, bits]
+        bias = 0
         if getattr(product, "bias", None) is not None:
-            row[BIAS] = self.biases.setdefault(product, product.bias.float()).data_ptr()
-        return row
+            bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
+        return (  # in the order of the record
+            kind,
+            input_task(kind),
+            product_task(kind),
+            weight.data_ptr(),
+            weight.stride(0) * weight.itemsize,
+            len(weight),
+            len(product.weight),
+            bias,
+        )
 
 
 def scales(norm: RMSNorm) -> np.ndarray:
@@ -231,8 +222,8 @@ def packed(rounded: Quantised) -> Tensor:
     out, columns = rounded.codes.shape
     codes = F.pad(rounded.codes, (0, -columns % GROUP, 0, -out % LANES))
     # [blocks, groups, vectors, bytes]
-    codes = codes.view(-1, LANES, codes.shape[1] // GROUP, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    codes = codes.flatten(3)
+    codes = codes.view(-1, LANES, codes.shape[1] // GROUP, GROUP // 4, 4)
+    codes = codes.permute(0, 2, 3, 1, 4).flatten(3)
     scales, zeros = (
         F.pad(each, (0, 0, 0, -out % LANES))
         .view(len(codes), LANES, -1)

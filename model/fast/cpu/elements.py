@@ -6,47 +6,18 @@ are still found. Nothing here is compiled with fast-math, so the bits are the sa
 processor.
 """
 
-from functools import partial
-from typing import Any
-
 import numpy as np
-from numba import carray, njit, types, uint32
-from numba.extending import intrinsic
+from numba import uint32
 
-from model.fast.cpu.dot import BF16, F32, GROUP, I8, LANES
+from model.fast.cpu.dot import BF16, F32, GROUP
+from model.fast.cpu.kernels import array_at, compiled
+from model.fast.cpu.vectors import LANES
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)  # the sum of both is log 2, the first without rounding
 LN2_LOW = np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
 LARGEST_EXPONENT = np.float32(88.0)
-BYTES_OF = np.array([2, 2, 4])  # per number, by kind: BF16, F16, F32
-
-# Division by zero gives infinity: Python's check for it would prevent vectorisation.
-compiled = partial(
-    njit, error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
-)
-
-
-@intrinsic
-def pointer_to(typing: Any, address: Any):
-    """Pointer to an address, for ``carray``."""
-    kind = I8.as_pointer()
-    return types.voidptr(types.int64), lambda context, builder, signature, given: builder.inttoptr(
-        given[0], kind
-    )
-
-
-@compiled()
-def array_at(place: int, count: int, dtype: type) -> np.ndarray:
-    """Array of ``count`` numbers at an address."""
-    return carray(pointer_to(place), count, dtype)
-
-
-@compiled()
-def address(array: np.ndarray) -> int:
-    """Address of an array's first number, signed as all integers here."""
-    return np.int64(array.ctypes.data)
 
 
 @compiled()
@@ -128,10 +99,7 @@ def total(numbers: np.ndarray) -> float:
             lanes[lane] += numbers[first + lane]
     for index in range(whole, len(numbers)):
         lanes[index - whole] += numbers[index]
-    found = np.float32(0)
-    for lane in range(LANES):
-        found += lanes[lane]
-    return found
+    return lanes.sum()
 
 
 @compiled()
@@ -206,12 +174,6 @@ def soft_cap(numbers: np.ndarray, cap: float) -> None:
 
 
 @compiled()
-def ceil_div(count: int, size: int) -> int:
-    """Quotient rounded up: the number of blocks of this ``size`` that hold ``count``."""
-    return (count + size - 1) // size
-
-
-@compiled()
 def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
     """Round one row of inputs to int8 with a scale and a total per group, at an address, in the
     layout drawn in ``dot``.
@@ -220,7 +182,7 @@ def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
     are stored ``plus_128``, in int32 times -128.
     """
     columns = len(x)
-    groups = ceil_div(columns, GROUP)
+    groups = (columns + GROUP - 1) // GROUP
     padded = groups * GROUP
     codes = array_at(place, padded, np.int8)
     scales = array_at(place + padded, groups, np.float32)

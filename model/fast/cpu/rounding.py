@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.fast.cpu.elements import compiled
+from model.fast.cpu.kernels import compiled
 from model.fast.cpu.team import pool
 from model.quantise import GROUP
 
@@ -18,8 +18,10 @@ def evaluate_grid(
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     means = torch.empty(*scale.shape, 4)
     evaluate = partial(evaluate_rows, importance.numpy(), np.float32(levels))
-    arrays = [each.numpy() for each in (weight, scale, zero, codes, means)]
-    parts = [np.array_split(each, torch.get_num_threads()) for each in arrays]
+    parts = [
+        np.array_split(each.numpy(), torch.get_num_threads())
+        for each in (weight, scale, zero, codes, means)
+    ]
     list(pool.map(evaluate, *parts))  # raises what a part raises
     return codes, means.movedim(-1, 0)
 

@@ -13,72 +13,50 @@ from typing import NamedTuple
 import numpy as np
 
 from model.fast.cpu import elements, team
-from model.fast.cpu.dot import GROUP, INT4, LANES, sum_rows
-from model.fast.cpu.elements import BYTES_OF, address, array_at, ceil_div, compiled
-from model.fast.cpu.tasks import (
-    BIAS,
-    BLOCK_BYTES,
-    INPUT_TASK,
-    KIND,
-    PRODUCT_TASK,
-    ROWS,
-    AttentionArguments,
-    InputArguments,
-    ProductArguments,
-)
+from model.fast.cpu.dot import GROUP, NUMBER_BYTES, sum_rows
+from model.fast.cpu.kernels import address, array_at, compiled
+from model.fast.cpu.tasks import ATTENTION, PROJECTION
 
-# Rows of a layer's table of matrices, and the columns of such a table.
+# Matrices of a layer, and their names in a block.
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741
 MATRICES = [f"self_attn.{letter}_proj" for letter in "qkvo"] + [
     f"mlp.{name}_proj" for name in ("gate", "up", "down")
 ]
 PIECE = 1 << 16  # bytes of weights that a thread claims at least
-ABSENT = -1  # kind of matrices that a plan skips, address of an absent bias
 
 
 class Weights(NamedTuple):
-    """Model under a layer plan.
-
-    ``kind`` is that of the cache and of all weights not in low bits; the embedding and biases are
-    given by address. ``attention_task`` is the address of that task, and ``attention_settings``
-    holds scale and soft cap. Caps and windows are 0 where there is none. ``matrices`` ``[layers, 7,
-    FIELDS]`` and ``head`` ``[1, FIELDS]`` are tables of matrices, with the columns of ``tasks``.
-    ``norms`` is ``[layers, 2, norms, hidden]``: each sublayer has one norm in Llama and two in
-    Gemma-2. ``head_norms`` ``[layers, 2, D]`` are those of q and k, with 0 layers where there are
-    none. ``cos`` and ``sin`` are ``[ropes, positions, D / 2]``, and ``ropes`` ``[layers]`` holds
-    each layer's index there. Arrays of numbers are float32.
+    """Model under a layer plan. Soft caps and windows are 0 where there is none; numbers in arrays
+    are float32.
     """
 
-    kind: int
-    embedding: int
-    embedding_scale: np.ndarray
+    kind: int  # of the cache and of all weights not in low bits
+    embedding: int  # address
+    embedding_scale: np.ndarray  # [1]
     eps: np.float32
-    attention_task: int
-    attention_settings: np.ndarray
-    final_cap: np.float32
+    attention_task: int  # address
+    attention_scale: np.float32
+    attention_soft_cap: np.float32
+    final_soft_cap: np.float32
     is_gemma: bool
-    matrices: np.ndarray
-    head: np.ndarray
-    norms: np.ndarray
-    final_norm: np.ndarray
-    head_norms: np.ndarray
-    windows: np.ndarray
-    ropes: np.ndarray
-    cos: np.ndarray
+    matrices: np.ndarray  # records tasks.MATRIX [layers, 7]
+    head: np.ndarray  # the same [1]
+    norms: np.ndarray  # [layers, 2, norms, hidden]: one per sublayer in Llama, two in Gemma-2
+    final_norm: np.ndarray  # [hidden]
+    head_norms: np.ndarray  # [layers, 2, D], of q and k; [0, 2, D] where there are none
+    windows: np.ndarray  # int64 [layers]
+    ropes: np.ndarray  # int64 [layers], indices into cos and sin
+    cos: np.ndarray  # [ropes, positions, D / 2]
     sin: np.ndarray
 
 
 class Batch(NamedTuple):
-    """Rows of a step: ``tokens`` (ids) and ``positions`` ``[rows]``, and the caches of their texts.
+    """Rows of a step, and the caches of their texts. All arrays are int64."""
 
-    ``entries`` ``[rows, layers, 2]`` holds the addresses of keys and values, ``head_bytes``
-    ``[rows]`` the bytes from one head to the next. All are int64.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    entries: np.ndarray
-    head_bytes: np.ndarray
+    tokens: np.ndarray  # [rows], ids
+    positions: np.ndarray  # [rows]
+    entries: np.ndarray  # [rows, layers, 2], addresses of the keys and the values of a text
+    head_bytes: np.ndarray  # [rows], bytes from one head of these to the next
 
 
 @compiled()
@@ -89,7 +67,7 @@ def embed(weights: Weights, tokens: np.ndarray) -> np.ndarray:
     for row in range(len(tokens)):
         sum_rows(  # of one row
             weights.kind,
-            rows=weights.embedding + tokens[row] * hidden * BYTES_OF[weights.kind],
+            rows=weights.embedding + tokens[row] * hidden * NUMBER_BYTES[weights.kind],
             stride=0,
             weights=address(weights.embedding_scale),
             count=1,
@@ -105,32 +83,21 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     layers]``.
     """
     rows, columns = x.shape
-    is_low = matrices[0, KIND] >= INT4
-    neurons = matrices[:, ROWS].sum()
-    blocks = 0
-    for matrix in range(len(matrices)):
-        blocks += ceil_div(matrices[matrix, ROWS], LANES if is_low else 1)
-    out = np.empty((rows, neurons), np.float32)
-    padded = ceil_div(columns, GROUP) * GROUP
+    out = np.empty((rows, matrices["neurons"].sum()), np.float32)
+    padded = (columns + GROUP - 1) // GROUP * GROUP
     inputs = np.empty((rows, 4 * padded), np.uint8)  # enough for any kind
-    rounding = InputArguments(
-        x=address(x),
-        columns=columns,
-        out=address(inputs),
-        stride=inputs.strides[0],
-    )
-    team.run(board, matrices[0, INPUT_TASK], rows, 1, rounding)
-    products = ProductArguments(
-        x=address(inputs),
-        stride=inputs.strides[0],
-        rows=rows,
-        columns=padded if is_low else columns,
-        matrices=address(matrices),
-        out=address(out),
-        out_stride=out.strides[0],
-    )
-    least = PIECE // matrices[0, BLOCK_BYTES] + 1
-    team.run(board, matrices[0, PRODUCT_TASK], blocks, least, products)
+    given = team.arguments_on(board, PROJECTION)[0]
+    given.x = address(x)
+    given.rows = rows
+    given.columns = columns
+    given.inputs = address(inputs)
+    given.inputs_stride = inputs.strides[0]
+    given.matrices = address(matrices)
+    given.out = address(out)
+    given.out_stride = out.strides[0]
+    team.run(board, matrices[0].input_task, rows, 1)
+    least = PIECE // matrices[0].block_bytes + 1
+    team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least)
     inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
     add_biases(matrices, out)
     return out
@@ -141,9 +108,9 @@ def add_biases(matrices: np.ndarray, out: np.ndarray) -> None:
     """Add the biases of linear layers to ``out`` ``[rows, neurons of all layers]``."""
     first = 0
     for matrix in range(len(matrices)):
-        neurons = matrices[matrix, ROWS]
-        bias = matrices[matrix, BIAS]
-        if bias != ABSENT:
+        neurons = matrices[matrix].neurons
+        bias = matrices[matrix].bias
+        if bias:
             biases = array_at(bias, neurons, np.float32)
             for row in range(len(out)):
                 out[row, first : first + neurons] += biases
@@ -160,23 +127,21 @@ def attend_to_cache(
     ``queries`` ``[rows, H, bytes]`` in the cache's dtype -> ``[rows, H · D]``.
     """
     rows, heads, entry_bytes = queries.shape
-    size = weights.matrices[layer, Q, ROWS] // heads
-    out = np.empty((rows, heads * size), np.float32)
-    attentions = AttentionArguments(
-        queries=address(queries),
-        positions=address(batch.positions),
-        head_bytes=address(batch.head_bytes),
-        entries=address(batch.entries[:, layer]),
-        entries_stride=batch.entries.strides[0],
-        heads=heads,
-        groups=heads * size // weights.matrices[layer, K, ROWS],
-        size=size,
-        entry_bytes=entry_bytes,
-        window=weights.windows[layer],
-        settings=address(weights.attention_settings),
-        out=address(out),
-    )
-    team.run(board, weights.attention_task, rows * heads, 1, attentions)
+    out = np.empty((rows, weights.matrices[layer, Q].neurons), np.float32)
+    given = team.arguments_on(board, ATTENTION)[0]
+    given.queries = address(queries)
+    given.positions = address(batch.positions)
+    given.head_bytes = address(batch.head_bytes)
+    given.entries = address(batch.entries[:, layer])
+    given.entries_stride = batch.entries.strides[0]
+    given.entry_bytes = entry_bytes
+    given.heads = heads
+    given.groups = weights.matrices[layer, Q].neurons // weights.matrices[layer, K].neurons
+    given.window = weights.windows[layer]
+    given.scale = weights.attention_scale
+    given.soft_cap = weights.attention_soft_cap
+    given.out = address(out)
+    team.run(board, weights.attention_task, rows * heads, 1)
     return out
 
 
@@ -187,12 +152,11 @@ def attention(
     """Attention sublayer (``model.layers.Attention``): ``x`` ``[rows, hidden]`` -> the same
     shape.
     """
-    kind = weights.kind
     size = 2 * weights.cos.shape[2]
     matrices = weights.matrices[layer]
-    heads = matrices[Q, ROWS] // size
-    kv_heads = matrices[K, ROWS] // size
-    entry_bytes = size * BYTES_OF[kind]
+    heads = matrices[Q].neurons // size
+    kv_heads = matrices[K].neurons // size
+    entry_bytes = size * NUMBER_BYTES[weights.kind]
     cos = weights.cos[weights.ropes[layer]]
     sin = weights.sin[weights.ropes[layer]]
     qkv = project(board, matrices[Q : V + 1], x)
@@ -207,11 +171,12 @@ def attention(
                     numbers[:] = elements.normalise(numbers.reshape(1, size), norm, weights.eps)[0]
                 elements.rotate(numbers, cos[position], sin[position])
             if head < heads:
-                elements.store_rounded(kind, numbers, queries[row, head].ctypes.data)
+                place = address(queries[row, head])
             else:
                 which, group = divmod(head - heads, kv_heads)
-                place = batch.entries[row, layer, which] + group * batch.head_bytes[row]
-                elements.store_rounded(kind, numbers, place + position * entry_bytes)
+                first = batch.entries[row, layer, which] + group * batch.head_bytes[row]
+                place = first + position * entry_bytes
+            elements.store_rounded(weights.kind, numbers, place)
     attended = attend_to_cache(board, weights, layer, queries, batch)
     return project(board, matrices[O : O + 1], attended)
 
@@ -240,18 +205,18 @@ def run_step(board: np.ndarray, weights: Weights, batch: Batch) -> np.ndarray:
     """
     x = embed(weights, batch.tokens)
     for layer in range(len(weights.matrices)):
-        if weights.matrices[layer, Q, KIND] != ABSENT:
+        if weights.matrices[layer, Q].neurons:
             norms = weights.norms[layer, 0]
             normed = elements.normalise(x, norms[0], weights.eps)
             out = attention(board, weights, layer, normed, batch)
             x += elements.normalise(out, norms[1], weights.eps) if weights.is_gemma else out
-        if weights.matrices[layer, GATE, KIND] != ABSENT:
+        if weights.matrices[layer, GATE].neurons:
             norms = weights.norms[layer, 1]
             normed = elements.normalise(x, norms[0], weights.eps)
             out = gated_mlp(board, weights, layer, normed)
             x += elements.normalise(out, norms[1], weights.eps) if weights.is_gemma else out
     logits = project(board, weights.head, elements.normalise(x, weights.final_norm, weights.eps))
-    if weights.final_cap:
+    if weights.final_soft_cap:
         for row in range(len(logits)):
-            elements.soft_cap(logits[row], weights.final_cap)
+            elements.soft_cap(logits[row], weights.final_soft_cap)
     return logits

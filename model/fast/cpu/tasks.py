@@ -2,73 +2,67 @@
 of numbers.
 
 ``step`` calls them by their addresses, so it has none of their code: only the kinds that a model
-and its plans use are ever compiled. It writes the arguments of a task on the board as a named tuple
-of words, and the task reads the same tuple off it.
+and its plans use are ever compiled. It writes the arguments of a task on the board, as a record of
+words, and the task reads them there.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from model.fast.cpu import elements, team
-from model.fast.cpu.dot import INPUTS, INT8, LANES, NUMBERS, dot, sum_rows
-from model.fast.cpu.elements import address, array_at, ceil_div
+from model.fast.cpu import elements
+from model.fast.cpu.dot import GROUP, INPUTS, INT8, NUMBER_BYTES, dot, sum_rows
+from model.fast.cpu.kernels import address, array_at
+from model.fast.cpu.team import compiled_task
+from model.fast.cpu.vectors import LANES
 
-# Columns of a table of matrices. A matrix has blocks of rows: one row, or 16 in low bits.
-KIND, INPUT_TASK, PRODUCT_TASK, ADDRESS, BLOCK_BYTES, ROWS, BIAS = range(7)
-FIELDS = 7
-ARGUMENTS = 8 * team.ARGUMENTS  # bytes of the board before the arguments
+# A matrix of weights. Its blocks are rows, or 16 rows each in low bits.
+MATRIX = np.dtype(
+    [
+        ("kind", np.int64),  # of numbers: see ``dot``
+        ("input_task", np.int64),  # addresses of the tasks of this kind
+        ("product_task", np.int64),
+        ("weights", np.int64),  # address
+        ("block_bytes", np.int64),
+        ("blocks", np.int64),
+        ("neurons", np.int64),  # rows of weights; 0 where a plan skips the matrix
+        ("bias", np.int64),  # address of float32 numbers, 0 if there is none
+    ]
+)
 
+# Arguments of ``input_task`` and ``product_task``.
+PROJECTION = np.dtype(
+    [
+        ("x", np.int64),  # address of [rows, columns] float32
+        ("rows", np.int64),
+        ("columns", np.int64),
+        ("inputs", np.int64),  # address of the rounded rows
+        ("inputs_stride", np.int64),  # bytes from one to the next
+        ("matrices", np.int64),  # address of up to three records ``MATRIX``
+        ("out", np.int64),  # address of [rows, neurons of all matrices] float32
+        ("out_stride", np.int64),
+    ]
+)
 
-class InputArguments(NamedTuple):
-    """Arguments of ``input_task``: rows of ``columns`` float32 numbers at ``x``, which are written
-    to ``out``, ``stride`` bytes apart.
-    """
+# Arguments of ``attention_task``.
+ATTENTION = np.dtype(
+    [
+        ("queries", np.int64),  # address of [rows, heads, D] in the cache's dtype
+        ("positions", np.int64),  # addresses of [rows], as in ``step.Batch``
+        ("head_bytes", np.int64),
+        ("entries", np.int64),  # address of the addresses of the first row's keys and values
+        ("entries_stride", np.int64),  # bytes to those of the next row
+        ("entry_bytes", np.int64),  # of a query, key or value
+        ("heads", np.int64),
+        ("groups", np.int64),  # query heads that share a key head
+        ("window", np.int64),  # 0 if there is none
+        ("scale", np.float32),
+        ("soft_cap", np.float32),  # 0 if there is none
+        ("out", np.int64),  # address of [rows, heads, D] float32
+    ]
+)
 
-    x: int
-    columns: int
-    out: int
-    stride: int
-
-
-class ProductArguments(NamedTuple):
-    """Arguments of ``product_task``: ``rows`` rows of ``columns`` inputs at ``x``, ``stride`` bytes
-    apart, the table of ``matrices``, and float32 rows at ``out``, ``out_stride`` bytes apart.
-    """
-
-    x: int
-    stride: int
-    rows: int
-    columns: int
-    matrices: int
-    out: int
-    out_stride: int
-
-
-class AttentionArguments(NamedTuple):
-    """Arguments of ``attention_task``.
-
-    ``queries`` are ``[rows, heads, size]`` in the cache's dtype, in which a head has
-    ``entry_bytes``; the results at ``out`` are ``[rows, heads, size]`` float32. ``positions`` and
-    ``head_bytes`` are ``[rows]`` (see ``step.Batch``). The addresses of a row's keys and values are
-    at ``entries``, ``entries_stride`` bytes after those of the row before. ``groups`` query heads
-    share a key head. ``settings`` are scale and soft cap.
-    """
-
-    queries: int
-    positions: int
-    head_bytes: int
-    entries: int
-    entries_stride: int
-    heads: int
-    groups: int
-    size: int
-    entry_bytes: int
-    window: int
-    settings: int
-    out: int
+ONE = np.ones(1, np.float32)  # weight of a row in a sum of one row
 
 
 @cache
@@ -77,89 +71,84 @@ def input_task(kind: int) -> int:
     row.
     """
     x_kind = INPUTS[kind]
-    is_widened = x_kind in NUMBERS and x_kind != kind
 
-    def inputs(board: int, first: int, end: int) -> None:
-        words = array_at(board + ARGUMENTS, 4, np.int64)
-        given = InputArguments(*to_fixed_tuple(words, 4))
+    def inputs(arguments: int, first: int, end: int) -> None:
+        given = array_at(arguments, 1, PROJECTION)[0]
         columns = given.columns
-        one = np.ones(1, np.float32)
         for number in range(first, end):
             row = array_at(given.x + number * columns * 4, columns, np.float32)
-            place = given.out + number * given.stride
+            place = given.inputs + number * given.inputs_stride
             if x_kind == INT8:
                 elements.round_to_int8(row, place, kind == INT8)
-            elif is_widened:
-                # Rounded in the upper half of the place, then widened to float32 in both halves: as
-                # a sum of one row.
+            elif x_kind == kind:
+                elements.store_rounded(kind, row, place)
+            else:
+                # Rounded in the upper half of the place, then widened to float32 in both halves.
                 rounded = place + 2 * columns
                 elements.store_rounded(kind, row, rounded)
                 sum_rows(
                     kind,
                     rows=rounded,
                     stride=0,
-                    weights=address(one),
+                    weights=address(ONE),
                     count=1,
                     columns=columns,
                     out=place,
                 )
-            else:
-                elements.store_rounded(kind, row, place)
-        one[0] = 0  # keeps it until here
 
-    return team.compiled_task(inputs, kind)
+    return compiled_task(inputs, kind)
 
 
 @cache
 def product_task(kind: int) -> int:
-    """Address of the task that multiplies rows of inputs by matrices of this kind; a piece is
-    a block of them.
+    """Address of the task that multiplies matrices of this kind by all rows of inputs; a piece is a
+    block of weights.
     """
     x_kind = INPUTS[kind]
-    together = LANES if x_kind == INT8 else 1
+    block_rows = LANES if x_kind == INT8 else 1
 
-    def product(board: int, first: int, end: int) -> None:
-        words = array_at(board + ARGUMENTS, 7, np.int64)
-        given = ProductArguments(*to_fixed_tuple(words, 7))
-        matrices = array_at(given.matrices, (3, FIELDS), np.int64)
+    def product(arguments: int, first: int, end: int) -> None:
+        given = array_at(arguments, 1, PROJECTION)[0]
+        matrices = array_at(given.matrices, 3, MATRIX)
+        columns = given.columns
+        if x_kind == INT8:
+            columns = (columns + GROUP - 1) // GROUP * GROUP
         for number in range(first, end):
             matrix = 0
             block = number  # of this matrix
             neuron = 0  # the first of this matrix
-            while block >= ceil_div(matrices[matrix, ROWS], together):
-                block -= ceil_div(matrices[matrix, ROWS], together)
-                neuron += matrices[matrix, ROWS]
+            while block >= matrices[matrix].blocks:
+                block -= matrices[matrix].blocks
+                neuron += matrices[matrix].neurons
                 matrix += 1
-            row = block * together
+            row = block * block_rows  # the block's first, of this matrix
             dot(
                 kind,
                 x_kind,
-                w=matrices[matrix, ADDRESS] + block * matrices[matrix, BLOCK_BYTES],
-                x=given.x,
-                stride=given.stride,
+                w=matrices[matrix].weights + block * matrices[matrix].block_bytes,
+                x=given.inputs,
+                stride=given.inputs_stride,
                 rows=given.rows,
-                columns=given.columns,
+                columns=columns,
                 out=given.out + 4 * (neuron + row),
                 out_stride=given.out_stride,
-                count=min(together, matrices[matrix, ROWS] - row),
+                count=min(block_rows, matrices[matrix].neurons - row),
             )
 
-    return team.compiled_task(product, kind)
+    return compiled_task(product, kind)
 
 
 @cache
 def attention_task(kind: int) -> int:
     """Address of the task of attention to a cache of this kind; a piece is a head of a row."""
 
-    def attention(board: int, begin: int, end: int) -> None:
-        words = array_at(board + ARGUMENTS, 12, np.int64)
-        given = AttentionArguments(*to_fixed_tuple(words, 12))
-        size = given.size
-        scale, cap = array_at(given.settings, 2, np.float32)
+    def attention(arguments: int, begin: int, end: int) -> None:
+        given = array_at(arguments, 1, ATTENTION)[0]
+        size = given.entry_bytes // NUMBER_BYTES[kind]
         for piece in range(begin, end):
             row, head = divmod(piece, given.heads)
-            position = array_at(given.positions, row + 1, np.int64)[row]
-            head_bytes = array_at(given.head_bytes, row + 1, np.int64)[row]
+            position = array_at(given.positions + 8 * row, 1, np.int64)[0]
+            head_bytes = array_at(given.head_bytes + 8 * row, 1, np.int64)[0]
             keys, values = array_at(given.entries + row * given.entries_stride, 2, np.int64)
             first = max(0, position + 1 - given.window) if given.window else 0
             skipped = head // given.groups * head_bytes + first * given.entry_bytes
@@ -177,9 +166,9 @@ def attention_task(kind: int) -> int:
                 out_stride=4,
                 count=1,
             )
-            scores *= scale
-            if cap:
-                elements.soft_cap(scores, cap)
+            scores *= given.scale
+            if given.soft_cap:
+                elements.soft_cap(scores, given.soft_cap)
             elements.exponentials(scores)
             sum_rows(
                 kind,
@@ -193,4 +182,4 @@ def attention_task(kind: int) -> int:
             # after the sum: Numba frees an array behind its last use by name
             attended /= elements.total(scores)
 
-    return team.compiled_task(attention, kind)
+    return compiled_task(attention, kind)

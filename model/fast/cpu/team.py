@@ -10,19 +10,18 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import cfunc, types
-from numba.extending import intrinsic
 
-from model.fast.cpu.dot import I64
-from model.fast.cpu.elements import address, compiled
+from model.fast.cpu.kernels import address, array_at, compiled
+from model.fast.cpu.vectors import I64, Value, instruction, pointer
 
 # Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
 # regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.
+# At ARGUMENTS begins the record of a task's arguments.
 CLAIMS = 0
 DONE = 8
 TASK, PIECES, LEAST, HELPERS, ARGUMENTS = range(16, 21)
@@ -50,56 +49,41 @@ def wake_helpers() -> None:
 
 
 def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
-    """Address of a compiled task ``(board, first, end)`` for one kind of numbers."""
+    """Address of a compiled task ``(arguments, first, end)`` for one kind of numbers.
+
+    It does the pieces ``[first, end)``, with its arguments at that address.
+    """
     # The name tells kinds apart where compiled code is kept.
     task.__qualname__ = f"{task.__name__}_{kind}"
     return cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(task).address
 
 
-def word_at(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
-    """Pointer to the word at an address."""
-    return builder.inttoptr(place, I64.as_pointer())
-
-
-@intrinsic
-def atomic_load(typing: Any, place: Any):
+@instruction(types.int64(types.int64))
+def atomic_load(builder: ir.IRBuilder, place: Value) -> Value:
     """Word at an address, read before all that follows."""
-    return types.int64(types.int64), lambda context, builder, signature, given: builder.load_atomic(
-        word_at(builder, given[0]), "seq_cst", 8
-    )
+    return Value(builder, builder.load_atomic(pointer(place, I64).raw, "seq_cst", 8))
 
 
-@intrinsic
-def atomic_add(typing: Any, place: Any, number: Any):
+@instruction(types.int64(types.int64, types.int64))
+def atomic_add(builder: ir.IRBuilder, place: Value, number: Value) -> Value:
     """Add to the word at an address, after all that precedes."""
-    return types.int64(
-        types.int64, types.int64
-    ), lambda context, builder, signature, given: builder.atomic_rmw(
-        "add", word_at(builder, given[0]), given[1], "seq_cst"
-    )
+    word = pointer(place, I64).raw
+    return Value(builder, builder.atomic_rmw("add", word, number.raw, "seq_cst"))
 
 
-@intrinsic
-def compare_and_swap(typing: Any, place: Any, old: Any, new: Any):
+@instruction(types.boolean(types.int64, types.int64, types.int64))
+def compare_and_swap(builder: ir.IRBuilder, place: Value, old: Value, new: Value) -> Value:
     """Whether the word at an address was ``old``, and is now ``new``."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        found = builder.cmpxchg(word_at(builder, given[0]), *given[1:], "seq_cst", "seq_cst")
-        return builder.extract_value(found, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), generate
+    word = pointer(place, I64).raw
+    found = builder.cmpxchg(word, old.raw, new.raw, "seq_cst", "seq_cst")
+    return Value(builder, builder.extract_value(found, 1))
 
 
-@intrinsic
-def call(typing: Any, task: Any, board: Any, first: Any, end: Any):
+@instruction(types.void(*[types.int64] * 4))
+def call(builder: ir.IRBuilder, task: Value, arguments: Value, first: Value, end: Value) -> None:
     """Call of a task by its address."""
-    kind = ir.FunctionType(ir.VoidType(), [I64] * 3).as_pointer()
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        builder.call(builder.inttoptr(given[0], kind), given[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+    builder.call(pointer(task, kind).raw, [arguments.raw, first.raw, end.raw])
 
 
 @compiled()
@@ -118,20 +102,22 @@ def work(board: np.ndarray) -> int:
         taken = min(left, max(least, left // (SHARES * (board[HELPERS] + 1))))
         # Nobody has claimed a piece in between, so all that was read is of the claims' region.
         if compare_and_swap(place, claims, claims - taken):
-            call(task, place, pieces - left, pieces - left + taken)
+            call(task, place + 8 * ARGUMENTS, pieces - left, pieces - left + taken)
             done += taken
 
 
 @compiled()
-def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[int, ...]) -> None:
-    """Run all pieces of a task, ``least`` or more at a time. It finds ``arguments`` on the
-    board.
-    """
+def arguments_on(board: np.ndarray, record: np.dtype) -> np.ndarray:
+    """Record ``[1]`` of the next task's arguments, on the board."""
+    return array_at(address(board) + 8 * ARGUMENTS, 1, record)
+
+
+@compiled()
+def run(board: np.ndarray, task: int, pieces: int, least: int) -> None:
+    """Run all pieces of a task, ``least`` or more at a time, with the arguments on the board."""
     place = address(board)
-    for index in range(len(arguments)):
-        board[ARGUMENTS + index] = arguments[index]
     if pieces <= least or board[HELPERS] == 0:
-        call(task, place, 0, pieces)
+        call(task, place + 8 * ARGUMENTS, 0, pieces)
         return
     board[TASK] = task
     board[PIECES] = pieces
