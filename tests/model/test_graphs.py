@@ -180,19 +180,6 @@ def test_a_copy_is_read_from_its_buffer_until_it_is_changed() -> None:
         assert drawn.tolist() == race_at(probs.cpu(), keys).tolist()
 
 
-@torch.inference_mode()
-def test_results_stay_when_later_ones_are_computed() -> None:
-    launch, kept = launcher(), []
-    for number in range(30):
-        logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(number))
-        probs = launch(probabilities, logits.to(THERE), 1.0, None, None, None)
-        drawn = launch(race_at, probs, torch.tensor([number]))
-        kept.append((probabilities(logits, 1.0, None, None, None), probs, drawn, number))
-    for expected, probs, drawn, number in kept:
-        torch.testing.assert_close(probs.cpu(), expected)
-        assert drawn.tolist() == race_at(expected, torch.tensor([number])).tolist()
-
-
 @pytest.mark.parametrize("trouble", ["compiler", "wrong numbers"])
 @torch.inference_mode()
 def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
