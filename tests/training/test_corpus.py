@@ -2,8 +2,6 @@
 command.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -97,6 +95,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
 
 # The file.
 
+Command = Callable[..., tuple[int, str]]
 TEXTS = [
     {"prompt": "Of a fox?", "response": "A fox.\nIt \u00e4te \u2028 \U0001f98a."},
     {"prompt": "Hi!", "response": "Hello"},
@@ -151,9 +150,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(state, folder / "model.safetensors")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
