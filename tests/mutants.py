@@ -429,7 +429,7 @@ MUTANTS = [
         "verify_by_race",
         "draw_each(target_probs, place)",
         "draw_each(target_probs, place.after(len(drafted)))",
-        of(test_race.test_the_seed_determines_the_text_under_any_draft, "llama"),
+        of(test_grammar.test_under_the_race_every_drafter_writes_the_plain_text, "nested"),
     ),
     Mutant(
         31,
