@@ -1,13 +1,11 @@
 """Steps of the tests of pages in a browser."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from selenium.webdriver.chrome.webdriver import WebDriver
-    from selenium.webdriver.remote.webelement import WebElement
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.remote.webelement import WebElement
 
 
 def headless() -> WebDriver | None:
@@ -16,9 +14,6 @@ def headless() -> WebDriver | None:
     driver = shutil.which("chromedriver")
     if not program or not driver:
         return None
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import Phase, settings
 
 from tests.browser import headless
+from tests.calls import status_of
+from tests.commands import Outcome, Run
 
 # Threads spin while they wait for each other. On a busy machine they so take the core from the one
 # they wait for, and a product takes fifty times as long. Read when torch is loaded, so nothing here
@@ -89,6 +91,27 @@ def smollm2() -> Path:
     from weights.fetch import fetch
 
     return fetch()
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model that can chat, which no test changes."""
+    from tests.serving import chat_folder
+
+    return chat_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``generate.py`` in this process."""
+    import generate
+
+    def command(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        status = status_of(generate.main, [*map(str, arguments)])
+        return Outcome(status, *capsys.readouterr())
+
+    return command
 
 
 @pytest.fixture(scope="session")

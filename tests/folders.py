@@ -8,7 +8,6 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
-from torch import Tensor
 
 from model import build, parse_config
 from tests.configs import small
@@ -32,7 +31,7 @@ GEMMA2 = small("gemma2", hidden=32, layers=4, query_pre_attn_scalar=8, sliding_w
 
 def random_state(
     config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+) -> dict[str, torch.Tensor]:
     """Random tensors of every name and shape that the config asks for, as a checkpoint names
     them.
     """

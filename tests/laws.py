@@ -198,9 +198,9 @@ def begun(
     drafts = REAL_DRAFTERS[drafter](model, cache)
     with torch.inference_mode():
         model.step_of(cache)
-        for each in (drafts, *getattr(drafts, "drafters", {}).values()):
-            if drafting_model := getattr(each, "model", None):
-                drafting_model.step_of(each.cache, each.plan)
+        for each in drafts.drafters.values() if isinstance(drafts, BestOf) else [drafts]:
+            if isinstance(each, ModelDrafter):
+                each.model.step_of(each.cache, each.plan)
         model.prefill(torch.tensor([prompt[:-1]], device=model.device), cache)
     return cache, drafts
 

@@ -83,6 +83,13 @@ def randomise(module: nn.Module, seed: int) -> None:
                 parameter.add_(0.3 * values)
 
 
+def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
+    """This project's model of a config.json, with random weights of which every one matters."""
+    model = build(parse_config(raw)).to(dtype).requires_grad_(False).eval()
+    randomise(model, 0)
+    return model
+
+
 def our_model(oracle: nn.Module) -> Decoder:
     """This project's model of the oracle's config.json, with the oracle's tensors."""
     with torch.device("meta"):

@@ -2,22 +2,17 @@
 ``docs/live.png`` anew. It needs Chromium and its driver.
 """
 
-from __future__ import annotations
-
 import base64
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 import generate
 from tests.browser import find, headless
 from tests.serving import serving
-
-if TYPE_CHECKING:
-    from selenium.webdriver.chrome.webdriver import WebDriver
 
 DOCS = Path(__file__).parents[1] / "docs"
 WINDOW = {"width": 1100, "height": 1300, "deviceScaleFactor": 1, "mobile": False}

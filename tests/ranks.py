@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from decoding.run.ranks import from_rank_0
 from model import Decoder, build, parse_config
@@ -135,7 +135,7 @@ def split_model(config: dict[str, Any]) -> Decoder:
     return split(part, shard)
 
 
-def part_of(parameter: Tensor, cut: Cut) -> Tensor:
+def part_of(parameter: torch.Tensor, cut: Cut) -> torch.Tensor:
     """What a rank holds of a parameter."""
     return parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
 
@@ -162,11 +162,11 @@ def gather(result: Any) -> list[Any]:
     return exchange(dist.all_gather_object, [None] * dist.get_world_size(), result)
 
 
+@dataclass
 class Ranks:
     """``size`` ranks, of which this process is the first."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
     def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Do the work on every rank; returns the results of all."""

@@ -15,8 +15,8 @@ def line_of(error: InputError) -> str:
     return message
 
 
-def refusal(work: Callable[..., object], *given: Any) -> str:
+def refusal(work: Callable[..., object], *given: Any, **named: Any) -> str:
     """The line of the InputError that the work raises."""
     with pytest.raises(InputError) as caught:
-        work(*given)
+        work(*given, **named)
     return line_of(caught.value)

@@ -19,12 +19,13 @@ from benchmark.sections import SECTIONS, speedup_by_costs, time_texts
 from decoding.rounds import Round
 from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan, clock
+from model import Decoder, LayerPlan, clock
 from search.costs import CostTable
 from search.texts import PROMPTS
 from tests.calls import status_of
 from tests.folders import LLAMA, write_folder
 from tests.pictures import faults
+from tests.refusal import refusal
 from tests.weights.test_fetch import write_gguf
 from weights.fetch import convert
 from weights.load import load_model
@@ -277,8 +278,7 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
     assert drafts("--exit-layer", "1")["plan.json"] == LayerPlan.skipping(4, [1], [])
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
     assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "exit 1, adaptive", "auto"]
-    with pytest.raises(InputError, match="exit layer 5 is not in"):
-        drafts("--exit-layer", "5")
+    assert "exit layer 5 is not in" in refusal(drafts, "--exit-layer", "5")
 
 
 def test_texts_under_a_schema_equal_the_plain_ones(

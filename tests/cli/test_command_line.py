@@ -20,7 +20,7 @@ from weights import fetch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import os, sys, time, types
+import os, sys, types
 model = sys.modules["model"] = types.ModuleType("model")  # without torch, which is slow
 model.__path__ = [os.environ["PYTHONPATH"] + "/model"]
 from cli.command_line import run_command
@@ -38,10 +38,6 @@ def much_noise():
     for number in range(50_000):
         print("line", number, file=sys.stderr)
 
-def sleep():
-    print("ready", flush=True)
-    time.sleep(60)
-
 def foreign():
     print("caf\\u00e9 \\u65e5 \\udcff")
     print("caf\\u00e9", file=sys.stderr)
@@ -50,7 +46,7 @@ def help():
     parser_of({}, prog="script", description="words").parse_args(["--help"])
 
 start()
-sys.exit(run_command(globals()[sys.argv[1]], "interrupted: go on with it"))
+sys.exit(run_command(globals()[sys.argv[1]]))
 """
 Shell = Callable[..., Outcome]
 
@@ -128,24 +124,10 @@ def test_a_mistake_of_ours_keeps_its_traceback(mistake: BaseException) -> None:
         run_command(Mock(side_effect=mistake))
 
 
-def test_ctrl_c_is_130_with_the_line_of_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_130_with_the_line_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     interrupted = Mock(side_effect=KeyboardInterrupt)
     assert outcome(interrupted, capsys) == Outcome(130, "", "")
     assert outcome(interrupted, capsys, "go on with it") == Outcome(130, "", "go on with it\n")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "script.py", "sleep"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "interrupted: go on with it\n")
 
 
 INTERRUPT = """
@@ -169,6 +151,20 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(
     )
     # 130 in a shell
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "training.corpus"])
+def test_idle_threads_soon_sleep_in_every_command(module: str) -> None:
+    """Read when torch is loaded, so it must be there by then."""
+    environment = {"PATH": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.until_torch", module],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.strip() == "1000", run.stderr
 
 
 # Standard streams

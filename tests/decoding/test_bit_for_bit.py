@@ -21,7 +21,6 @@ from search.texts import PROMPTS
 from weights.load import WEIGHTS, load_model
 from weights.tokenizer import Tokenizer
 
-TOKENS = 16
 PARAMS = {"greedy": SamplingParams(), "sampled": SamplingParams(0.8, top_p=0.95)}
 SOME = [PROMPTS["story"][0], PROMPTS["summary"][0], PROMPTS["rewriting"][2]]
 EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
@@ -31,10 +30,8 @@ EVERY = [prompt for prompts in PROMPTS.values() for prompt in prompts]
 class Loaded:
     """A prepared model with several draftings."""
 
-    folder: Path
     setting: Setting
     draftings: list[Drafting]
-    tokenizer: Tokenizer
 
     @staticmethod
     def of(folder: Path) -> Loaded:
@@ -46,9 +43,9 @@ class Loaded:
         wanted.append(DraftOptions("exit", exit_layer=layers // 4, adaptive=True))
         wanted += [DraftOptions("skip", gamma=4)] if (folder / "plan.json").exists() else []
         draftings = [setting.drafting(options, setting.params) for options in wanted]
-        return Loaded(folder, setting, draftings, tokenizer)
+        return Loaded(setting, draftings)
 
-    def check(self, prompt: list[int], params: SamplingParams, tokens: int = TOKENS) -> None:
+    def check(self, prompt: list[int], params: SamplingParams, tokens: int = 16) -> None:
         """Every drafter's text is plain decoding's; a machine that cannot guarantee it gives the
         reason in one line.
         """
@@ -57,7 +54,7 @@ class Loaded:
             assert "\n" not in model.why_rows_vary
             return
         writer = Writer(model, min(len(prompt) + tokens, model.max_positions))
-        rules, texts = Rules(tokens, self.tokenizer.eos_ids), {}
+        rules, texts = Rules(tokens, self.setting.tokenizer.eos_ids), {}
         writer.begin(prompt)
         for drafting in [writer.plain, *self.draftings]:
             text = writer.new_text(rules)
@@ -75,7 +72,7 @@ def loaded(request: pytest.FixtureRequest, smollm2: Path) -> Loaded:
 
 @pytest.mark.parametrize(("prompt", "params"), [(0, "greedy"), (1, "greedy"), (2, "sampled")])
 def test_speculated_text_is_plain_text(loaded: Loaded, prompt: int, params: str) -> None:
-    loaded.check(encode_prompt(loaded.tokenizer, SOME[prompt]), PARAMS[params])
+    loaded.check(encode_prompt(loaded.setting.tokenizer, SOME[prompt]), PARAMS[params])
 
 
 @pytest.mark.prove
@@ -84,7 +81,7 @@ def test_speculated_text_is_plain_text_on_every_built_in_prompt(
     loaded: Loaded, number: int
 ) -> None:
     """80 greedy tokens of each, and 80 sampled ones of one of each kind."""
-    prompt = encode_prompt(loaded.tokenizer, EVERY[number])
+    prompt = encode_prompt(loaded.setting.tokenizer, EVERY[number])
     loaded.check(prompt, PARAMS["greedy"], 80)
     if EVERY[number] in [prompts[0] for prompts in PROMPTS.values()]:
         loaded.check(prompt, PARAMS["sampled"], 80)
@@ -92,19 +89,5 @@ def test_speculated_text_is_plain_text_on_every_built_in_prompt(
 
 def test_speculated_text_is_plain_text_to_the_end_of_the_context(loaded: Loaded) -> None:
     """The shipped models' context ends at 1,024."""
-    ids = encode_prompt(loaded.tokenizer, "\n\n".join(EVERY) + "\n\n" + "\n\n".join(EVERY))
+    ids = encode_prompt(loaded.setting.tokenizer, "\n\n".join(EVERY) + "\n\n" + "\n\n".join(EVERY))
     loaded.check(ids[:1010], PARAMS["greedy"], 16)
-
-
-@pytest.mark.parametrize("params", PARAMS)
-def test_a_larger_budget_only_continues_the_text(loaded: Loaded, params: str) -> None:
-    """The larger cache and the longer drafts at the end do not change the earlier tokens."""
-    prompt, texts = encode_prompt(loaded.tokenizer, SOME[0]), []
-    for budget in (8, 20):
-        writer = Writer(loaded.setting.model, len(prompt) + budget)
-        writer.begin(prompt)
-        text = writer.new_text(Rules(budget))
-        writer.write(text, loaded.draftings[1], PARAMS[params], Coupling("race", 3))
-        texts.append(text.generated)
-    if not loaded.setting.model.why_rows_vary:
-        assert texts[1][:8] == texts[0]

@@ -46,8 +46,6 @@ from tests.laws import (
     tiny_model,
 )
 
-EXACT = 1e-9
-
 
 def two_token_model(seed: int) -> TableModel:
     """Target and draft tables over two tokens."""
@@ -62,12 +60,11 @@ def no_three_alike(tokens: Sequence[int]) -> Tensor:
     return torch.tensor([not (twice and tokens[-1] == token) for token in range(2)])
 
 
-WAYS = dict.fromkeys(("model", "known"), 0.45)
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
     "break-even": lambda: OneOffer(0.45, 2, memory=0.5, pause=1),
-    "best": lambda: BreakEven(WAYS, 2, memory=0.5, pause=1),
+    "best": lambda: BreakEven({"model": 0.45, "known": 0.45}, 2, memory=0.5, pause=1),
     "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
 }
 REQUESTS = {
@@ -90,7 +87,7 @@ def test_the_loops_whole_law_is_plain_samplings(case: str, drafter: str, policy:
     """By enumeration: the draws on a path split the interval of the random number at each place."""
     model = two_token_model(Random(f"{case} {drafter} {policy}").getrandbits(32))
     setup = Setup(TABLE_DRAFTERS[drafter], POLICIES[policy])
-    assert bias(model, REQUESTS[case], setup, "race") < EXACT
+    assert bias(model, REQUESTS[case], setup, "race") < 1e-9
 
 
 def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
@@ -108,29 +105,6 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
         (1, 0): pytest.approx(0.375),
         (1, 1): pytest.approx(0.375),
     }
-
-
-def test_every_drafter_writes_the_same_text_of_a_table_model() -> None:
-    model, request = two_token_model(7), Request(max_new_tokens=6)
-    for seed in range(60):
-        texts = {
-            run_loop(model, request, Setup(drafter), KeyedRandomness(seed), coupling="race")
-            for drafter in TABLE_DRAFTERS.values()
-        }
-        assert len(texts) == 1
-
-
-def test_draws_of_three_tokens_integrate_to_their_probabilities() -> None:
-    """Over a grid of the three uniform numbers behind E, each token wins in its probability's share
-    of the volume.
-    """
-    grid = (torch.arange(24, dtype=torch.float64) + 0.5) / 24
-    gaps = torch.cartesian_prod(grid, grid, grid)
-    probs = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    winners = race(probs.expand_as(gaps), (gaps * 2**53).long())
-    torch.testing.assert_close(
-        winners.bincount() / len(gaps), probs, atol=0.02, rtol=0, check_dtype=False
-    )
 
 
 def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
@@ -193,11 +167,6 @@ def test_the_hash_is_splitmix64() -> None:
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     found = hashed(torch.arange(1, 4) * signed(GOLDEN))
     assert [number % 2**64 for number in found.tolist()] == expected
-
-
-def test_the_hash_of_ids_is_the_same_in_numpy_and_in_torch() -> None:
-    counters = torch.arange(-50, 50) * signed(GOLDEN)
-    assert hashed(counters.numpy().copy()).tolist() == hashed(counters).tolist()
 
 
 def test_no_impossible_token_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +252,7 @@ def not_the_same_again(tokens: Sequence[int]) -> Tensor:
     policy=st.sampled_from([*POLICIES]),
     params=st.builds(
         SamplingParams,
-        st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+        st.sampled_from([0.0, 0.3, 0.8, 1.0, 1.7]),
         st.sampled_from([0, 3]),
         st.sampled_from([1.0, 0.8]),
         st.sampled_from([0.0, 0.1]),

@@ -2,7 +2,7 @@
 ends.
 """
 
-from itertools import product
+import re
 
 import pytest
 import torch
@@ -21,18 +21,16 @@ from decoding.randomness import Place, SeededRandomness
 from decoding.rounds import Round
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
-from model import Decoder, InputError, KVCache, LayerPlan
+from model import Decoder, KVCache, LayerPlan
 from tests.configs import FAMILIES
 from tests.laws import (
-    REAL_DRAFTERS,
-    REAL_POLICIES,
-    OneOffer,
     Scripted,
     plans,
     prefilled,
     speculated,
     tiny_model,
 )
+from tests.refusal import refusal
 
 VOCAB, PROMPT = 11, [3, 1, 4, 1, 5]
 
@@ -74,22 +72,6 @@ def test_greedy_self_speculation_equals_plain_greedy_token_for_token(
     cache = prefilled(model, PROMPT)
     rounds = write(model, cache, ModelDrafter(model, cache, plan), FixedLength(gamma))
     assert tokens_of(rounds) == plainly_greedy(model)
-
-
-POLICIES = REAL_POLICIES | {"one offer": lambda: OneOffer(0.2, 3)}
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "policy"),
-    sorted(
-        {*product(["llama"], REAL_DRAFTERS, POLICIES), *product(FAMILIES, REAL_DRAFTERS, ["fixed"])}
-    ),
-)
-def test_every_drafter_and_policy_is_greedily_equal(family: str, kind: str, policy: str) -> None:
-    model = tiny_model(family, vocab=VOCAB, seed=3)
-    cache = prefilled(model, PROMPT)
-    drafter = REAL_DRAFTERS[kind](model, cache)
-    assert tokens_of(write(model, cache, drafter, POLICIES[policy]())) == plainly_greedy(model)
 
 
 class Breaking:
@@ -140,9 +122,8 @@ def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
     drafter: Drafter, broken: str
 ) -> None:
     model = tiny_model("llama", vocab=VOCAB)
-    with pytest.raises(InputError, match=f"drafter {type(drafter).__name__} .*{broken}") as error:
-        write(model, prefilled(model, PROMPT), drafter, FixedLength(4))
-    assert "\n" not in str(error.value)
+    said = refusal(write, model, prefilled(model, PROMPT), drafter, FixedLength(4))
+    assert re.search(f"drafter {type(drafter).__name__} .*{broken}", said)
 
 
 def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
@@ -201,15 +182,14 @@ def test_a_position_where_every_token_is_forbidden_is_one_clear_error() -> None:
     for drafter in (NoDraft(2), PromptLookup(2)):
         text = Text([0, 1, 0], Rules(5, banned=["a", "b"]), model, [b"a", b"b"].__getitem__)
         rounds = speculated(model, text, lambda *_: drafter, *how, SeededRandomness(0))  # noqa: B023
-        with pytest.raises(InputError, match="no token at position 3"):
-            list(rounds)
+        assert "no token at position 3" in refusal(list, rounds)
 
 
 def test_non_finite_target_logits_end_the_loop() -> None:
     model = tiny_model("llama", vocab=VOCAB)
     model.norm.weight[3] = torch.nan
-    with pytest.raises(InputError, match="stop being finite"):
-        write(model, prefilled(model, PROMPT), NoDraft(VOCAB), FixedLength(0))
+    said = refusal(write, model, prefilled(model, PROMPT), NoDraft(VOCAB), FixedLength(0))
+    assert "stop being finite" in said
 
 
 def test_an_all_zero_residual_draws_from_the_target() -> None:
@@ -232,11 +212,6 @@ def test_a_draft_in_float64_is_not_rounded_to_a_float32_target() -> None:
     p = torch.tensor([[0.1, 0.9], [0.5, 0.5]])
     q = torch.tensor([[p[0, 0].item() + 1e-10, 0.9]], dtype=torch.float64)
     assert by_ratio(p, q, 0, 1 - 1e-10, 0.0)[0] == 0
-
-
-def test_an_impossible_token_is_never_accepted_not_even_at_u_zero() -> None:
-    p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
-    assert by_ratio(p, q, 0, 0.0, 0.0) == (0, 1)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

@@ -111,28 +111,6 @@ def test_shown_is_the_text_of_the_tokens_cut_at_the_stop_and_nothing_shown_is_ta
         assert shown == text.written == whole.decode(errors="replace")
 
 
-@given(
-    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=3),
-    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    stops=words,
-    eos=st.sets(st.integers(0, 9), max_size=2),
-    group=st.integers(1, 4),
-)
-@settings(derandomize=True, max_examples=200)
-def test_a_text_ends_at_the_same_token_in_rounds_of_any_length(
-    prompt: list[int], tokens: list[int], stops: list[str], eos: set[int], group: int
-) -> None:
-    rules = Rules(len(tokens), frozenset(eos), stops)
-    found = []
-    for size in (1, group):
-        text = text_after(prompt, rules)
-        for at in range(0, len(tokens), size):
-            if not text.finish:
-                text.extend(tokens[at : at + size])
-        found.append((text.generated, text.finish))
-    assert found[0] == found[1] and found[0][1] is not None
-
-
 @given(tokens=tokens, more=st.lists(st.integers(0, 9), min_size=1, max_size=6))
 @settings(derandomize=True, max_examples=200)
 def test_a_retraction_leaves_the_text_as_if_never_written(
@@ -183,12 +161,6 @@ def test_a_banned_word_retracts_the_token_in_which_it_began() -> None:
     assert text.forbidden == {1: [2]}
     assert text.allowed_after([]).tolist() == [token != 2 for token in range(10)]
     assert text.allowed_after([1]) is None
-
-
-def test_a_banned_word_begun_in_the_prompt_forbids_the_first_generated_token() -> None:
-    text = text_after([0, 0], Rules(9, banned=["aab"]))
-    assert text.extend([1]).retracted == [1]
-    assert (text.tokens, text.forbidden) == ([0, 0], {2: [1]})
 
 
 def test_forbidden_tokens_accumulate_at_a_prefix_until_a_rollback_passes_it() -> None:

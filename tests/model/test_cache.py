@@ -16,20 +16,14 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from model import Decoder, KVCache, LayerPlan, build, parse_config
+from model import KVCache, LayerPlan
 from model.fast import accelerate
 from model.fast.gpu import StaticDecoder
 from tests.configs import FAMILIES, small
-from tests.oracle import VOCAB, configs, plans, randomise
+from tests.oracle import VOCAB, configs, plans, random_model
 
 CAPACITY = 32
 tokens_to_add = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
-
-
-def random_model(raw: dict) -> Decoder:
-    model = build(parse_config(raw)).double().requires_grad_(False)
-    randomise(model, 0)
-    return model
 
 
 def held(cache: KVCache, length: int) -> list[Tensor]:

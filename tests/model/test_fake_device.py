@@ -181,23 +181,6 @@ def counted(propose: Callable[..., Draft], into: list[tuple[int, int]]) -> Calla
     return noted
 
 
-def test_a_graph_repeats_its_operators_on_the_numbers_of_now() -> None:
-    """As a CUDA graph does: with the numbers of the host at its recording, and never a copy from
-    it.
-    """
-    given, factor = torch.ones(3, device=fake_device.NAME), [2]
-    results = torch.zeros(3, device=fake_device.NAME)
-    replay = fake_device.record(lambda: results.copy_((given + 1)[:3] * factor[0]))
-    given.fill_(4)
-    factor[0] = 100
-    fake_device.counts.clear()
-    replay()
-    assert fake_device.counts["kernel"] == 0 and results.tolist() == [10, 10, 10]
-    for forbidden in (lambda: given.copy_(torch.ones(3)), lambda: given.sum().item()):
-        with pytest.raises(RuntimeError, match="graph cannot copy"):
-            fake_device.record(forbidden)
-
-
 def test_the_device_refuses_to_mix_tensors_and_counts_uploads_and_reads() -> None:
     here, there = torch.ones(3), torch.ones(3, device=fake_device.NAME)
     fake_device.counts.clear()

@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import Decoder, build, layers, parse_config
+from model import Decoder, layers
 from model.fast import accelerate
 from tests.configs import FAMILIES, small
 from tests.laws import tiny_model
-from tests.oracle import randomise
+from tests.oracle import random_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,7 +57,7 @@ class Largest(TorchDispatchMode):
         sizes = [
             each.numel()
             for each in (made if isinstance(made, tuple) else (made,))
-            if isinstance(each, Tensor)
+            if isinstance(each, torch.Tensor)
         ]
         self.numbers = max([self.numbers, *sizes])
         return made
@@ -73,9 +72,7 @@ def test_a_prompt_makes_no_tensor_of_all_its_scores(
     """Neither a mask nor scores of all queries and keys: only those of a chunk."""
     count = 1024
     raw = small(family, max_position_embeddings=count, vocab_size=19)
-    model = build(parse_config(raw)).requires_grad_(False).eval()
-    randomise(model, 0)
-    model = prepare(model)
+    model = prepare(random_model(raw, torch.float32))
     cache = model.new_cache(count)
     with Largest() as largest:
         model.prefill(torch.zeros(1, count, dtype=torch.int64), cache)

@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model import Decoder, LayerPlan, build, parse_config
+from model import Decoder, LayerPlan
 from model.fast import accelerate
+from tests import oracle
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
-from tests.oracle import randomise
 
 numba = pytest.importorskip(
     "numba", reason="the compiled step needs numba: pip install -r requirements.txt"
@@ -91,13 +91,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def random_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
     """A readable model of three layers."""
     settings = {"vocab_size": VOCAB, "max_position_embeddings": 512, **CONFIGS[name], **changes}
-    model = (
-        build(parse_config(small(settings.pop("family", "llama"), **settings)))
-        .requires_grad_(False)
-        .eval()
-    )
-    randomise(model, 0)
-    return model.to(dtype)
+    return oracle.random_model(small(settings.pop("family", "llama"), **settings), dtype)
 
 
 def tokens_for(count: int, batch: int = 1) -> Tensor:

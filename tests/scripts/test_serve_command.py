@@ -13,18 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from tests.serving import chat_folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
-def process(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(chat_model: Path) -> Iterator[subprocess.Popen[bytes]]:
     script = Path(__file__).parents[2] / "generate.py"
-    command = [sys.executable, script, "--serve", "0", "--model", folder, "--draft", "none"]
+    command = [sys.executable, script, "--serve", "0", "--model", chat_model, "--draft", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         yield started
         started.kill()
@@ -67,20 +61,18 @@ def test_a_wrong_address_and_a_port_in_use_are_refused_before_anything_is_loaded
 
 
 def test_without_its_libraries_one_line_says_how_to_get_them(
-    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    chat_model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "decoding.serve.app", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    said = run("--serve", "0", "--model", folder).complaint
+    said = run("--serve", "0", "--model", chat_model).complaint
     assert "make serve, or pip install -r requirements-serve.txt: " in said and "uvicorn" in said
-    said = run("--serve", "0", "--together", "0").complaint
-    assert "--together: must be from 1 to 65536, found 0" in said
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_at_once(
-    folder: Path, run: Run, tmp_path: Path
+    chat_model: Path, run: Run, tmp_path: Path
 ) -> None:
-    options = ["--serve", "0", "--model", folder, "--draft"]
+    options = ["--serve", "0", "--model", chat_model, "--draft"]
     assert "exit layer 9 is not in 1..4" in run(*options, "exit", "--exit-layer", "9").complaint
     file = tmp_path / "own.py"
     file.write_text("class Lazy:\n    def __init__(self, model, cache): pass\n")

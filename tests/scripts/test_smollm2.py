@@ -22,8 +22,6 @@ from weights.tokenizer import Tokenizer
 transformers.logging.set_verbosity_error()
 
 NEW_TOKENS = 24
-# each of the eight prompts is cut to this, so that a batch of them needs no padding
-PROMPT_TOKENS = 16
 PROMPTS = [
     "Once upon a time, in a small village at the foot of a mountain, there lived an old woman",
     (
@@ -97,26 +95,6 @@ def test_logits_of_a_long_prompt_equal_transformers(
     assert (ours(tokens) - theirs(tokens).logits).abs().max() < 2e-3
 
 
-@torch.inference_mode()
-def test_greedy_texts_of_eight_prompts_equal_transformers(
-    ours: Decoder, theirs: transformers.PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    """A text is transformers' greedy text if and only if each token is its choice after all tokens
-    before.
-
-    So one pass of transformers over the finished texts is enough, at a fraction of the cost of
-    generating.
-    """
-    tokens = torch.tensor([tokenizer.encode(prompt)[:PROMPT_TOKENS] for prompt in PROMPTS])
-    cache = ours.new_cache(PROMPT_TOKENS + NEW_TOKENS, batch=len(PROMPTS))
-    ours.prefill(tokens[:, :-1], cache)
-    for position in range(PROMPT_TOKENS - 1, PROMPT_TOKENS + NEW_TOKENS - 1):
-        logits = ours(tokens[:, -1:], cache, position)
-        tokens = torch.cat((tokens, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
-    choices = theirs(tokens[:, :-1]).logits[:, PROMPT_TOKENS - 1 :].argmax(-1)
-    assert tokens[:, PROMPT_TOKENS:].tolist() == choices.tolist()
-
-
 @pytest.mark.parametrize(
     "conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"]
 )
@@ -162,9 +140,11 @@ def test_any_ids_have_the_text_of_transformers(
     assert tokenizer.decode(ids) == their_tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    "conversation", CONVERSATIONS, ids=["question", "conversation", "long answer"]
-)
+# Not with the typed name of a control token: transformers makes it one.
+PLAIN = [[{"role": "user", "content": text}] for text in TEXTS if "<" not in text]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS + PLAIN, ids=ascii)
 def test_a_chat_has_the_ids_of_transformers(
     tokenizer: Tokenizer,
     their_tokenizer: transformers.PreTrainedTokenizerBase,
@@ -173,24 +153,6 @@ def test_a_chat_has_the_ids_of_transformers(
     assert tokenizer.encode_chat(conversation) == their_tokenizer.apply_chat_template(
         conversation, add_generation_prompt=True, return_dict=False
     )
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=ascii)
-def test_a_chat_about_any_text_has_the_ids_of_transformers_but_for_typed_control_tokens(
-    tokenizer: Tokenizer, their_tokenizer: transformers.PreTrainedTokenizerBase, text: str
-) -> None:
-    conversation = [{"role": "user", "content": text}]
-    ids = tokenizer.encode_chat(conversation)
-    if not any(name in text for name in tokenizer.special):
-        assert ids == their_tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, return_dict=False
-        )
-    harmless = tokenizer.encode_chat([{"role": "user", "content": "x"}])
-    control = set(tokenizer.special.values())
-    assert [number for number in ids if number in control] == [
-        number for number in harmless if number in control
-    ]
-    assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("user\nx", f"user\n{text}")
 
 
 @torch.inference_mode()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import train
+from tests.calls import status_of
 from tests.folders import GEMMA2, LLAMA, write_folder
 from tests.ranks import started
 from weights.load import load_model
@@ -73,14 +73,6 @@ def state_of(out: Path) -> dict[str, Any]:
     return torch.load(out / "training" / "state.pt", weights_only=True)
 
 
-def assert_same_state(out: Path, other: Path) -> None:
-    """Weights and moments, bit for bit."""
-    one, same = (
-        [part.get("state", part) for part in state_of(each)["parts"]] for each in (out, other)
-    )
-    torch.testing.assert_close(one, same, rtol=0, atol=0)
-
-
 def test_a_run_learns_and_leaves_an_ordinary_model_folder(
     data: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -97,21 +89,25 @@ def test_a_run_learns_and_leaves_an_ordinary_model_folder(
 def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By AdamW and Muon; after a step that was not saved."""
+    """Weights and moments bit for bit, by AdamW and Muon; after a step that was not saved."""
     assert train.main(arguments(data, tmp_path / "whole", muon_rate=0.02)) == 0
     again, backward = arguments(data, tmp_path / "killed", muon_rate=0.02), train.backward
 
-    def killed(*inputs: Any) -> Tensor:
+    def interrupted(*inputs: Any) -> torch.Tensor:
         if inputs[3] == 3:
             raise KeyboardInterrupt
         return backward(*inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "backward", killed)
+        patch.setattr(train, "backward", interrupted)
         assert train.main(again) == 130
     assert train.main(again) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
-    assert_same_state(tmp_path / "killed", tmp_path / "whole")
+    killed, whole = (
+        [part.get("state", part) for part in state_of(tmp_path / name)["parts"]]
+        for name in ("killed", "whole")
+    )
+    torch.testing.assert_close(killed, whole, rtol=0, atol=0)
 
 
 def test_a_run_never_replaces_a_model_that_it_did_not_make(
@@ -214,9 +210,6 @@ def test_wrong_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "same.jsonl").write_text('{"text": "One text."}\n' * 6000, encoding="utf-8")
-    try:
-        status = train.main(arguments(data, **{"out": Path("deep/in/run"), **changed}))
-    except SystemExit as end:  # argparse's
-        status = end.code
-    assert status == 2 and complaint in one_line(capsys)
+    asked = arguments(data, **{"out": Path("deep/in/run"), **changed})
+    assert status_of(train.main, asked) == 2 and complaint in one_line(capsys)
     assert not (tmp_path / "deep" / "in" / "run" / "model.safetensors").exists()

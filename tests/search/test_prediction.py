@@ -1,15 +1,11 @@
-"""The predicted rounds are the loop's: against a walk through every outcome, and against the loop
-itself.
-"""
+"""The predicted rounds are those of the production loop, greedy and under enumeration."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from decoding.drafters import ModelDrafter
 from decoding.policies import AdaptiveExit, FixedLength, Policy
@@ -139,7 +135,9 @@ def given_each_text(
 ) -> dict[tuple[int, ...], list[float]]:
     """Per text, the expected ``numbers`` of its rounds, over every outcome of every draw."""
     weights: dict[tuple[int, ...], float] = defaultdict(float)
-    sums: dict[tuple[int, ...], Tensor] = defaultdict(lambda: torch.zeros(1, dtype=torch.float64))
+    sums: dict[tuple[int, ...], torch.Tensor] = defaultdict(
+        lambda: torch.zeros(1, dtype=torch.float64)
+    )
     more = True
     while more:
         rounds = write()
@@ -238,38 +236,6 @@ def test_an_exit_threshold_predicts_rounds_and_acceptances_exactly(threshold: fl
         assert found == pytest.approx(expected, abs=1e-9)
         if all(round.accepted == len(round.drafted) for round in rounds):  # none left the text
             assert predicted[1, 0].tolist() == pytest.approx(counts(rounds, 4), abs=1e-9)
-
-
-def walk(accept: list[list[float]], gamma: int) -> list[float]:
-    """Expected rounds by number of drafted tokens, walking through every acceptance and rejection
-    of every token.
-    """
-    length, found = len(accept[0]), [0.0] * (gamma + 1)
-    for tosses in itertools.product([False, True], repeat=length * gamma):
-        kept = [tosses[depth * length : (depth + 1) * length] for depth in range(gamma)]
-        weight = 1.0
-        for depth, at in itertools.product(range(gamma), range(length)):
-            weight *= accept[depth][at] if kept[depth][at] else 1 - accept[depth][at]
-        begin = 0
-        while begin < length:
-            drafted = min(gamma, length - begin - 1)
-            found[drafted] += weight
-            accepted = next(
-                (depth for depth in range(drafted) if not kept[depth][begin + depth]), drafted
-            )
-            begin += accepted + 1
-    return found
-
-
-def test_the_dynamic_programme_is_the_walk_through_every_outcome() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for gamma, length in [(1, 5), (2, 5), (3, 4)]:
-        accept = torch.rand(1, gamma, length, generator=generator, dtype=torch.float64)
-        certain, lengths = torch.ones_like(accept), torch.tensor([length])
-        acceptance = Acceptance(accept, certain, certain, certain, lengths, lengths)
-        rounds, _, _ = expected_rounds(acceptance, [gamma], [0.0])
-        expected = walk(accept[0].tolist(), gamma)
-        assert rounds[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_speed_up_is_tokens_over_the_cost_of_the_rounds() -> None:

@@ -2,11 +2,8 @@
 command.
 """
 
-from __future__ import annotations
-
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -16,17 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from decoding.policies import FixedLength
-from decoding.proof.judge import Setup, run_loop
-from decoding.proof.plain_law import Request
-from decoding.randomness import Place
 from decoding.sampling import SamplingParams, distribution
-from model import Decoder, InputError
+from model import Decoder
 from tests.calls import recorded, status_of
 from tests.folders import VOCAB_SIZE, write_folder
-from tests.laws import no_draft, tiny_model
+from tests.laws import tiny_model
+from tests.refusal import refusal
 from training.corpus import __main__ as corpus
 from training.corpus import stories as templates
 from training.corpus.sampling import sample_texts
@@ -39,43 +32,6 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + '\\n' + message['content'] + '<|end|>' }}{%"
     " endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 )
-
-
-def alone(
-    model: Decoder, prompt: list[int], params: SamplingParams, max_new_tokens: int
-) -> list[int]:
-    """The production loop's continuation of one prompt, greedily."""
-    request = Request(tuple(prompt), params, max_new_tokens, frozenset([EOS]))
-    tokens, _ = run_loop(model, request, Setup(no_draft, lambda: FixedLength(0)), First())
-    return list(tokens)
-
-
-class First:
-    """Randomness that always takes the likeliest token: all that a one-hot distribution needs."""
-
-    def draw(self, probs: Tensor, place: Place) -> Tensor:
-        return probs.argmax()
-
-    def accept(self, probabilities: Tensor) -> Tensor:
-        return probabilities >= 1
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_each_row_is_what_the_loop_writes_for_its_prompt_alone(family: str) -> None:
-    """Greedy, in float64: prompts of any lengths, rows that end early, rows that fill the context,
-    in order.
-    """
-    params = SamplingParams()
-    texts = []
-    for seed in (2, 3):
-        model = tiny_model(family, vocab=6, seed=seed)
-        expected = [alone(model, prompt, params, 20) for prompt in PROMPTS]
-        assert sampled(model, PROMPTS, params, 20) == expected
-        texts += expected
-    endings = Counter(
-        "eos" if EOS in text else "full" if len(text) < 20 else "budget" for text in texts
-    )
-    assert min(endings[why] for why in ("eos", "full", "budget")) > 1
 
 
 def sampled(
@@ -107,12 +63,14 @@ def replayed(
     [
         ("llama", SamplingParams(0.7, top_k=3, top_p=0.9)),
         ("gemma2", SamplingParams(1.3)),
+        ("llama", SamplingParams()),
     ],
-    ids=["filtered", "unfiltered"],
+    ids=["filtered", "unfiltered", "greedy"],
 )
 def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(
     family: str, params: SamplingParams
 ) -> None:
+    """In order: prompts of any length, rows that end early, and rows that fill the context."""
     model = tiny_model(family, vocab=6, seed=3)
     streams = [np.random.SeedSequence(7, spawn_key=(row,)) for row in range(len(PROMPTS))]
     numbers = [np.random.default_rng(stream).random(12).tolist() for stream in streams]
@@ -127,18 +85,17 @@ def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(
 def test_a_model_with_non_finite_logits_is_refused() -> None:
     model = tiny_model("llama", vocab=6)
     model.layers[1].mlp.up_proj.weight[0] = float("nan")
-    with pytest.raises(InputError, match="stop being finite"):
-        sampled(model, PROMPTS, SamplingParams(1.0))
+    assert "stop being finite" in refusal(sampled, model, PROMPTS, SamplingParams(1.0))
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
-    full = "a prompt has 64 tokens: the model's context ends after 64"
-    with pytest.raises(InputError, match=full):
-        sampled(tiny_model("llama"), [[0] * 64], SamplingParams())
+    said = refusal(sampled, tiny_model("llama"), [[0] * 64], SamplingParams())
+    assert "a prompt has 64 tokens: the model's context ends after 64" in said
 
 
 # The file.
 
+Command = Callable[..., tuple[int, str]]
 TEXTS = [
     {"prompt": "Of a fox?", "response": "A fox.\nIt \u00e4te \u2028 \U0001f98a."},
     {"prompt": "Hi!", "response": "Hello"},
@@ -193,9 +150,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(state, folder / "model.safetensors")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture

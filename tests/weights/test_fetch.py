@@ -17,51 +17,18 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
-from model import parse_config
-from model.layers import rotary_angles, rotate
 from tests.folders import MERGES, SIZES, byte_tokenizer
 from tests.refusal import refusal
 from weights import fetch as fetching
-from weights.fetch import convert, fetch, uninterleave
+from weights.fetch import convert, fetch
 from weights.load import load_model
 from weights.tokenizer import Tokenizer
-
-# Rows of q and k
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k in llama.cpp's order, from those of a Hugging Face checkpoint."""
     dim = rows.shape[0] // heads
     return rows.reshape(heads, 2, dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """llama.cpp's rotation: pair (x[2i], x[2i + 1]) of ``[heads, T, D]`` turns by angle i."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-
-
-def test_attention_scores_are_those_of_the_file_under_its_own_rotation() -> None:
-    """Interleaved rotation with the file's rows gives the scores that half rotation gives with
-    ours.
-    """
-    heads, dim, hidden, count = 3, 8, 12, 7
-    config = parse_config(
-        CONFIG | {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": dim}
-    )
-    stored = np.random.default_rng(0).standard_normal((2, heads * dim, hidden))
-    x = torch.randn(count, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    cos, sin = rotary_angles(config.ropes[0], config.head_dim, 0, count, x)
-
-    def per_head(rows: np.ndarray) -> torch.Tensor:
-        return (x @ torch.from_numpy(rows).T).view(count, heads, dim).transpose(0, 1)
-
-    theirs = [
-        rotate_neighbours(per_head(rows), cos[:, : dim // 2], sin[:, dim // 2 :]) for rows in stored
-    ]
-    ours = [rotate(per_head(uninterleave(rows, heads))[None], cos, sin)[0] for rows in stored]
-    scores = [query @ key.transpose(1, 2) for query, key in (theirs, ours)]
-    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-10)
 
 
 # Conversion of a GGUF file

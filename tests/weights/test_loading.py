@@ -21,12 +21,16 @@ from torch import Tensor
 from decoding.run import plan_file
 from decoding.run.plan_file import DraftPlan, read_plan
 from model import InputError, LayerPlan
+from model.parallel import Cut, Shard
 from tests.configs import LLAMA3_ROPE
-from tests.folders import GEMMA2, LLAMA, random_state
+from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.laws import plans
+from tests.peak import held_bytes
+from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
-from weights.load import load_model, model_folder
+from weights.load import StoredTensor, load_model, model_folder
+from weights.memory import estimate
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL, SMALL_GEMMA2 = LLAMA | SIZES, GEMMA2 | SIZES
@@ -43,15 +47,6 @@ def write_config(folder: Path, config: Any) -> Path:
 def write_weights(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> Path:
     write_config(folder, config)
     save_file(state, folder / "model.safetensors")
-    return folder
-
-
-def write_shards(folder: Path, state: dict[str, Tensor], shards: int = 3) -> Path:
-    """The state dealt to shards in turn."""
-    write_config(folder, SMALL)
-    for number in range(shards):
-        shard = dict(list(state.items())[number::shards])
-        save_file(shard, folder / f"model-{number:05}-of-{shards:05}.safetensors")
     return folder
 
 
@@ -102,8 +97,10 @@ def test_a_stored_head_that_equals_the_tied_embedding_is_accepted_and_said(
 
 
 def test_shards_give_the_tensors_they_hold(tmp_path: Path) -> None:
-    state = random_state(SMALL)
-    folder = write_shards(tmp_path, state)
+    state, folder = random_state(SMALL), write_config(tmp_path, SMALL)
+    for number in range(3):
+        shard = dict(list(state.items())[number::3])
+        save_file(shard, folder / f"model-{number:05}-of-00003.safetensors")
     assert_holds(load_model(folder), state, torch.float32)
     first, second, _ = sorted(folder.glob("*.safetensors"))
     second.unlink()
@@ -121,6 +118,50 @@ def test_weights_come_in_the_wanted_dtype_or_else_their_own(
 ) -> None:
     state = random_state(SMALL, dtype=stored)
     assert_holds(load_model(write_weights(tmp_path, SMALL, state), wanted), state, wanted or stored)
+
+
+# The shard of one of several processes
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gemma2": GEMMA2,
+    "biases and a tied head": {
+        **LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "attention_bias": True},
+    "gemma3_text": {**GEMMA2, "model_type": "gemma3_text"},
+    "one key head": {**GEMMA2, "num_key_value_heads": 1, "vocab_size": 263},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_process_reads_its_shard_as_estimated_and_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    folder = write_folder(tmp_path, SHAPES[shape], dtype=torch.bfloat16)
+    whole, read_one = load_model(folder), StoredTensor.read
+    for rank in range(2):
+        shard, read = Shard(whole.config, rank, 2), {}
+
+        def counted(tensor: StoredTensor, cut: Cut, read: dict[str, Tensor] = read) -> Tensor:
+            return read.setdefault(tensor.name, read_one(tensor, cut))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StoredTensor, "read", counted)
+            model = load_model(folder, shard=shard)
+        mine = dict(model.named_parameters())
+        assert mine.keys() == dict(whole.named_parameters()).keys()
+        for name, parameter in whole.named_parameters():
+            kept = part_of(parameter, shard.cut(name))
+            stored = name if name.startswith("lm_head") else f"model.{name}"
+            assert torch.equal(mine[name], kept) and read[stored].numel() == kept.numel(), name
+        memory, cache = estimate(shard.local, torch.bfloat16, 64, prompt=5), model.new_cache(64)
+        assert memory.weights == held_bytes(model)
+        assert memory.cache == sum(each.nbytes for each in (*cache.keys, *cache.values))
 
 
 # Memory
@@ -335,6 +376,17 @@ FULL_GEMMA2 = SMALL_GEMMA2 | {
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 30.0,
 }
+FULL_GEMMA3 = SMALL_GEMMA2 | {
+    "model_type": "gemma3_text",
+    "rope_local_base_freq": 100.0,
+    "sliding_window_pattern": 2,
+}
+FULL_QWEN2 = SMALL | {
+    "model_type": "qwen2",
+    "sliding_window": 4,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+}
 
 
 @st.composite
@@ -362,7 +414,11 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> Any:
     return value
 
 
-@pytest.mark.parametrize("good", [FULL_LLAMA, FULL_GEMMA2], ids=["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "good",
+    [FULL_LLAMA, FULL_GEMMA2, FULL_GEMMA3, FULL_QWEN2],
+    ids=["llama", "gemma2", "gemma3", "qwen2"],
+)
 @settings(max_examples=80)
 @given(data=st.data())
 def test_any_config_loads_or_is_refused_in_one_line(

@@ -9,12 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from model import Decoder, build, parse_config
 from model.fast import accelerate
-from tests.configs import FAMILIES, LLAMA3_ROPE
+from tests.configs import FAMILIES, LLAMA3_ROPE, small
 from tests.oracle import (
     VOCAB,
     configs,
@@ -22,7 +20,7 @@ from tests.oracle import (
     oracle_logits,
     oracle_model,
     our_model,
-    randomise,
+    random_model,
 )
 from tests.refusal import refusal
 from weights.load import load_model
@@ -34,31 +32,21 @@ ONE_FILE, SHARDS = 10**9, 3000  # bytes a shard
 
 
 def raw_config(family: str, **more: object) -> dict[str, object]:
-    raw = {
-        "model_type": family,
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "head_dim": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "sliding_window": 5,
-        "pad_token_id": None,
-        "tie_word_embeddings": family.startswith("gemma"),
-        "max_position_embeddings": 64,
-        "rope_theta": 5000.0,
-        "rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 32},
-    }
-    if family == "gemma3_text":
-        raw |= {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0}
+    raw = small(
+        family,
+        hidden=16,
+        layers=2,
+        vocab_size=VOCAB,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+        tie_word_embeddings=family.startswith("gemma"),
+        rope_theta=5000.0,
+        rope_scaling=LLAMA3_ROPE | {"original_max_position_embeddings": 32},
+        rope_local_base_freq=100.0,
+    )
     return raw | more
-
-
-def random_model(raw: dict[str, object], dtype: torch.dtype = torch.float64) -> Decoder:
-    model = build(parse_config(raw)).to(dtype).requires_grad_(False)
-    randomise(model, 0)
-    return model
 
 
 def as_transformers_4(folder: Path) -> None:
@@ -78,7 +66,7 @@ def as_transformers_4(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def transformers_logits(folder: Path) -> Tensor:
+def transformers_logits(folder: Path) -> torch.Tensor:
     """Logits of transformers for the folder, without its float32 casts; every weight must be found
     there.
     """

@@ -82,10 +82,6 @@ def llama_2_model() -> bytes:
     return sentencepiece_model(unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
 
 
-def unigram_model() -> bytes:
-    return sentencepiece_model("unigram")
-
-
 @cache
 def gemma_model() -> bytes:
     return sentencepiece_model(
@@ -534,6 +530,7 @@ def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, kind, t
             b'{"decoder": null}',
             "tokenizer.json is not a tokenizer that can be read",
         ),
+        ("llama-3", "tokenizer.json", b'{"version": ', "not a tokenizer that can be read"),
         (
             "llama-3",
             "tokenizer_config.json",
@@ -550,7 +547,7 @@ def test_settings_make_a_word_of_the_vocabulary_a_control_token(folders, kind, t
         (
             "llama-2, sentencepiece",
             "tokenizer.model",
-            unigram_model(),
+            sentencepiece_model("unigram"),
             "tokenizer.model is no byte-pair encoding",
         ),
     ],
@@ -600,6 +597,10 @@ def test_a_damaged_file_is_named_in_one_line(folders, tmp_path, kind, name, cont
 def test_a_side_file_with_wrong_values_is_one_line(smollm_copy, tmp_path, name, content, message):
     (tmp_path / name).write_text(json.dumps(smollm_copy | content))
     assert message in refusal(Tokenizer, tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    assert "holds no tokenizer.json and no tokenizer.model" in refusal(Tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["smollm"], scope="module")

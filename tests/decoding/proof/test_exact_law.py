@@ -52,7 +52,6 @@ def undefined_beyond_the_end(constraint: Constraint, eos_ids: frozenset[int]) ->
 
 
 # The axes. The first value of each is its plainest.
-WAYS = {"model": 0.45, "known": 0.1}
 AXES: dict[str, dict[str, object]] = {
     "drafter": TABLE_DRAFTERS,
     "params": {
@@ -71,7 +70,7 @@ AXES: dict[str, dict[str, object]] = {
         "fixed 0": lambda: FixedLength(0),
         "adaptive": lambda: AdaptiveExit(0.45, 2, step=0.3, threshold_memory=0.5),
         "break-even": lambda: OneOffer(0.45, 2, memory=0.5, pause=1),
-        "best": lambda: BreakEven(WAYS, 2, memory=0.5, pause=1),
+        "best": lambda: BreakEven({"model": 0.45, "known": 0.1}, 2, memory=0.5, pause=1),
         "gate": lambda: ConfidenceGate(FixedLength(2), 0.4),
         "gate on adaptive": lambda: ConfidenceGate(AdaptiveExit(0.5, 2), 0.3),
     },

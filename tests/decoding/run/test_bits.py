@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
@@ -85,7 +84,7 @@ def plan_of(model: Decoder, bits: int = 4) -> LayerPlan:
     return LayerPlan.full(model.num_layers).in_bits(bits)
 
 
-def copies_of(model: Decoder) -> dict[tuple[str, int], Tensor]:
+def copies_of(model: Decoder) -> dict[tuple[str, int], torch.Tensor]:
     names = {layer: name for name, layer in linear_layers(model).items()}
     return {(names[layer], bits): copy for (layer, bits), copy in model.low_bits.items()}
 

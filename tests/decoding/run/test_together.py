@@ -384,6 +384,29 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
     assert not scheduler.active and not scheduler.waiting
 
 
+def test_readers_and_the_observer_take_no_time_of_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writer = Writer(MODELS["float64"], 20)
+    writer.begin([1, 2])
+    seconds = 0.0
+    monkeypatch.setattr(writer, "clock", lambda: seconds)
+
+    def take_time(*_: object) -> None:
+        nonlocal seconds
+        seconds += 1
+
+    sample = writer.write(
+        writer.new_text(Rules(6)),
+        writer.plain,
+        SamplingParams(),
+        Coupling("race", 0),
+        readers=[take_time],
+        observer=take_time,
+    )
+    assert (len(sample.rounds), seconds, sample.seconds) == (6, 12.0, 0.0)
+
+
 def test_what_readers_take_is_no_decoding_time() -> None:
     model, wish = MODELS["bfloat16"], Wish([1, 2, 3], Rules(10), params=SamplingParams())
     scheduler = Scheduler(model, CAPACITY, 2)

@@ -2,16 +2,15 @@
 into.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.remote.webelement import WebElement
 
 from decoding.run.chooser import DRAFTERS
 from decoding.serve import worker
@@ -19,10 +18,6 @@ from decoding.show.page import Recording
 from tests.browser import find, look
 from tests.calls import recorded
 from tests.serving import CONTEXT, Served, chat_folder, serving, until
-
-if TYPE_CHECKING:
-    from selenium.webdriver.chrome.webdriver import WebDriver
-    from selenium.webdriver.remote.webelement import WebElement
 
 PROMPT = "<img src=x onerror=\"window.ran='prompt'\"> the hen"
 

@@ -25,7 +25,6 @@ from decoding.serve.requests import (
     refusal,
 )
 from model import InputError
-from tests.serving import chat_folder
 
 NAMES = [
     *(
@@ -66,19 +65,14 @@ LIKELY = ["a", "exit", "none", "skip", "race", "x.py:C", "", 0, 1, 3, 0.5, -1, T
 MESSAGE = {"role": "user", "content": "the hen"}
 
 
-def reader_of(folder: Path, *arguments: str, bits: int = 4) -> RequestReader:
-    given = ["--serve", "0", "--model", str(folder), "--context", "64", *arguments]
+def reader_of(chat_model: Path, *arguments: str, bits: int = 4) -> RequestReader:
+    given = ["--serve", "0", "--model", str(chat_model), "--context", "64", *arguments]
     return RequestReader(generate.Request(make_parser().parse_args(given)), bits)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def reader(folder: Path) -> RequestReader:
-    return reader_of(folder)
+def reader(chat_model: Path) -> RequestReader:
+    return reader_of(chat_model)
 
 
 def read(reader: RequestReader, kind: type[TextBody], **fields: Any) -> ParsedRequest:
@@ -119,9 +113,9 @@ def test_any_fields_are_a_request_or_a_refusal(
 
 
 def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
-    folder: Path, reader: RequestReader
+    chat_model: Path, reader: RequestReader
 ) -> None:
-    changed = reader_of(folder, "--system", "hm")
+    changed = reader_of(chat_model, "--system", "hm")
     said = {"role": "system", "content": "hm"}
     told = read(reader, ChatBody, messages=[said, MESSAGE]).ids
     assert read(changed, ChatBody, messages=[MESSAGE]).ids == told
@@ -130,18 +124,20 @@ def test_the_system_message_of_the_command_line_is_that_of_chats_without_one(
     assert read(changed, ChatBody, **asked).ids == read(reader, ChatBody, **asked).ids
 
 
-def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(folder: Path) -> None:
+def test_drafting_options_of_the_command_line_hold_for_its_own_kind_of_draft(
+    chat_model: Path,
+) -> None:
     """Another kind begins afresh."""
-    changed = reader_of(folder, "--draft", "exit", "--exit-layer", "3", "--gamma", "5")
+    changed = reader_of(chat_model, "--draft", "exit", "--exit-layer", "3", "--gamma", "5")
     exits = draft_of(changed, draft="exit")
     assert (exits.exit_layer, exits.gamma) == (3, 5)
     assert draft_of(changed, gamma=2) == replace(exits, gamma=2)
     for kind in ("lookup", "none"):
         assert draft_of(changed, draft=kind) == DraftOptions(kind)
-    in_bits = reader_of(folder, "--draft", "exit", bits=8)
+    in_bits = reader_of(chat_model, "--draft", "exit", bits=8)
     assert draft_of(in_bits, draft="lowbit") == DraftOptions("lowbit", bits=8)
     model = "--draft", "model", "--draft-model", "tiny-llama", "--gamma", "2"
-    assert draft_of(reader_of(folder, *model)).gamma == 2
+    assert draft_of(reader_of(chat_model, *model)).gamma == 2
 
 
 def draft_of(reader: RequestReader, **fields: Any) -> DraftOptions:

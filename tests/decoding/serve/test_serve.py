@@ -2,12 +2,10 @@
 reach each other.
 """
 
-import gc
 import json
 import random
 import socket
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -16,7 +14,6 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 
 import generate
 from decoding.run import options
@@ -24,10 +21,10 @@ from decoding.run.arguments import make_parser
 from decoding.run.chooser import Drafting
 from decoding.serve import app, worker
 from decoding.serve.app import MAX_BODY, MAX_REQUESTS
-from decoding.serve.worker import MAX_WAITING, Job
-from decoding.text import Text
+from decoding.serve.worker import MAX_WAITING
 from tests.calls import recorded
-from tests.serving import CONTEXT, Served, chat_folder, events_of, serving, until
+from tests.commands import Run
+from tests.serving import CONTEXT, Served, events_of, serving, until
 
 PROMPT = "the hen and the"
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
@@ -36,28 +33,16 @@ ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT, "temperature": 1, "ban": "q"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with serving("--model", str(folder), "--draft", "exit", "--max-new-tokens", "16") as running:
+def served(chat_model: Path) -> Iterator[Served]:
+    with serving(
+        "--model", str(chat_model), "--draft", "exit", "--max-new-tokens", "16"
+    ) as running:
         yield running
 
 
 @pytest.fixture
 def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.address + "/v1", api_key="none", max_retries=0)
-
-
-def generated(
-    folder: Path, capsys: pytest.CaptureFixture[str], *options: str
-) -> list[dict[str, Any]]:
-    """Samples that generate.py writes."""
-    capsys.readouterr()
-    assert generate.main([PROMPT, "--model", str(folder), "--json", *options]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 # ---- texts ----
@@ -91,12 +76,12 @@ def test_a_seeded_text_is_the_one_that_generate_writes(
     chat: bool,
     stream: bool,
     client: openai.OpenAI,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    chat_model: Path,
+    run: Run,
 ) -> None:
     seeded = "--temperature 0.9 --seed 3 --max-new-tokens 24 " if "seed" in asked else ""
     given = f"--draft exit {seeded}{options} {'--chat' if chat else '--no-chat'}".split()
-    (wanted,) = generated(folder, capsys, *given)
+    wanted = run(PROMPT, "--model", chat_model, "--json", *given).result
     text, finish, usage = asked_of(client, chat, stream, asked)
     assert text == wanted["text"] and wanted["text"]
     assert finish == {"eos": "stop"}.get(wanted["finish_reason"], wanted["finish_reason"])
@@ -144,15 +129,6 @@ def test_a_message_in_parts_is_read_as_the_whole_one(client: openai.OpenAI) -> N
         for content in ("the hen", parts)
     )
     assert whole.choices[0].message.content == split.choices[0].message.content
-
-
-def test_a_text_ends_where_the_context_does(client: openai.OpenAI) -> None:
-    most = {"max_tokens": 1000, "extra_body": {"draft": "lookup"}}
-    answer = client.completions.create(model="tiny", prompt="x" * (CONTEXT - 3), **most)
-    assert answer.usage.completion_tokens == 3
-    full = f"has {CONTEXT} tokens, the model's context {CONTEXT}"
-    with pytest.raises(openai.BadRequestError, match=full):
-        client.completions.create(model="tiny", prompt="x" * CONTEXT)
 
 
 # ---- refusals ----
@@ -500,12 +476,12 @@ COMPANY = [
 
 
 def test_no_seeded_text_depends_on_the_texts_beside_it(
-    served: Served, folder: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    served: Served, chat_model: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four clients at once, and each alone at a server that writes one text after another."""
     model = served.worker.session.model
     widths = recorded(monkeypatch, model, "together", lambda calls, *plan: len(calls))
-    with serving("--model", str(folder), "--draft", "exit", "--together", "1") as lonely:
+    with serving("--model", str(chat_model), "--draft", "exit", "--together", "1") as lonely:
         alone = [lonely.text(**asked) for asked in COMPANY]
     with ThreadPoolExecutor(4) as pool:
         for step in (1, -1):  # in this order, and in the other
@@ -514,30 +490,6 @@ def test_no_seeded_text_depends_on_the_texts_beside_it(
             gate.set()
             assert [each.result() for each in asking] == alone[::step]
     assert max(widths) == 4 and len({*alone}) == 4
-
-
-def test_a_text_that_fails_ends_alone(folder: Path, tmp_path: Path) -> None:
-    """A drafter that breaks its contract in the middle of the text, told in its stream."""
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from decoding.drafters import PromptLookup\n\n\n"
-        "class Mine(PromptLookup):\n"
-        "    def __init__(self, target, cache):\n        super().__init__(target.vocab_size)\n\n"
-        "    def propose(self, text, *rest):\n"
-        "        fails = text.rules.stop_strings and len(text) > 20\n"
-        "        return None if fails else super().propose(text, *rest)\n"
-    )
-    options = "--draft", f"{own}:Mine", "--ban", "q", "--max-new-tokens", "50"
-    with serving("--model", str(folder), *options) as running:
-        wanted = running.text(prompt=PROMPT)
-        with ThreadPoolExecutor(4) as pool:
-            good = [pool.submit(running.text, prompt=PROMPT) for _ in range(3)]
-            failing = {"prompt": PROMPT, "stop": "zzz", "stream": True}
-            bad = pool.submit(running.ask, "/v1/completions", failing)
-            *chunks, last = events_of(bad.result()[1])
-            assert [each.result() for each in good] == [wanted] * 3
-        assert chunks and "the drafter Mine breaks its contract" in last["error"]["message"]
-        assert running.text(prompt=PROMPT) == wanted
 
 
 def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing_is_kept(
@@ -577,6 +529,7 @@ def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing
                 assert served.ask("/v1/completions", body)[0] in (400, 413)
 
     def forty_requests() -> tuple[int, ...]:
+        """Numbers of tensors, parameters, texts and jobs in memory after them."""
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(client_of, range(4)))
         assert served.text(**asked[0]) == alone[0]
@@ -630,7 +583,7 @@ def test_the_page_is_told_every_round_and_its_two_texts(served: Served) -> None:
 
 
 def test_what_a_request_does_not_say_is_as_on_the_command_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat_model: Path, tmp_path: Path, run: Run
 ) -> None:
     """Also a drafter of the reader's own, which no request can name."""
     own = tmp_path / "own.py"
@@ -640,56 +593,56 @@ def test_what_a_request_does_not_say_is_as_on_the_command_line(
     )
     sampling = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "9", "--stop", "zz"]
     said = ["--draft", f"{own}:Mine", *sampling]
-    (wanted,) = generated(folder, capsys, *said, "--no-chat")
-    with serving("--model", str(folder), *said) as running:
+    wanted = run(PROMPT, "--model", chat_model, "--json", "--no-chat", *said).result
+    with serving("--model", str(chat_model), *said) as running:
         assert running.text(prompt=PROMPT) == wanted["text"]
         other = running.text(prompt=PROMPT, draft="none")
         assert other == wanted["text"], "under the race the draft does not matter"
 
 
 def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
-    folder: Path, tmp_path: Path
+    chat_model: Path, tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"attn": [1], "mlp": [2], "gamma": 2}')
-    model, asked = ["--model", str(folder)], {"prompt": PROMPT, **SEEDED}
+    model, asked = ["--model", str(chat_model)], {"prompt": PROMPT, **SEEDED}
     with serving(*model, "--draft", "skip", "--bits", "8", "--plan", str(plan)) as running:
         plain = running.text(draft="none", **asked)
         assert all(running.text(draft=draft, **asked) == plain for draft in ("skip", "lowbit"))
         assert running.worker.bits == 8
-    with serving(*model, "--draft", "model", "--draft-model", str(folder)) as running:
+    with serving(*model, "--draft", "model", "--draft-model", str(chat_model)) as running:
         made = [running.text(draft="model", gamma=gamma, **asked) for gamma in (1, 2, 3)]
         assert made == [plain] * 3
         loaded = [options.kind for options in running.worker.session.setting.made]
         assert loaded.count("model") == 1, "the draft model was loaded once"
 
 
-def context(folder: Path, *options: str, places: int = 1) -> int:
+def context(chat_model: Path, *options: str, places: int = 1) -> int:
     """The length that a server with these options gives to each of its texts."""
-    given = ["--serve", "0", "--model", str(folder), *options]
+    given = ["--serve", "0", "--model", str(chat_model), *options]
     return app.context_length(generate.Request(make_parser().parse_args(given)), places)
 
 
 def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model with a longer one: a step on a GPU attends over the whole cache."""
     monkeypatch.setattr(options, "CONTEXT", 100)
-    assert context(folder) == 100 and context(folder, "--context", "150") == 150
-    assert context(folder, "--context", str(10 * CONTEXT)) == CONTEXT
-    with serving("--model", str(folder), "--context", "20") as running:
+    assert context(chat_model) == 100 and context(chat_model, "--context", "150") == 150
+    assert context(chat_model, "--context", str(10 * CONTEXT)) == CONTEXT
+    with serving("--model", str(chat_model), "--context", "20") as running:
         status, error = running.refusal("/v1/completions", {"prompt": "the hen " * 30})
         assert status == 400
         assert "of which 20 are used" in error["message"] and "raise context" in error["message"]
 
 
 def test_the_context_is_what_there_is_memory_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert context(folder, places=4) == CONTEXT and not capsys.readouterr().err
+    assert context(chat_model, places=4) == CONTEXT and not capsys.readouterr().err
     monkeypatch.setattr(app, "check_fits", lambda memory, device: None)
     monkeypatch.setattr(app, "free_bytes", lambda device: 16_000_000)
-    four = context(folder, places=4)
-    assert 1024 <= four < context(folder) <= CONTEXT
+    four = context(chat_model, places=4)
+    assert 1024 <= four < context(chat_model) <= CONTEXT
     told = f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once"
     assert told in capsys.readouterr().err

@@ -2,26 +2,21 @@
 runs.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import pytest
 from rich.cells import cell_len
+from selenium.webdriver.chrome.webdriver import WebDriver
 
-import generate
 from decoding.rounds import Round
 from decoding.run.streaming import Labels, visible
 from decoding.show.moving import MARGIN, MOST_TOKENS, WIDTH, Timeline, render_picture
+from tests.commands import Run
 from tests.folders import write_folder
-
-if TYPE_CHECKING:
-    from selenium.webdriver.chrome.webdriver import WebDriver
 
 PIECES = [" the", " fox", "</text><script>", "<&>\"'", "\n", "e\u0301", "]]>", " " + "long" * 40]
 LABELS = Labels(lambda token: PIECES[token].encode(), {})
@@ -140,34 +135,17 @@ def test_a_long_text_is_cut_and_says_so() -> None:
     assert len(ElementTree.tostring(svg)) < 60_000
 
 
-def test_the_command_line_writes_it_after_the_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_writes_it_after_the_text(tmp_path: Path, run: Run) -> None:
     model, file = write_folder(tmp_path / "tiny"), tmp_path / "run.svg"
-    options = ["the <hen>", "--model", str(model), "--draft", "exit", "--max-new-tokens", "9"]
-    assert generate.main([*options, "--svg", str(file)]) == 0
-    said = capsys.readouterr()
+    said = run(
+        "the <hen>", "--model", model, "--draft", "exit", "--max-new-tokens", 9, "--svg", file
+    )
     assert f"the run as a moving picture: {file}" in said.err
     svg = ElementTree.parse(file).getroot()
     assert svg.findtext(f"{NAMESPACE}text") == "tiny: the <hen>"
     for lane in lanes(svg):
         kept = "".join(texts(of_kind(lane, "accepted", "own")))
         assert kept == visible(said.out.removesuffix("\n")).replace(" ", "")
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--num-samples", "2"], "--svg shows one text"),
-        (["--serve", "0"], "take no prompt, --compare, --html, --svg"),
-        (["--interactive"], "take no prompt, --compare, --html, --svg"),
-    ],
-)
-def test_it_shows_one_text_of_the_command_line(
-    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate.main([*more, "--svg", str(tmp_path / "a.svg")]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(

@@ -1,8 +1,6 @@
-"""The page: text from the model stays text, and in a real browser the replay can be used by
-anyone.
+"""The page: text from the model stays text, and the numbers behind a round are true; in a real
+browser the replay can be used by anyone.
 """
-
-from __future__ import annotations
 
 import io
 import json
@@ -10,25 +8,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
 import generate
-from decoding.drafters import ModelDrafter
-from decoding.policies import AdaptiveExit
+from decoding.drafters import BestOf, Draft, ModelDrafter, PromptLookup
+from decoding.policies import AdaptiveExit, FixedLength
 from decoding.randomness import SeededRandomness
+from decoding.rounds import Round
 from decoding.run.streaming import Labels
-from decoding.sampling import SamplingParams
-from decoding.show.page import Recording, embed, render_page
+from decoding.sampling import SamplingParams, distribution
+from decoding.show.page import TOP, Recording, embed, render_page
 from decoding.text import Rules, Text
-from model import LayerPlan
+from model import Decoder, LayerPlan
 from tests.browser import find, look
 from tests.folders import write_folder
 from tests.laws import speculated, tiny_model
-
-if TYPE_CHECKING:
-    from selenium.webdriver.chrome.webdriver import WebDriver
 
 PIECES = [
     "</script><script>window.ran = 'script'</script>",
@@ -129,6 +130,137 @@ def test_the_page_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
+# ---- the numbers behind a round: true, and without any say in what is written ----
+
+VOCAB, START, GAMMA = 11, [3, 1, 4, 1, 5], 3
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(0.9, top_k=8),
+    SamplingParams(1.0, repetition_penalty=1.3),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_every_number_is_that_of_a_pass_without_cache_or_loop(params: SamplingParams) -> None:
+    """p and q of each token, and the lists: of p and q, but of raw probabilities in greedy
+    decoding.
+    """
+    model, recording = tiny_model("llama", vocab=VOCAB), Recording(params, str)
+    rounds = speculated(
+        model,
+        Text(START, Rules(24), model),
+        lambda model, cache: ModelDrafter(model, cache, PLAN),
+        FixedLength(GAMMA),
+        params,
+        SeededRandomness(1),
+        observer=recording.observe,
+    )
+    text, checked = list(START), set()
+    for round in rounds:
+        details = recording.details
+        assert len(details) == len(round.drafted) + 1
+        for at, detail in enumerate(details):
+            row = at if at < len(round.drafted) else round.accepted
+            prefix = torch.tensor(text + round.drafted[:row])
+            own = at == len(round.drafted)
+            token = round.emitted[round.accepted] if own else round.drafted[at]
+            assert int(detail["text"]) == detail["id"] == token
+            assert_numbers(detail, "p", "target_top", model, None, prefix, params)
+            if row < len(round.drafted):
+                assert_numbers(detail, "q", "draft_top", model, PLAN, prefix, params)
+                checked.add("own beside a rejected token" if own else "drafted")
+            else:
+                assert detail["q"] is None and detail["draft_top"] == []
+        text += round.emitted
+    assert checked == {"drafted", "own beside a rejected token"}
+
+
+@torch.inference_mode()
+def assert_numbers(
+    detail: dict[str, Any],
+    number: str,
+    top_tokens: str,
+    model: Decoder,
+    plan: LayerPlan | None,
+    prefix: torch.Tensor,
+    params: SamplingParams,
+) -> None:
+    """The number is the token's probability. The list holds the likeliest tokens in order, with
+    their probabilities, and the token.
+    """
+    logits = model(prefix[None], plan=plan)[0, -1:]
+    probs = distribution(logits, prefix, params)[0]
+    token = detail["id"]
+    assert detail[number] == pytest.approx(probs[token].item(), abs=1e-6)
+    if params.temperature == 0:
+        probs = logits.softmax(-1)[0]
+    top = [(int(label), prob) for label, prob in detail[top_tokens]]
+    assert [prob for _, prob in top] == pytest.approx(
+        [probs[other].item() for other, _ in top], abs=1e-6
+    )
+    best = [prob for prob in probs.sort(descending=True).values[:TOP].tolist() if prob > 0]
+    assert [prob for _, prob in top[: len(best)]] == pytest.approx(best, abs=1e-6)
+    assert token in [other for other, _ in top]
+
+
+def test_the_list_names_the_token_even_where_it_is_impossible_and_survives_broken_numbers() -> None:
+    probs = torch.tensor([[0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0]])
+    for target, token, wanted in (
+        (probs, 3, [("1", 0.6), ("3", 0.4)]),
+        (probs, 5, [("1", 0.6), ("3", 0.4), ("5", 0.0)]),
+        (torch.full((1, 7), torch.nan), 2, [("2", 0.0)]),
+    ):
+        recording = Recording(SamplingParams(1.0), str)
+        nothing = Draft(torch.empty(0, dtype=int), torch.empty(0, 7))
+        recording.observe(nothing, target, target, 0, torch.tensor(token))
+        assert recording.details[0]["target_top"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("round", "fates"),
+    [
+        (Round(5, [7, 8, 9], 3, [7, 8, 9, 1]), ["accepted", "accepted", "accepted", "own"]),
+        (Round(5, [7, 8, 9], 1, [7, 2]), ["accepted", "rejected", "discarded", "own"]),
+        (Round(5, [], 0, [4]), ["own"]),
+        (Round(5, [7, 8, 9], 3, [7], finish="eos"), ["accepted", "discarded", "discarded"]),
+        (Round(5, [7, 8, 9], 1, [7], retracted=[7]), ["accepted", "rejected", "discarded"]),
+    ],
+    ids=[
+        "all accepted",
+        "one rejected",
+        "no draft",
+        "ended inside the draft",
+        "taken back inside the draft",
+    ],
+)
+def test_every_token_of_a_round_has_its_verdict(round: Round, fates: list[str]) -> None:
+    assert [fate for _, fate in round.verdicts()] == fates
+    kept = [token for token, fate in round.verdicts() if fate in ("accepted", "own")]
+    assert kept == round.emitted
+
+
+def test_a_recording_names_the_drafter_of_each_round() -> None:
+    """Of several, and of one that draws nothing."""
+    model = tiny_model("llama", vocab=VOCAB)
+    for name, make in {
+        "model": lambda model, cache: BestOf({"model": ModelDrafter(model, cache, PLAN)}),
+        "lookup": lambda model, cache: BestOf({"lookup": PromptLookup(VOCAB)}),
+    }.items():
+        recording = Recording(SamplingParams(), str)
+        rounds = speculated(
+            model,
+            Text(START, Rules(8), model),
+            make,
+            FixedLength(GAMMA),
+            SamplingParams(),
+            SeededRandomness(1),
+            observer=recording.observe,
+        )
+        told = [recording.add(round, 1.0) for round in rounds]
+        assert {each["drafter"] for each in told if each["drafted"]} == {name}
+        assert {each["drafter"] for each in told if not each["drafted"]} <= {"", name}
+
+
 # ---- in a browser ----
 
 
@@ -204,9 +336,6 @@ def test_stepping_replays_every_round(opened: WebDriver, recordings: list[Record
 def test_hover_focus_and_tap_show_the_numbers(
     opened: WebDriver, recordings: list[Recording]
 ) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     tokens = tokens_of(recordings[0].sample)
     chips = opened.find_elements("css selector", "#text .chip")
 
@@ -240,8 +369,6 @@ def shown_number(probability: float) -> str:
 
 
 def test_another_sample_can_be_chosen(opened: WebDriver, recordings: list[Recording]) -> None:
-    from selenium.webdriver.support.ui import Select
-
     Select(find(opened, "#sample")).select_by_index(1)
     rounds = recordings[1].sample["rounds"]
     retracted = sum(round["retracted"] for round in rounds)

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-import generate
 from decoding.rounds import Round
 from decoding.run import writer
 from decoding.run.streaming import Labels, visible
 from decoding.show import trace
 from decoding.show.trace import LiveTrace
+from tests.commands import Run
 from tests.folders import write_folder
 
 END = 9
@@ -98,17 +98,14 @@ def texts(draw: st.DrawFn) -> list[Round]:
     return rounds
 
 
-def without_signs(text: str) -> str:
-    return re.sub(r"{-.*?-}|{~.*?~}|[][]", "", text)
-
-
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(rounds=texts())
 def test_without_colour_the_text_is_what_stands_outside_the_rejections(rounds: list[Round]) -> None:
     shown = show(rounds)
     legend, body = shown.removesuffix("\n").split("\n", 1)
     assert legend == "[accepted] {-rejected-} {~discarded~} the target's own token"
-    assert without_signs(body) == spelled(token for round in rounds for token in round.emitted)
+    kept = re.sub(r"{-.*?-}|{~.*?~}|[][]", "", body)
+    assert kept == spelled(token for round in rounds for token in round.emitted)
     assert "\x1b" not in shown
 
 
@@ -217,29 +214,22 @@ DRAFTS = {
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_draft_can_be_watched_without_changing_the_text(
-    draft: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    draft: str, models: Path, tmp_path: Path, run: Run
 ) -> None:
     """--trace writes to standard error beside --json, --html its file; the objects are as without
     them.
     """
     options = f"--model {models}/model --draft {draft} {DRAFTS[draft]} --json --max-new-tokens 12"
-    page, said = tmp_path / "page.html", []
-    for more in ([], ["--trace", "--html", str(page)]):
-        assert generate.main(["the hen and the", *options.format(models).split(), *more]) == 0
-        said.append(capsys.readouterr())
-    plain, watched = (
-        [json.loads(line)["tokens"] for line in each.out.splitlines()] for each in said
-    )
-    assert watched == plain
-    assert said[1].err.count("{~discarded~} the target's own token") == len(plain)
-    assert said[1].err.count(str(page)) == 1 and page.stat().st_size > 1000
+    page, asked = tmp_path / "page.html", ["the hen and the", *options.format(models).split()]
+    plain, watched = run(*asked), run(*asked, "--trace", "--html", page)
+    tokens = [each["tokens"] for each in plain.objects]
+    assert tokens and [each["tokens"] for each in watched.objects] == tokens
+    assert watched.err.count("{~discarded~} the target's own token") == len(tokens)
+    assert watched.err.count(str(page)) == 1 and page.stat().st_size > 1000
 
 
 def test_ctrl_c_keeps_what_was_there(
-    models: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    models: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Status 130, the trace with its line of statistics, and a page of the rounds so far."""
     production, page = writer.speculate, tmp_path / "page.html"
@@ -249,8 +239,8 @@ def test_ctrl_c_keeps_what_was_there(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writer, "speculate", interrupted)
-    options = ["the hen", "--model", str(models / "model"), "--draft", "none", "--trace"]
-    assert generate.main([*options, "--html", str(page)]) == 130
-    assert "1.00 tokens a round" in capsys.readouterr().err
+    options = ["the hen", "--model", models / "model", "--draft", "none", "--trace"]
+    ended = run(*options, "--html", page)
+    assert ended.status == 130 and "1.00 tokens a round" in ended.err
     (sample,) = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["samples"]
     assert len(sample["rounds"]) == 3 and sample["finish"] == "interrupted"
