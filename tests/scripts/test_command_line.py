@@ -114,7 +114,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a", "--context", "-1"], "--context must be at least 1"),
         (["--serve", "0", "--html", "a.html"], "--serve and --interactive take no prompt"),
         (["--interactive", "--json"], "--serve and --interactive take no prompt"),
-        (["--serve", "0", "--together", "0"], "--together and --context must be at least 1"),
+        (["--serve", "0", "--together", "0"], "--together: must be from 1 to 65536, found 0"),
         (["--serve", "0", "--interactive"], "give --serve or --interactive"),
         (["a", "--serve", "0"], "--serve and --interactive take no prompt"),
     ],
@@ -379,7 +379,7 @@ def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(
         process.send_signal(signal.SIGINT)
         rest, said = process.communicate()
     assert process.returncode == 130 and first and rest.endswith(b"\n")
-    assert said.count(b" tokens in ") == samples and b"Traceback" not in said
+    assert 0 < said.count(b" tokens in ") <= samples and b"Traceback" not in said
 
 
 @pytest.mark.parametrize("trace", [(), ("--trace",)])

@@ -31,6 +31,7 @@ from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Coupling, verify_by_ratio
 from model import Decoder, InputError, KVCache, LayerPlan, build, parse_config
 from model.fast import accelerate
+from model.fast.cpu import decoder as compiled
 from tests.calls import recorded
 from tests.configs import small
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, tiny_model
@@ -273,7 +274,7 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
 def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
-    recorded(patch, model, "step", lambda _, rows, *rest: seen.append(("step", len(rows.tokens))))
+    recorded(patch, compiled, "step", lambda _, batch: seen.append(("step", len(batch.tokens))))
     recorded(
         patch,
         model.model,
@@ -368,7 +369,7 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
             raise KeyboardInterrupt
 
     if place == "step":
-        recorded(monkeypatch, model, "step", interrupt)
+        recorded(monkeypatch, compiled, "step", interrupt)
     readers = [interrupt] if place == "reader" else []
     wishes = [Wish([1, 2, 3], Rules(20), seed=seed) for seed in range(3)]
     tasks = [wish.task(model, readers=readers) for wish in wishes]

@@ -2,10 +2,12 @@
 reach each other.
 """
 
+import gc
 import json
 import random
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -14,6 +16,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 import generate
 from decoding.run import options
@@ -21,7 +24,8 @@ from decoding.run.arguments import make_parser
 from decoding.run.chooser import Drafting
 from decoding.serve import app, worker
 from decoding.serve.app import MAX_BODY, MAX_REQUESTS
-from decoding.serve.worker import MAX_WAITING
+from decoding.serve.worker import MAX_WAITING, Job
+from decoding.text import Text
 from tests.calls import recorded
 from tests.commands import Run
 from tests.serving import CONTEXT, Served, events_of, serving, until
