@@ -33,7 +33,7 @@ from decoding.policies import FixedLength
 from decoding.rounds import Statistics
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
-from decoding.run.together import Call, Scheduler, Task, answers
+from decoding.run.together import Call, Scheduler, Task, results
 from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
@@ -184,7 +184,7 @@ def possible_gain(calls: list[Call]) -> float:
         return 1.0
 
     def step(rows: int) -> None:
-        torch.cat(answers(calls[:rows])).argmax(-1).tolist()
+        torch.cat(results(calls[:rows])).argmax(-1).tolist()
 
     steps = [partial(step, 1), partial(step, len(calls))]
     one, all_rows = take_turns(steps, STEP_REPEATS, calls[0].model.device)

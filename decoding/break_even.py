@@ -2,7 +2,8 @@
 
 A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
 drafted token adds: its draft step, and its share of the verification. It writes
-1 + α + ... + α^k expected tokens (arXiv 2211.17192, equation 1), where α is the acceptance rate.
+1 + α + ... + α^k expected tokens (arXiv 2211.17192, equation 1), where α is the probability that a
+drafted token is accepted if those before it were.
 The speed-up is their ratio; where none is above 1, the round is plain.
 
 α and s are learned while the text is written. ``BreakEven`` decides. It consists of these parts:

@@ -173,11 +173,12 @@ class ModelDrafter:
         draft = GrowingDraft(context[:0], self.model.vocab_size)
         start = self.cache.length
         unread = context[start:]  # tokens that are not yet in the cache
-        # only they read the drafted tokens before the draft ends
+        # only the penalty and constraints read the drafted tokens before the draft ends
         extends = params.repetition_penalty != 1 or bool(text.constraints)
         drawn = 0
         while len(draft) < limit:
-            forced = text.forced(context[len(text) :])
+            # without constraints the draft is not read, for which a GPU would have to synchronise
+            forced = text.forced(context[len(text) :].tolist()) if text.constraints else None
             if forced is not None:
                 # The model does not run: its next call reads all tokens that it has not read.
                 token = context.new_tensor([forced])
@@ -275,7 +276,7 @@ class ForcedTokens(KnownTokens):
     name = "forced"
 
     def find(self, text: Text, limit: int) -> tuple[int, Sequence[int]]:
-        """0, and up to ``limit`` tokens; none for a text without a grammar."""
+        """0, and up to ``limit`` tokens; none for a text without constraints."""
         found = text.forced_run(limit)
         if text.grammar and not text.rules.eos_ids.intersection(found):
             found += text.grammar.guess([*text.tokens, *found])

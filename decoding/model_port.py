@@ -12,8 +12,7 @@ class Model(Protocol):
     """Interface of ``model.Decoder`` and of the proof's ``TableModel``.
 
     A call computes logits ``[batch, T, vocab]`` of tokens ``[batch, T]`` at the positions from
-    ``start`` on, and writes their entries into the cache, which ``new_cache`` makes; ``prefill``
-    only writes the entries. For
+    ``start`` on, and writes their entries into the cache; ``prefill`` only writes the entries. For
     the rest of a prepared model see ``model.decoder.Steps``.
     """
 
@@ -26,5 +25,3 @@ class Model(Protocol):
     ) -> Tensor: ...
 
     def prefill(self, tokens: Tensor, cache: Any, start: int = 0) -> None: ...
-
-    def new_cache(self, capacity: int) -> Any: ...

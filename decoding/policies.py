@@ -21,7 +21,8 @@ from decoding.rounds import Round
 class Policy:
     """Interface of a policy, as the loop and the drafters use it.
 
-    ``gamma`` is the most tokens that are guessed in a round; forced ones come on top.
+    ``gamma`` is the most tokens that are drafted in a round. Under ``BreakEven`` forced ones come
+    on top.
 
     ``reads_draft_confidence`` and ``reads_target_confidence`` ask for confidences, each a softmax
     over the vocabulary.

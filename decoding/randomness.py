@@ -1,4 +1,4 @@
-"""Random draws of the loop, behind two methods that a proof can replace: ``draw`` and ``accept``.
+"""Random draws of the loop, behind three methods that a proof can replace.
 
 In production they are computed from a ``torch.Generator``, or from exponentials keyed by seed and
 position, with which the seed determines the text under any draft. In a proof
@@ -50,7 +50,8 @@ class Randomness(Protocol):
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 UNIFORMS = 64  # uniform numbers drawn at a time
-# On a CPU: most tokens whose exponentials are all computed; likely tokens have at least this part.
+# On a CPU a row of more possible tokens has exponentials only of those with p of at least 1 / FEW,
+# and of those with a small 1 - u.
 FEW = 4096
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from model.errors import InputError
 from model.launch import launch
 
-# Scores below the largest, within which the tokens that pass the filters are looked for on a CPU.
+# On a CPU the filters see the tokens whose scores are at most this far below the largest: the next
+# distance where these are too few.
 DISTANCES = *range(4, 16, 2), math.inf
 
 

@@ -62,16 +62,16 @@ def speculate(
         verdict = read_verdict(draft, accepted, token, logits, probs, policy)
         if verdict.nonfinite:
             raise InputError(NON_FINITE)
-        extension = text.extend([*verdict.drafted[: verdict.accepted], verdict.token])
+        emitted, retracted = text.extend([*verdict.drafted[: verdict.accepted], verdict.token])
         cache.truncate(len(text) - 1)
         drafter.rollback(len(text))
         round = Round(
             position,
             verdict.drafted,
             verdict.accepted,
-            extension.emitted,
-            extension.retracted,
-            extension.finish,
+            emitted,
+            retracted,
+            text.finish,
             target_confidence=verdict.confidence,
             forced=forced_places(allowed if text.constraints else None),
         )

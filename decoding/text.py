@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -112,19 +112,6 @@ def forced_places(allowed: Tensor | None) -> list[bool]:
 
 class DeadEnd(InputError):
     """Error of a text whose constraints allow no next token."""
-
-
-class Extension(NamedTuple):
-    """Change of a text by ``Text.extend``.
-
-    ``emitted``: the tokens appended, up to the first that ended the text or completed a banned
-    word; ``retracted``: the tokens then removed from the end of the text because of the banned
-    word; ``finish``: "eos", "stop" or "length" if the text has ended, else None.
-    """
-
-    emitted: list[int]
-    retracted: list[int]
-    finish: str | None
 
 
 class Text:
@@ -261,13 +248,13 @@ class Text:
             masks[-1][self.forbidden[len(tokens)]] = False
         return (torch.stack(masks).all(0) if len(masks) > 1 else masks[0]) if masks else None
 
-    def forced(self, drafted: Tensor | Sequence[int] = ()) -> int | None:
+    def forced(self, drafted: Sequence[int] = ()) -> int | None:
         """The only token that constraints allow after the text and these drafted ones; None where
-        they allow more or none. Without constraints the draft is not read.
+        they allow more or none.
         """
         if not self.constraints:
             return None
-        allowed = self.allowed_after(drafted.tolist() if isinstance(drafted, Tensor) else drafted)
+        allowed = self.allowed_after(drafted)
         if allowed is None or not all(forced_places(allowed[None])):
             return None
         return int(allowed.numpy().argmax())
@@ -279,9 +266,10 @@ class Text:
             run.append(token)
         return run
 
-    def extend(self, tokens: Sequence[int | None]) -> Extension:
+    def extend(self, tokens: Sequence[int | None]) -> tuple[list[int], list[int]]:
         """Append tokens in order, up to the first that ends the text or completes a banned word.
 
+        Returns the tokens appended, and those then removed from the end because of the banned word.
         A ban is checked before a stop at the same token. Raises DeadEnd for a token None: the
         constraints allow none.
         """
@@ -300,7 +288,7 @@ class Text:
             self._check_end()
             if self.finish:
                 break
-        return Extension(emitted, retracted, self.finish)
+        return emitted, retracted
 
     def _append(self, token: int) -> None:
         self.tokens.append(token)

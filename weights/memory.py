@@ -4,6 +4,7 @@ workspace.
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
 """
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +109,12 @@ def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
     return bytes_read(config, plan, itemsize=0)
 
 
-def has_memory_for(model: Decoder, plan: LayerPlan) -> bool:
-    """Whether the low-bit copies of a plan, if it has any, fit into the free memory."""
+def has_memory_for(model: Decoder, plans: Iterable[LayerPlan]) -> bool:
+    """Whether the low-bit copies of these plans, if they have any, fit into the free memory."""
+    copies = sum(low_bit_bytes(model.config, plan) for plan in plans)
     # Besides the copies, a matrix is rounded in float32.
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    needed = low_bit_bytes(model.config, plan) + rounding
-    return not plan.has_low_bits or needed < free_bytes(model.device)
+    return not copies or copies + rounding < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:

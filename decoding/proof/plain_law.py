@@ -1,7 +1,7 @@
 """Law of plain sampling, by recursion over texts: the reference for the law of the loop.
 
-It shares only the function ``distribution`` with the production loop, and has no rounds, drafts,
-caches or rollbacks.
+It shares only the function ``distribution`` and a grammar's masks with the production loop, and has
+no rounds, drafts, caches or rollbacks.
 """
 
 from __future__ import annotations

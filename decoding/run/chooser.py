@@ -317,14 +317,15 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
     possible = plans_for_auto(options, setting.folder, model.num_layers, model.fast_bits)
-    plans = {
-        name: chosen for name, chosen in possible.items() if has_memory_for(model, chosen.plan)
-    }
+    plans: dict[str, DraftPlan] = {}
+    for name, chosen in possible.items():
+        if has_memory_for(model, [chosen.plan, *(each.plan for each in plans.values())]):
+            plans[name] = chosen
     ways = {name: by_plan(setting, chosen) for name, chosen in plans.items()}
     ways["lookup"] = lookup(options, setting)
     slopes = {name: first_slope(model, chosen.plan) for name, chosen in plans.items()}
     priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
-    forced = ForcedTokens(model.vocab_size, model.device)  # has no offer without a grammar
+    forced = ForcedTokens(model.vocab_size, model.device)  # an empty draft without constraints
     preparation = Preparation(chain.from_iterable(way.preparation.pieces for way in ways.values()))
     return Drafting(
         "chosen each round: " + "; ".join(way.name for way in ways.values()),

@@ -53,10 +53,11 @@ def comparison(
         return f"[{texts}; too short to compare speeds: {tokens} tokens]"
     ratios = [drafted.speed / plain.speed for drafted, plain in turns]
     spread = f"medians of {len(turns)} turns, {min(ratios):.2f}-{max(ratios):.2f}"
-    fast = median(drafted.speed for drafted, _ in turns)
-    speed = median(plain.speed for _, plain in turns)
+    drafted_speed = median(drafted.speed for drafted, _ in turns)
+    plain_speed = median(plain.speed for _, plain in turns)
     return (
-        f"[{median(ratios):.2f} times plain decoding, {fast:.1f} against {speed:.1f} tokens/s"
+        f"[{median(ratios):.2f} times plain decoding, {drafted_speed:.1f} against"
+        f" {plain_speed:.1f} tokens/s"
         f" ({spread}), {texts}]"
     )
 
@@ -78,5 +79,5 @@ def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str 
     """Whether two texts that should be equal are so, else the first token that differs."""
     if drafted == plain:
         return "same text"
-    why = why_rows_vary or "which is a defect where steps do not depend on length"
+    why = why_rows_vary or "a defect: here steps do not depend on length"
     return f"the texts differ from token {common_prefix(drafted, plain)} on ({why})"

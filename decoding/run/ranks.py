@@ -120,15 +120,15 @@ def run(options: Namespace, write: Callable[[Session], None]) -> None:
         options.device = f"cuda:{local_rank}"
     if rank:
         options.html = None
+    facts = None
     try:
         request = Request(options)
         shard = Shard(request.config, rank, size)
-        line = check_shard_fits(request, shard, 1 if on_gpus else sharers)
-        files = request.needs(), request.ids, options.dry_run or model_fingerprint(request.folder)
+        said = check_shard_fits(request, shard, 1 if on_gpus else sharers)
+        facts = request.needs(), request.ids, options.dry_run or model_fingerprint(request.folder)
     except InputError as error:
-        line = str(error)
-        files = None
-    lines = lines_of_ranks(line, files)
+        said = str(error)
+    lines = lines_of_ranks(said, facts)
     if options.dry_run:
         for number, each in enumerate(lines):
             print(f"process {number} of {size}: {each}")
@@ -155,13 +155,14 @@ def check_shard_fits(request: Request, shard: Shard, sharers: int) -> str:
     return check_fits(replace(part, workspace=whole.workspace), request.device, sharers)
 
 
-def lines_of_ranks(line: str, files: Any) -> list[str]:
-    """The ``line`` of each rank. Raises InputError, on all ranks, where one's is an error, and
-    where its ``files`` are not those of rank 0. They are None beside an error.
+def lines_of_ranks(said: str, facts: Any) -> list[str]:
+    """Line of each rank. Raises InputError, on all ranks, where one's ``facts`` are None, since
+    what it ``said`` is an error, and where they are not those of rank 0.
     """
-    found = exchange(dist.all_gather_object, [None] * dist.get_world_size(), (line, files))
-    for number, (said, theirs) in enumerate(found):
-        if theirs is None or theirs != found[0][1]:
-            trouble = said if theirs is None else "it has other files than process 0"
-            raise InputError(f"process {number}: {trouble}")
-    return [said for said, _ in found]
+    found = exchange(dist.all_gather_object, [None] * dist.get_world_size(), (said, facts))
+    for number, (line, theirs) in enumerate(found):
+        if theirs is None:
+            raise InputError(f"process {number}: {line}")
+        if theirs != found[0][1]:
+            raise InputError(f"process {number}: its model or prompt differs from process 0's")
+    return [line for line, _ in found]

@@ -60,7 +60,7 @@ class Task:
     drafting: Drafting
     params: SamplingParams
     coupling: Coupling
-    readers: Sequence[Reader] = ()
+    readers: list[Reader] = field(default_factory=list)
     observer: Observer | None = None
     answers: Spans = ()
     on_draft: Callable[[list[int]], None] | None = None
@@ -68,7 +68,7 @@ class Task:
     cancelled: bool = False
     loop: greenlet | None = None
     slot: Slot | None = None
-    call: Call | None = None  # of the model, unanswered
+    call: Call | None = None  # of the model, to be computed
     unread: list[tuple[Round, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Task:
 
 
 class ModelProxy:
-    """Stand-in for a model in a text's loop (``decoding.model_port``): the scheduler answers its
+    """Stand-in for a model in a text's loop (``decoding.model_port``): the scheduler computes its
     calls, or raises their errors there.
     """
 
@@ -89,7 +89,6 @@ class ModelProxy:
         self.vocab_size = model.vocab_size
         self.max_positions = model.max_positions
         self.device = model.device
-        self.new_cache = model.new_cache
 
     def __call__(
         self, tokens: Tensor, cache: KVCache, start: int = 0, plan: LayerPlan | None = None
@@ -190,15 +189,14 @@ class Scheduler:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
 
-    def _go_on(self, task: Task, answer: Tensor | Task | BaseException | None = None) -> None:
+    def _go_on(self, task: Task, result: Tensor | BaseException | None = None) -> None:
         """Let a text's loop run until its next call, and pass its new rounds and its draft to the
         readers.
 
-        ``answer`` is that of the last call, at the beginning the text itself. An exception is
-        raised in the loop.
+        ``result`` is that of the last call. An exception is raised in the loop.
         """
-        go_on = task.loop.throw if isinstance(answer, BaseException) else task.loop.switch
-        task.call = go_on(answer)  # None where the loop has ended
+        go_on = task.loop.throw if isinstance(result, BaseException) else task.loop.switch
+        task.call = go_on(result)  # None where the loop has ended
         began = now(self.model.device)
         for round, seconds in task.unread:
             for read in task.readers:
@@ -224,8 +222,8 @@ class Scheduler:
             task.slot = max(
                 free, key=lambda slot: slot.reusable_entries(task.text.tokens, task.answers)
             )
-            task.loop = greenlet(self._write)
-            self._go_on(task, task)
+            task.loop = greenlet(lambda _, task=task: self._write(task))
+            self._go_on(task)
         return bool(self.active)
 
     def _prefill(self) -> None:
@@ -235,7 +233,7 @@ class Scheduler:
                 task.call.cache.copy_from(source, len(task.text) - 1)
                 self._go_on(task)
             else:
-                self._answer([task])
+                self._compute([task])
                 return
 
     def _cache_of_same_prompt(self, task: Task) -> KVCache | None:
@@ -244,6 +242,8 @@ class Scheduler:
         """
         call = task.call
         reads_all = call.cache is task.slot.cache and not call.start and not task.answers
+        if not (reads_all and self.model.batches_calls):
+            return None
         same = (
             slot.cache
             for slot in self.slots
@@ -251,7 +251,7 @@ class Scheduler:
             and len(slot.segments) < 2  # read in one segment, as this prompt would be
             and slot.cache.length >= len(task.text) - 1
         )
-        return next(same, None) if reads_all and self.model.batches_calls else None
+        return next(same, None)
 
     def _verifies(self, task: Task) -> bool:
         """Whether a text has called the target to verify its draft: its last token and the
@@ -271,17 +271,17 @@ class Scheduler:
                 for task in waiting
                 if task.call.model is first.model and task.call.plan == first.plan
             ]
-            self._answer(group)
+            self._compute(group)
 
-    def _answer(self, tasks: Sequence[Task]) -> None:
-        """Compute the calls of these texts, and let each loop go on with its answer."""
-        for task, answer in zip(tasks, answers([task.call for task in tasks]), strict=True):
-            self._go_on(task, answer)
+    def _compute(self, tasks: Sequence[Task]) -> None:
+        """Compute the calls of these texts, and let each loop go on with its result."""
+        for task, result in zip(tasks, results([task.call for task in tasks]), strict=True):
+            self._go_on(task, result)
 
 
-def answers(calls: Sequence[Call]) -> list[Tensor | Exception | None]:
+def results(calls: Sequence[Call]) -> list[Tensor | Exception | None]:
     """The logits, or the error, of each call of one model and plan, in one step where that is
-    possible. A prompt's only call has the answer None.
+    possible. A prompt's only call has the result None.
     """
     first = calls[0]
     try:
@@ -290,4 +290,4 @@ def answers(calls: Sequence[Call]) -> list[Tensor | Exception | None]:
         rows = [(call.tokens, call.cache, call.start) for call in calls]
         return first.model.together(rows, first.plan)
     except Exception as error:  # computed one by one, only the failing call has an error
-        return [error] if len(calls) == 1 else [answers([call])[0] for call in calls]
+        return [error] if len(calls) == 1 else [results([call])[0] for call in calls]

@@ -82,7 +82,7 @@ class Output:
 
     def task(self, text: Text, coupling: Coupling) -> Task:
         """The task of a sample, recorded for the page if one is asked for."""
-        task = Task(text, self.drafting, self.request.params, coupling, readers=[])
+        task = Task(text, self.drafting, self.request.params, coupling)
         if self.request.options.html:
             recording = Recording(self.request.params, self.session.labels)
             self.recordings.append(recording)

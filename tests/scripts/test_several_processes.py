@@ -184,7 +184,7 @@ def test_different_and_missing_and_damaged_folders_are_refused_once(tmp_path: Pa
     (tmp_path / "missing/model/config.json").unlink()
     os.truncate(tmp_path / "damaged/model/model.safetensors", 1000)
     for name, said in (
-        ("different", "it has other files than process 0"),
+        ("different", "its model or prompt differs from process 0's"),
         ("missing", "with a config.json"),
         ("damaged", "not a whole"),
     ):

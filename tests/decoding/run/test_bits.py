@@ -10,7 +10,6 @@ import torch
 
 from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
-from decoding.run import chooser
 from decoding.run.arguments import make_parser
 from decoding.run.calibration import (
     PROMPTS,
@@ -23,10 +22,12 @@ from decoding.run.chooser import (
     VERIFY_SLOPE,
     DraftOptions,
     Setting,
+    auto,
     first_slope,
     plan_for,
 )
 from decoding.run.options import Request
+from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
@@ -35,6 +36,7 @@ from model import Decoder, LayerPlan
 from model.fast import accelerate
 from search.texts import Continuation
 from tests.calls import recorded
+from weights import memory
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -182,11 +184,27 @@ def test_a_low_bit_drafts_head_has_bits_with_a_kernel_in_the_memory_estimate_too
 def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chooser, "has_memory_for", lambda model, plan: False)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
     setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
     drafting = setting.drafting(DraftOptions("auto"), GREEDY)
     drafting.preparation.finish()
     assert drafting.plan is None and not model.low_bits
+
+
+def test_auto_takes_a_plan_only_if_its_copies_fit_beside_those_of_four_bits(
+    tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low_bits = plan_for(DraftOptions("lowbit"), tmp_path, model.num_layers, model.fast_bits)
+    plan = LayerPlan.full(model.num_layers).in_bits(8)
+    write_plan(tmp_path / "plan.json", DraftPlan(plan, 3), "", {})
+    setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
+    four_bits = memory.low_bit_bytes(model.config, low_bits.plan)
+    eight_bits = memory.low_bit_bytes(model.config, plan)
+    rounding = 6 * model.config.vocab_size * model.config.hidden_size
+    for free, ways in [(eight_bits + rounding + 1, 2), (four_bits + eight_bits + rounding + 1, 3)]:
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        drafting = auto(DraftOptions("auto"), setting)
+        assert len(drafting.name.split("; ")) == ways
 
 
 @pytest.mark.parametrize("kind", ["lookup", "lowbit", "auto"])
