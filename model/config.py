@@ -28,11 +28,11 @@ SLIDING = "sliding_attention"
 class Family:
     """Row of the table of families.
 
-    ``block`` is the readable file that computes it. ``keys`` are those optional keys of config.json
-    that the family reads, with their values where the file has none. ``biased`` names the
-    projections of q, k, v and o that have a bias in every checkpoint. With ``head_norms`` each head
-    of q and k is normed before it is rotated. With ``two_ropes`` layers with a window have a rotary
-    embedding of their own.
+    ``block`` is the readable file that computes it. ``keys`` are the family's defaults for keys
+    that a file may lack. Of the keys in ``UNREAD`` it reads only those named here. ``biased`` names
+    the projections of q, k, v and o that have a bias in every checkpoint. With ``head_norms`` each
+    head of q and k is normed before it is rotated. With ``two_ropes`` layers with a window have a
+    rotary embedding of their own.
     """
 
     block: str

@@ -22,19 +22,19 @@ PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of act
 class Steps:
     """Interface of a model's steps beyond the calls of ``decoding.model_port``, with the values of
     the readable blocks; ``model.fast`` has others.
-
-    ``fast_bits``: numbers of bits in which a draft takes less time. Elsewhere low bits are only a
-    reference. ``keeps_copies``: low-bit copies are made one by one and can be kept in files, by the
-    methods of ``model.fast.cpu``; else ``prepare`` makes them. ``batches_calls``: ``together``
-    computes several calls in one step. ``trouble``: the reason why static steps fell back to the
-    readable blocks, if they did. ``why_rows_vary``: the reason why the bits of a position's logits
-    depend on the other rows of the step; None if they do not.
     """
 
+    # numbers of bits in which a draft takes less time; elsewhere low bits are only a reference
     fast_bits: tuple[int, ...] = ()
+    # whether low-bit copies are made one by one and can be kept in files, by ``missing_copies``,
+    # ``make_copy`` and ``take_copy`` of ``FastDecoder``; else ``prepare`` makes them
     keeps_copies = False
+    # whether ``together`` computes several calls in one step
     batches_calls = False
+    # the reason why static steps fell back to the readable blocks, if they did
     trouble: str | None = None
+    # the reason why the bits of a position's logits depend on the other rows of the step; None if
+    # they do not
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
 
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
@@ -59,9 +59,9 @@ class Decoder(Steps, nn.Module):
 
     A family's file supplies the types of its norm and of its block, a module that is made from
     config and layer, and called as ``block(x, positions, cache, attention=..., mlp=...)``.
-    Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance`` is
-    the mean square of the inputs of a layer, ``[in]``, by which its weights are rounded, of the
-    layers where it is known.
+    Parameter names are those of the checkpoint, without the prefix ``model.``. ``importance``
+    holds, for each linear layer where it was measured, the mean square of its inputs, ``[in]``:
+    weights are rounded by it.
     """
 
     new_block: type[nn.Module]

@@ -56,11 +56,11 @@ class Shard:
 
     def __post_init__(self) -> None:
         heads = self.config.num_heads
-        shared = self.config.num_kv_heads
+        kv_heads = self.config.num_kv_heads
         fit = [
             n
             for n in range(1, heads + 1)
-            if heads % n == 0 and (shared % n == 0 or n % shared == 0)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
         ]
         if self.size not in fit:
             raise InputError(
@@ -101,9 +101,10 @@ def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
     """
     try:
         operation(value, *more)
-    except RuntimeError:
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
         raise InputError(
-            "one of the processes that share the model has ended, so the others end too"
+            f"one of the processes that share the model has ended, so the others end too: {reason}"
         ) from None
     return value
 

@@ -50,12 +50,12 @@ class PreparedDecoder(Steps):
         self.model.prefill(tokens, cache, start)
 
 
-def accelerate(model: Decoder, compiled: bool = True) -> Decoder:
-    """Model with the methods of ``Decoder`` and the same weights, whose steps are fast on its
-    device.
+def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecoder:
+    """Model of the same weights whose steps are fast on its device.
 
     Without ``compiled`` nothing is compiled or captured. Where there are no faster steps, the model
-    itself is returned; a line on stderr says so if only Numba is missing.
+    itself is returned; a line on stderr says so if only Numba is missing. The model itself then
+    reads prompts and rounds weights by the faster functions too.
     """
     if model.device.type == "mps":
         return model

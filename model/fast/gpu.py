@@ -8,9 +8,8 @@ its code: their weights are arguments. The whole step is then captured and repla
 step takes as long as reading its weights: padded rows cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
-other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a quarter
-of the bytes of a bf16 product. In eight bits they use the checkpoint's weights: torch's eight-bit
-kernel is many times slower than that product.
+other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a third
+of the bytes of a bf16 product. In eight bits they use the checkpoint's weights.
 """
 
 import copy
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from model.cache import KVCache
-from model.decoder import Decoder
+from model.decoder import Decoder, Steps
 from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
@@ -301,7 +300,8 @@ class StaticDecoder(PreparedDecoder):
                 static.steps[plan] = self._new_step(static.cache, plan)
             except Exception as error:  # of compilers, drivers, allocators
                 line = " ".join(f"{type(error).__name__}: {error}".split())
-                self.trouble = f"steps are the readable blocks': {line:.300}"
+                self.trouble = f"steps run without CUDA graphs: {line:.300}"
+                self.why_rows_vary = Steps.why_rows_vary
         return static.steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:

@@ -145,7 +145,7 @@ class Launcher:
                 raise RuntimeError(f"its results are {difference.item():.3g} away")
         except Exception as error:  # of compilers, drivers, allocators
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"[{function.__name__} is not one launch: {said:.300}]", file=sys.stderr)
+            print(f"[{function.__name__} runs without a CUDA graph: {said:.300}]", file=sys.stderr)
             return None
         return graph
 

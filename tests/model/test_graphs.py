@@ -204,4 +204,4 @@ def test_a_function_that_cannot_be_launched_is_called_and_a_line_says_so(
         found = launch(probabilities, rows.to(THERE), 1.0, None, None, None)
         torch.testing.assert_close(found.cpu(), probabilities(rows, 1.0, None, None, None))
     said = capsys.readouterr().err
-    assert said.startswith("[probabilities is not one launch: ") and said.count("\n") == 1
+    assert said.startswith("[probabilities runs without a CUDA graph: ") and said.count("\n") == 1

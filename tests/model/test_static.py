@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from model import LayerPlan
+from model.decoder import Steps
 from model.fast import gpu, static_capacity
 from model.fast.gpu import ROWS, StaticDecoder
 from tests.configs import FAMILIES
@@ -177,7 +178,8 @@ def test_after_any_failure_steps_are_the_readable_blocks_and_a_line_says_so(
         cache = model.new_cache(20)
         found, expected = model(tokens, cache, 0), model.model(tokens, model.model.new_cache(20), 0)
     assert torch.equal(found, expected) and cache.lengths == [3] * 3
-    assert model.trouble.startswith("steps are the readable blocks': " + said)
+    assert model.trouble.startswith("steps run without CUDA graphs: " + said)
+    assert model.why_rows_vary == Steps.why_rows_vary
     assert "\n" not in model.trouble and not model.used.get(model.new_cache(5))
 
 

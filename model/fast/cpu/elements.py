@@ -71,7 +71,7 @@ def exponential(x: float) -> float:
 
 @compiled()
 def hyperbolic_tangent(x: float) -> float:
-    """Hyperbolic tangent, with an absolute error of 2⁻²³."""
+    """Hyperbolic tangent, with an absolute error of 2⁻²²."""
     return np.float32(1) - np.float32(2) / (exponential(x + x) + np.float32(1))
 
 

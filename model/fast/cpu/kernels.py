@@ -2,7 +2,8 @@
 
 Compiled code is kept in a folder whose name is a hash of the files here, so stale code never runs:
 Numba's cache alone notices a change in the file of a function, but not in the files of the
-functions that it calls.
+functions that it calls. The settings of Numba here, and one class that is replaced, hold for the
+whole process.
 """
 
 import os

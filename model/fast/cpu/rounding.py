@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.fast.cpu.dot import GROUP
 from model.fast.cpu.kernels import compiled
 from model.fast.cpu.team import pool
-from model.quantise import GROUP
 
 
 def evaluate_grid(

@@ -83,7 +83,8 @@ def input_task(kind: int) -> int:
             elif x_kind == kind:
                 elements.store_rounded(kind, row, place)
             else:
-                # Rounded in the upper half of the place, then widened to float32 in both halves.
+                # Rounded in the upper half of the place, then widened to float32 in both halves:
+                # the stores of a block end before the next block's numbers begin.
                 rounded = place + 2 * columns
                 elements.store_rounded(kind, row, rounded)
                 sum_rows(
@@ -154,6 +155,7 @@ def attention_task(kind: int) -> int:
             skipped = head // given.groups * head_bytes + first * given.entry_bytes
             scores = np.empty(position + 1 - first, np.float32)
             attended = array_at(given.out + piece * size * 4, size, np.float32)
+            # The query plays the row of weights, the keys play the inputs.
             dot(
                 kind,
                 kind,

@@ -25,7 +25,7 @@ from model.fast.cpu.vectors import I64, Value, instruction, pointer
 CLAIMS = 0
 DONE = 8
 TASK, PIECES, LEAST, HELPERS, ARGUMENTS = range(16, 21)
-REGION = 1 << 20  # more than the pieces of a region
+REGION = 1 << 26  # more than the pieces of a region: a piece of a head is a row or more
 SHARES = 2  # a thread claims this part of an equal share of the pieces that nobody has claimed
 AWAKE = 2000  # looks for work before a thread lets other programs run between two of them
 PATIENCE = 6000  # looks for work before a helper sleeps
