@@ -1,3 +1,3 @@
-"""Shared parts of all command lines: exit status, options, files, devices, tables, pictures. Begin
-with ``command_line``.
+"""Shared parts of all command lines: start, exit status, options, files, devices, tables, pictures.
+Begin with ``command_line``.
 """

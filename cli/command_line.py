@@ -53,18 +53,23 @@ def run_command(work: Callable[[], int | None], interrupted: str = "") -> int:
         status = 0  # rich's status when the output is a closed pipe
     except OSError as error:
         place = "standard output" if error.filename is None else error.filename
-        complaint = (
-            f"error: {InputError(f'{place} cannot be read or written: {error.strerror or error}')}"
-        )
+        # an InputError shows line breaks of a file's name as spaces
+        failure = InputError(f"{place} cannot be read or written: {error.strerror or error}")
+        complaint = f"error: {failure}"
     except (RuntimeError, MemoryError) as error:
         reason = one_line(error)
         if isinstance(error, RuntimeError) and not any(each in reason for each in OUT_OF_MEMORY):
             raise
         complaint = f"error: out of memory: ask for less, or free some first ({reason})"
+    end_streams(complaint)
+    return status
+
+
+def end_streams(complaint: str) -> None:
+    """Flush standard output, and print the complaint, if any. A closed pipe is not reported."""
     for stream, text in ((sys.stdout, ""), (sys.stderr, complaint and f"{complaint}\n")):
         try:
             if stream:
                 print(text, end="", file=stream, flush=True)
         except OSError:  # drop the buffer, which the interpreter would otherwise report at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return status

@@ -19,7 +19,7 @@ from model.fast import static_capacity
 from model.layers import wide_dtype
 from model.plan import FULL, LayerPlan
 
-LONGEST_DRAFT = 8  # tokens per round, by default
+LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 # of each logit, in the wide dtype, while it becomes a probability under every filter
 LOGIT_COPIES = 4

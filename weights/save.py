@@ -11,7 +11,7 @@ from model import Decoder
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 REPLACED = (*TOKEN_IDS, "dtype")  # fields of a model's config.json that are not copied as they are
-# patterns
+# glob patterns of a folder's tokenizer files
 TOKENIZER_FILES = ("tokenizer*", "*_tokens*.json", "chat_template.jinja", "generation_config.json")
 
 

@@ -145,6 +145,11 @@ class Scheduler:
         """Put a text in the queue, from any thread, also while others are written."""
         self.waiting.append(task)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a text that is submitted now begins at once."""
+        return len(self.active) + len(self.waiting) < len(self.slots)
+
     def write_all(self, tasks: Sequence[Task]) -> None:
         """Write these texts. Raises the first error, when all have ended."""
         self.waiting += tasks

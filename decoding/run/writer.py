@@ -102,6 +102,7 @@ class Sample:
     statistics: Statistics = field(default_factory=Statistics)
     seconds: float = 0.0
     trouble: str | None = None  # the reason why steps fell back to the readable blocks
+    draft: str = ""  # the name of the drafting
 
     def __repr__(self) -> str:
         return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
@@ -250,6 +251,7 @@ class Writer:
         other it decides how logits are rounded.
         """
         self.text = sample.source
+        sample.draft = drafting.name
         policy = drafting.new_policy()
         draws_alike = params.temperature == 0 or coupling.name == "race"
         has_clock = observer is None and draws_alike and self.model.why_rows_vary is None

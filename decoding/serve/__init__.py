@@ -2,7 +2,7 @@
 
 The path of a request, and the thread of each step:
 
-    network  ``app``       checks the Host and reads the body
+    network  ``guard``     checks the Host and reads the body
     pool     ``requests``  checks its JSON, and encodes the prompt: a ``ParsedRequest``
     network  ``worker``    puts it in the queue, as a ``Job``
     main     ``worker``    submits its texts to the scheduler, between two steps of the others

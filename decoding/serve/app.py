@@ -1,132 +1,45 @@
-"""Server: routes with the guard before them, bodies and responses, memory for the texts, start and
-end.
-"""
+"""Server: routes, responses, start and end."""
 
 import asyncio
 import json
-import re
 import socket
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cli.command_line import say
 from cli.files import explaining
 from decoding.run.options import Request
 from decoding.run.session import Session
 from decoding.serve.answers import completion, live, live_page
+from decoding.serve.guard import error_response, guarded, read_body
 from decoding.serve.requests import (
-    MAX_GAMMA,
     ChatBody,
     CompletionBody,
     LiveBody,
     RequestReader,
     TextBody,
     error_json,
-    refusal,
 )
-from decoding.serve.worker import LOOK, Answer, Job, Worker
-from model import InputError, LayerPlan
-from model.plan import LOW_BITS
-from weights.memory import Memory, check_fits, free_bytes
+from decoding.serve.worker import LOOK, Answer, Job, Worker, context_length
+from model import InputError
 
-MAX_BODY = 1 << 20  # bytes
-BODY_SECONDS = 30  # in which a body must arrive
-MAX_ARRIVING = 32  # bodies of one address that arrive at once; of more, the oldest is given up
-# open at once, those that wait in the queue included; further ones are answered with status 503
-MAX_REQUESTS = 128
-SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "cache-control": "no-store",
 }
-
-
-def guarded(app: ASGIApp, host_name: str) -> ASGIApp:
-    """The app, for requests to the names of this server, from its page or from no page.
-
-    A page of another site may send requests here through the user's browser. The browser then names
-    that site as their origin; and if that page's name resolves to this machine (DNS rebinding), the
-    Host is that name. An address in numbers cannot be resolved to another.
-    """
-    names = re.compile(rf"(localhost|{re.escape(host_name)}|[\d.]+)(:\d+)?", re.IGNORECASE)
-    open_requests = asyncio.Semaphore(MAX_REQUESTS)
-
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        is_own_page = headers.get("origin", f"//{host}").endswith(f"//{host}")
-        if not (names.fullmatch(host) and is_own_page):
-            refused = HTTPException(
-                403, "pages of other sites may not use this server: use its address"
-            )
-        elif open_requests.locked():
-            refused = HTTPException(503, f"{MAX_REQUESTS} requests are open: try again")
-        else:
-            async with open_requests:
-                return await app(scope, receive, send)
-        return await error_response(None, refused)(scope, receive, send)
-
-    return respond
-
-
-def error_response(request: HTTPRequest | None, error: Exception) -> JSONResponse:
-    """Response to an error that is raised before any other response begins."""
-    refused = refusal(error)
-    return JSONResponse(error_json(refused), refused.status_code)
-
-
-async def read_body(
-    request: HTTPRequest, arriving: defaultdict[str, list[asyncio.Task[bytes]]]
-) -> bytes:
-    """The body of a request; empty where the client disconnects.
-
-    ``arriving`` are the bodies that arrive now, by the client's address. Raises HTTPException for
-    one that is too long or too slow, and for two statements of its length, by which proxies are
-    deceived.
-    """
-    if {"content-length", "transfer-encoding"}.issubset(request.headers):
-        raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
-    body = asyncio.create_task(collect(request))
-    await asyncio.sleep(0)  # in which a body is read that has come whole
-    if not body.done():
-        bodies = arriving[request.client.host if request.client else ""]  # None: already gone
-        if len(bodies) == MAX_ARRIVING:
-            bodies.pop(0).cancel()
-        bodies.append(body)
-        await asyncio.wait([body], timeout=BODY_SECONDS)
-        if body in bodies:
-            bodies.remove(body)
-    if body.cancel() or body.cancelled():  # too late, or given up
-        raise HTTPException(408, "the body did not arrive in time: send it again")
-    return body.result()
-
-
-async def collect(request: HTTPRequest) -> bytes:
-    """The bytes of a body, counted as they come. Raises HTTPException for too many."""
-    body = bytearray()
-    with suppress(ClientDisconnect):
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY:
-                raise HTTPException(413, f"a body may have up to {MAX_BODY} bytes")
-    return bytes(body)
 
 
 async def respond(request: HTTPRequest, job: Job) -> Response:
@@ -198,36 +111,6 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     )
 
 
-def context_length(command_line: Request, slots: int) -> int:
-    """Positions of each text's cache: the context, halved until ``slots`` caches fit into the free
-    memory.
-
-    The estimate includes low-bit copies of all weights in the widest width: requests get one width
-    only.
-    """
-    config = command_line.config
-    free = free_bytes(command_line.device)
-    low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
-    draft = command_line.needs()["draft"] or config
-    positions = min(command_line.context, draft.max_positions)
-
-    def memory_for(positions: int) -> Memory:
-        one = command_line.memory(
-            positions=positions, prompt=positions // 2, longest_draft=MAX_GAMMA, plan=low_bits
-        )
-        return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
-
-    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free:
-        positions //= 2
-    check_fits(memory_for(positions), command_line.device)
-    if positions < config.max_positions:
-        say(
-            f"context: {positions} of the model's {config.max_positions} tokens, for each of"
-            f" {slots} texts at once"
-        )
-    return positions
-
-
 class Server(uvicorn.Server):
     """Server of one model at ``--serve [HOST:]PORT``, by default of host 127.0.0.1; port 0 is any
     free port.
@@ -247,6 +130,7 @@ class Server(uvicorn.Server):
             self.listener = socket.create_server((host, int(port)))
         self.address = f"http://{host}:{self.listener.getsockname()[1]}/"
         slots = asked.together if command_line.device.type == "cpu" else 1
+        # the session and the reader take it from the request
         asked.context = context_length(command_line, slots)
         self.worker = Worker(Session(command_line), slots)
         reader = RequestReader(command_line, self.worker.bits)

@@ -91,7 +91,7 @@ def error_json(error: HTTPException) -> dict[str, Any]:
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
     known = {*LiveBody.model_fields, *ChatBody.model_fields, *SHARED}
-    names_field = field in known or f"{field} is not" in error.detail
+    names_field = field in known or (field and f"{field} is not" in error.detail)
     return {
         "error": {
             "message": error.detail,
@@ -246,7 +246,7 @@ class ParsedRequest(NamedTuple):
 class RequestReader:
     """Reader of requests for texts that fit the command line's context.
 
-    Low-bit drafts are in ``bits`` bits, since memory is counted for low-bit weights of one width.
+    Drafts by ``lowbit`` are in ``bits`` bits, since memory is counted for one copy of all weights.
     """
 
     def __init__(self, command_line: Request, bits: int) -> None:
@@ -256,8 +256,8 @@ class RequestReader:
         # Of prompts that could fit, since no token has more than the longest: to split more into
         # tokens would take seconds, in which nobody is answered.
         self.most_bytes = command_line.context * max(map(len, command_line.tokenizer.pieces))
-        # Kinds of draft that a request may ask for: of the others a file was not given, or low-bit
-        # copies would be made while all texts wait.
+        # Kinds of draft that a request may ask for: of the others a file was not given, or memory
+        # is not counted for the copies of their two plans.
         has_plan = (command_line.folder / "plan.json").exists()
         absent = {"auto", "model"} if has_plan else {"auto", "model", "skip"}
         self.drafts = [kind for kind in DRAFTERS if kind not in absent - {self.options.draft}]

@@ -4,20 +4,26 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from cli.command_line import say
 from decoding.run.chooser import DraftOptions
+from decoding.run.options import Request
 from decoding.run.session import Session
 from decoding.run.together import Scheduler, Task
-from decoding.serve.requests import ParsedRequest, refusal
+from decoding.serve.requests import MAX_GAMMA, ParsedRequest, refusal
 from decoding.text import Rules
+from model import LayerPlan
 from model.plan import LOW_BITS
+from weights.memory import Memory, check_fits, free_bytes
 
 MAX_WAITING = 16  # requests in the queue, besides as many as texts are written at once
 # seconds between two looks at whether a waiting client is still there, and whether the server stops
 LOOK = 0.2
+SHORTEST_CONTEXT = 1024  # positions: below this a smaller cache would not help
 
 # Generator of a job's texts, whose readers send the messages; it runs in the worker's thread, and
 # goes on when the text that it yielded last has been written.
@@ -103,16 +109,14 @@ class Worker:
         """Begin the next text of a job: the first when there is room, another when the one before
         has ended. End the job after its last text, and after an error.
         """
-        scheduler = self.scheduler
         task = job.task
-        has_room = len(scheduler.active) + len(scheduler.waiting) < len(scheduler.slots)
-        is_due = task.ended if task else has_room
+        is_due = task.ended if task else self.scheduler.has_room
         if task and task.error:
             self.end(job, task.error)
         elif is_due:
             try:
                 job.task = next(job.texts)
-                scheduler.submit(job.task)
+                self.scheduler.submit(job.task)
             except StopIteration:
                 self.end(job)
             except Exception as error:
@@ -128,3 +132,32 @@ class Worker:
             job.send(refusal(error))
         job.send(None)
         self.jobs.remove(job)
+
+
+def context_length(command_line: Request, slots: int) -> int:
+    """Positions of each text's cache: the context, halved until ``slots`` caches fit into the free
+    memory.
+
+    The estimate includes low-bit copies of all weights in the widest width.
+    """
+    config = command_line.config
+    free = free_bytes(command_line.device)
+    low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
+    draft = command_line.needs()["draft"] or config
+    positions = min(command_line.context, draft.max_positions)
+
+    def memory_for(positions: int) -> Memory:
+        one = command_line.memory(
+            positions=positions, prompt=positions // 2, longest_draft=MAX_GAMMA, plan=low_bits
+        )
+        return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
+
+    while positions > SHORTEST_CONTEXT and memory_for(positions).total > free:
+        positions //= 2
+    check_fits(memory_for(positions), command_line.device)
+    if positions < config.max_positions:
+        say(
+            f"context: {positions} of the model's {config.max_positions} tokens, for each of"
+            f" {slots} texts at once"
+        )
+    return positions

@@ -40,9 +40,8 @@ class Terminal:
             case "/trace":
                 self.shows_trace = not self.shows_trace
             case "/stats":
-                draft = options.get("draft", self.session.request.options.draft)
                 sample = self.chat.sample
-                say(in_words(sample, draft) if sample else "nothing is written yet")
+                say(in_words(sample) if sample else "nothing is written yet")
             case "/draft":
                 chosen = options | {"draft": argument.strip()}
                 self.session.request.text_options(self.session.options(chosen))  # checks it

@@ -122,7 +122,7 @@ class Output:
 
     def end(self, sample: Sample) -> None:
         """Print the line of statistics of a sample that has been shown."""
-        line = in_words(sample, self.drafting.name)
+        line = in_words(sample)
         say(f"{line}; {self.request.repeat_with}" if self.request.repeat_with else line)
         wanted = self.request.options.max_new_tokens
         if sample.finish == "length" and len(sample.tokens) < wanted:
@@ -166,14 +166,15 @@ class Output:
         say(f"the run as a moving picture: {request.options.svg}")
 
 
-def in_words(sample: Sample, draft: str) -> str:
-    """The statistics of a sample in one line; ``draft`` names its draft."""
+def in_words(sample: Sample) -> str:
+    """The statistics of a sample in one line."""
     told = sample.statistics
-    line = f"{told.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s; {draft}"
+    line = f"{told.tokens} tokens in {sample.seconds:.2f} s: {sample.speed:.1f} tokens/s"
+    line += f"; {sample.draft}"
     if told.drafted:
         line += f": {told.acceptance_rate:.0%} of {told.drafted} drafted tokens accepted"
     if sample.trouble:
-        line += f"; without CUDA graphs ({sample.trouble})"
+        line += f"; {sample.trouble}"
     return f"{line}, {told.tokens_per_round:.2f} tokens a round"
 
 

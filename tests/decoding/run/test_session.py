@@ -248,21 +248,23 @@ TERMINAL = ["--interactive", "--model", "tiny-llama", "--draft", "lookup", "--ma
 def test_a_conversation_at_a_terminal(
     run: Run, monkeypatch: pytest.MonkeyPatch, session: Session
 ) -> None:
-    lines = ["/stats", "Hello", "/stats", "/draft none", "/draft bogus", "", "/trace", "Again"]
-    lines += ["/bogus 3", "/forget", "/reset", "/help", "/quit", "never read"]
+    lines = ["/stats", "Hello", "/stats", "/draft none", "/stats", "/draft bogus", "", "/trace"]
+    lines += ["Again", "/bogus 3", "/forget", "/reset", "/help", "/quit", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     said = run(*TERMINAL)
     assert said.status == 0 and "never read" not in said.out
     assert session.chat(max_new_tokens=8).say("Hello").text in said.out
     for line in (
         "nothing is written yet",
-        "8 tokens in",
         "[draft: none]",
         "no draft is called 'bogus'",
         "[unknown command /bogus: /help",
         "/draft KIND",
     ):
         assert said.err.count(line) == 1
+    assert said.err.count("tokens/s; prompt lookup") == 2, (
+        "of the last answer, whatever drafts next"
+    )
 
 
 def test_the_end_of_input_ends_a_conversation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ import generate
 from decoding.run import options
 from decoding.run.arguments import make_parser
 from decoding.run.chooser import Drafting
-from decoding.serve import app, worker
-from decoding.serve.app import MAX_BODY, MAX_REQUESTS
+from decoding.serve import guard, worker
+from decoding.serve.guard import MAX_BODY, MAX_REQUESTS
 from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
 from tests.calls import recorded
@@ -401,7 +401,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
 def test_above_the_number_of_open_requests_the_answer_is_json(
     served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "MAX_ARRIVING", MAX_REQUESTS)
+    monkeypatch.setattr(guard, "MAX_ARRIVING", MAX_REQUESTS)
     waiting = MAX_WAITING + 4
     connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(waiting)]
     connections += half_sent(served, MAX_REQUESTS - waiting)
@@ -624,7 +624,7 @@ def test_plans_draft_models_and_bits_of_the_command_line_serve_their_names(
 def context(chat_model: Path, *options: str, places: int = 1) -> int:
     """The length that a server with these options gives to each of its texts."""
     given = ["--serve", "0", "--model", str(chat_model), *options]
-    return app.context_length(generate.Request(make_parser().parse_args(given)), places)
+    return worker.context_length(generate.Request(make_parser().parse_args(given)), places)
 
 
 def test_the_context_is_8192_tokens_unless_asked_for_and_a_longer_prompt_is_told_so(
@@ -644,8 +644,8 @@ def test_the_context_is_what_there_is_memory_for(
     chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert context(chat_model, places=4) == CONTEXT and not capsys.readouterr().err
-    monkeypatch.setattr(app, "check_fits", lambda memory, device: None)
-    monkeypatch.setattr(app, "free_bytes", lambda device: 16_000_000)
+    monkeypatch.setattr(worker, "check_fits", lambda memory, device: None)
+    monkeypatch.setattr(worker, "free_bytes", lambda device: 16_000_000)
     four = context(chat_model, places=4)
     assert 1024 <= four < context(chat_model) <= CONTEXT
     told = f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once"
