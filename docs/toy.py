@@ -1,7 +1,8 @@
 """Speculative sampling, complete, on the letters a, b and c, with a proof that it is exact.
 
-Names and order follow decoding/speculate.py, decoding/verify.py (`verify` is `verify_by_ratio`) and
-decoding/proof/enumeration.py. There is no cache, and so no rollback.
+Names follow decoding/speculate.py and decoding/verify.py (`verify` is `verify_by_ratio`). The
+`Enumerator` is a simpler one than that of decoding/proof/enumeration.py. There is no cache, and so
+no rollback.
 """
 
 from __future__ import annotations
