@@ -43,6 +43,11 @@ class Tokenizer:
     """Tokenizer of a model folder. Names of control tokens count in a chat template only: in a text
     they are text, so that no user can end a turn by typing one.
 
+    ``library``       the tokenizer that encodes and decodes, and ``normalise`` the function that a
+                      text passes before it
+    ``byte_level``    whether pieces are byte-level
+    ``bos``           the beginning-of-text token that tokenizer_config.json asks for, if any; where
+                      it says nothing, ``file_decides_bos``
     ``special``       ids of control tokens by name
     ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
     ``pieces``        bytes that each token adds to the text: none for a control token. Streaming,
