@@ -372,3 +372,33 @@ def test_t_is_not_that_of_a_plain_round_behind_a_draft() -> None:
         policy.observe_time(1 + 1.1 * length if length else 1 + (lengths[-1] > 0))
         lengths.append(length)
     assert lengths[1:3] == [0, 0] and sum(map(bool, lengths[11:])) <= 6
+
+
+@pytest.mark.parametrize(
+    ("offer", "cost", "slope"),
+    [
+        # The model reads the two forced tokens as the target does, and drafts two.
+        (Offer("model", "model", forced=2), 1 + 2 * 2 * 0.05 + 2 * 0.4, (1.2 - 2 * 2 * 0.05) / 2),
+        # All four tokens are known.
+        (Offer("lookup", "lookup 2", [7, 7, 0, 1], 2), 1 + 2 * 0.05 + 2 * 0.05, 1.2 / 4),
+    ],
+    ids=["model", "known"],
+)
+def test_forced_tokens_cost_the_slope_of_a_known_one_and_teach_no_acceptance(
+    offer: Offer, cost: float, slope: float
+) -> None:
+    """Two tokens are forced and two guessed, of which one is accepted."""
+    policy = BreakEven({"model": 0.4, "known": 0.05})
+    policy.grant_clock(Past(), lambda: False)
+    policy.plain_time.next = math.inf
+    policy.plain_time.times.append(1.0)
+    policy.slope(offer.name if offer.by_model else "known").is_warm = True
+    assert policy.choose([offer])[0] is offer
+    policy.credit.left = 0.0
+    policy.observe(
+        Round(5, [7, 7, 0, 1], 3, [7, 7, 0, 9], forced=[True, True, False, False, False])
+    )
+    assert policy.credit.left == pytest.approx(4 * (1 + Credit.PER_TOKEN) - cost)
+    assert policy.past.rates.seen[offer.kind] == (1, 2)
+    policy.observe_time(2.2)
+    assert policy.slope(slope_of(offer)).measured[-1] == pytest.approx(slope)
