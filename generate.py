@@ -1,6 +1,4 @@
-"""Write text with a checkpoint of Hugging Face, speculatively or not: ``python generate.py
-"PROMPT"``.
-"""
+"""Write text with a language model, speculatively: ``python generate.py "PROMPT"``."""
 
 if __name__ == "__main__":  # before anything that takes long to import
     from cli.start import start

@@ -17,9 +17,7 @@ MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 2**28}  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_T
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Device of this name; None is a GPU where there is one. Raises InputError when the device is
-    not available.
-    """
+    """Device of this name; None is a GPU where there is one. Raises InputError without it."""
     if name is None and not torch.cuda.is_available() and NVIDIA.exists():
         cuda = torch.version.cuda and f"CUDA {torch.version.cuda}, which wants a newer driver"
         say(
@@ -48,9 +46,7 @@ def processor() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Name of the machine as far as speed depends on it: processor or GPU, threads, version of
-    torch.
-    """
+    """Name of the machine, as speed depends on it: processor or GPU, threads, torch."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return (

@@ -24,9 +24,7 @@ def explaining(trouble: str, errors: tuple[type[Exception], ...] = (OSError,)) -
 
 
 def one_line(error: object) -> str:
-    """Message of an error in one line of up to 300 characters; the name of its type where it has
-    none.
-    """
+    """Message of an error, or its type, in one line of up to 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -43,9 +41,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Place ("FILE, line 3") and value of each line of a JSON Lines file. Raises InputError with
-    the place.
-    """
+    """Place ("FILE, line 3") and value of each line of JSON. Raises InputError."""
     # splitlines would cut at U+2028 too
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         place = f"{path}, line {number}"
@@ -56,9 +52,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file, empty when the file is absent. Raises InputError when it holds
-    anything else.
-    """
+    """JSON object of a file, empty when it is absent. Raises InputError for other content."""
     value = read_json(path) if path.exists() else {}
     if not isinstance(value, dict):
         raise InputError(f"{path} must hold one JSON object")
@@ -66,9 +60,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def check_place(path: Path) -> None:
-    """Raises InputError when no file can be written at ``path``: a folder, a device, or below a
-    read-only folder.
-    """
+    """Raises InputError for a path where no file can be written, such as a folder."""
     if not path.name:
         raise InputError("the name of a file to write is empty or '.': give the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -81,8 +73,7 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Temporary path beside ``path``, moved onto it when the block succeeds and deleted when it
-    fails.
+    """Temporary path beside ``path``, moved onto it after the block, deleted if that fails.
 
     Where ``path`` is a link, its target is written. The file gets the permissions of a new file,
     even when a library replaces the temporary file. Raises InputError for a folder or a device.

@@ -21,9 +21,7 @@ Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 class DefaultsFormatter(
     argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
 ):
-    """Help with the default of every option, unless it is none or off, or is in the option's help
-    text already.
-    """
+    """Help with the default of each option that has one and does not tell it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if (
@@ -43,9 +41,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parser_of(groups: Groups, **texts: str) -> OneLineParser:
-    """Parser with the options of all groups; ``texts`` are arguments of ``ArgumentParser``, such as
-    ``prog``.
-    """
+    """Parser with the options of all groups; ``texts`` go to ``ArgumentParser``."""
     parser = OneLineParser(formatter_class=DefaultsFormatter, **texts)
     for title, options in groups.items():
         group = parser.add_argument_group(title) if title else parser

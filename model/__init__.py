@@ -28,7 +28,5 @@ __all__ = [
 
 
 def build(config: ModelConfig) -> Decoder:
-    """Decoder of a config's family. Its weights are not set yet: load them, or call
-    ``initialise``.
-    """
+    """Decoder of a config's family, without weights: load them, or call ``initialise``."""
     return {"llama": Llama, "gemma2": Gemma2}[config.block](config)

@@ -33,9 +33,7 @@ class KVCache:
 
     @cached_property
     def addresses(self) -> Tensor:
-        """Addresses of each text's keys and values, int64 ``[batch, layers, 2]``, for compiled
-        steps.
-        """
+        """Addresses of each text's keys and values, int64 ``[batch, layers, 2]``."""
         layers = zip(self.keys, self.values, strict=True)
         first_text = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in layers])
         bytes_per_text = self.keys[0].stride(0) * self.keys[0].itemsize
@@ -44,14 +42,11 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of positions that are valid in every layer: a full forward pass may continue
-        there.
-        """
+        """Number of positions that are valid in every layer, where a full pass may continue."""
         return min(self.lengths)
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[batch, kv_heads, T, head_dim]`` keys and values at positions ``[start, start +
-        T)``.
+        """Store keys and values ``[batch, kv_heads, T, head_dim]`` at ``[start, start + T)``.
 
         Entries behind them are forgotten. Returns views of all valid entries, ``[batch, kv_heads,
         start + T, head_dim]``. Raises ValueError if the write would leave a hole or not fit:
@@ -64,9 +59,7 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def claim(self, layers: Iterable[int], start: int, count: int) -> None:
-        """Mark ``[start, start + count)`` as the last valid entries of these layers; see
-        ``write``.
-        """
+        """Mark ``[start, start + count)`` as the last valid entries of these layers."""
         end = start + count
         for layer in layers:
             if not 0 <= start <= self.lengths[layer]:

@@ -107,9 +107,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: its base, and the scaling of its frequencies by the factors of its
-    ``kind``.
-    """
+    """Rotary position embedding: its base, and the factors of its ``kind`` of scaling."""
 
     theta: float
     kind: str
@@ -227,8 +225,7 @@ def _layer_kinds(read: Callable[..., Any], given: Any) -> list[str]:
 
 
 def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope]:
-    """Rotary embedding of each kind of layers, for a model that reads up to ``max_positions``
-    tokens.
+    """Rotary embedding of each kind of layers, for up to ``max_positions`` tokens.
 
     Where there are ``two``, the scaling of transformers 4 is that of layers without a window, and
     rope_parameters hold an object for each kind.

@@ -38,16 +38,13 @@ class Steps:
     why_rows_vary: str | None = "the readable blocks round a row differently alone and among others"
 
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> Callable | None:
-        """Static step of a plan on this cache, made now if there is none; None where the readable
-        blocks run.
-        """
+        """Static step of a plan on this cache, made on first use; None for readable blocks."""
         return None
 
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
     ) -> list[Tensor]:
-        """Logits of several calls ``(tokens, cache, start)`` under one plan, in as few steps as
-        possible.
+        """Logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as possible.
 
         Each call has its own cache.
         """
@@ -109,9 +106,7 @@ class Decoder(Steps, nn.Module):
         self(torch.zeros(1, 1, dtype=torch.int64, device=self.device), plan=plan)
 
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Set a new model's weights for training: matrices and embedding normal with ``std``,
-        biases 0.
-        """
+        """Set a new model's weights: matrices and embedding normal with ``std``, biases 0."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std, generator=generator)
@@ -165,8 +160,7 @@ class Decoder(Steps, nn.Module):
         return x
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits by final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]`` in the
-        model's dtype.
+        """Logits by final norm and head: ``[batch, T, hidden]`` -> ``[batch, T, vocab]``.
 
         ``head`` is the low-bit twin to use in place of the model's head.
         """
@@ -180,9 +174,7 @@ class Decoder(Steps, nn.Module):
         start: int = 0,
         plan: LayerPlan | None = None,
     ) -> Tensor:
-        """Next-token logits after each token: ``[batch, T]`` ids -> ``[batch, T, vocab]``. See
-        ``hidden``.
-        """
+        """Logits after each token, ``[batch, T]`` ids -> ``[batch, T, vocab]``: see ``hidden``."""
         return self.logits(
             self.hidden(tokens, cache, start, plan), self.twins.head(plan.head) if plan else None
         )

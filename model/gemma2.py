@@ -1,5 +1,4 @@
-"""Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, a sliding window in every
-other layer.
+"""Gemma-2 (arXiv 2408.00118): four norms per block, GeGLU, soft caps, sliding windows.
 
 The soft cap of attention scores and the sliding windows are part of ``model.layers``; the rest is
 here. Gemma 3's text models (arXiv 2503.19786) have the same block without caps. Their norms of

@@ -21,16 +21,12 @@ QUERIES = 128  # per chunk of a long prompt
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of norms, rotary angles and softmax: float32 for bf16 models, float64 for float64
-    ones.
-    """
+    """Dtype of norms, angles and softmax: float32 for bf16 models, float64 for float64 ones."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def normalise(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) over the last dimension, in the wide dtype (RMSNorm, arXiv
-    1910.07467).
-    """
+    """RMSNorm without weight, x / sqrt(mean(x²) + eps), in the wide dtype (arXiv 1910.07467)."""
     wide = x.to(wide_dtype(x.dtype))
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -76,9 +72,7 @@ def inverse_frequencies(
 def rotary_table(
     rope: Rope, head_dim: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine (see ``rotate``) for positions ``[0, size)``: two ``[size, head_dim]``
-    in ``dtype``.
-    """
+    """Cosine and signed sine (see ``rotate``) for ``[0, size)``: two ``[size, head_dim]``."""
     wide = wide_dtype(dtype)
     angles = torch.outer(
         torch.arange(size, dtype=wide, device=device),
@@ -137,8 +131,7 @@ def attend_masked(
 
 
 def causal_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive causal mask ``[T, N]`` of queries and keys, given by their positions ``[T]`` and
-    ``[N]``.
+    """Additive causal mask ``[T, N]`` of queries and keys at positions ``[T]`` and ``[N]``.
 
     Query i attends to key j if j <= i and, with a window, i - window < j. There the mask is 0, and
     -inf elsewhere. For three queries at positions 2 to 4 and five keys at 0 to 4, without a window

@@ -15,9 +15,7 @@ from model.layers import Attention, GatedMLP, Positions, RMSNorm
 
 
 class LlamaBlock(nn.Module):
-    """Block: x + attention(norm(x)), then x + mlp(norm(x)). A skipped sublayer leaves x as it
-    is.
-    """
+    """Block: x + attention(norm(x)), then x + mlp(norm(x)), unless the plan skips it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Tensor parallelism: a decoder split over several processes (Megatron-LM, arXiv 1909.08053,
-section 3).
+"""Tensor parallelism: a decoder split over processes (Megatron-LM, arXiv 1909.08053, 3).
 
     part          shard of a rank                     collective operation
     ---------------------------------------------------------------------------------------------
@@ -96,9 +95,7 @@ class Shard:
 
 
 def exchange(operation: Callable[..., Any], value: Any, *more: Any) -> Any:
-    """Result of a collective operation of all ranks on ``value``. Raises InputError when a rank has
-    ended.
-    """
+    """Result of a collective operation on ``value``. Raises InputError when a rank has ended."""
     try:
         operation(value, *more)
     except RuntimeError as error:

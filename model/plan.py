@@ -19,8 +19,7 @@ LOW_BITS = (4, 8)
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Bits per weight of each layer's attention and MLP sublayer, and of the head: 0, 4, 8 or
-    ``FULL``.
+    """Bits of each layer's attention and MLP sublayer, and of the head: 0, 4, 8 or ``FULL``.
 
     A sublayer of 0 bits is skipped: it adds nothing to the residual stream, and a skipped attention
     neither reads nor writes its layer of the KV cache. The head always runs.
@@ -44,8 +43,7 @@ class LayerPlan:
 
     @staticmethod
     def early_exit(num_layers: int, exit_layer: int) -> LayerPlan:
-        """Plan of an early exit: the first ``exit_layer`` layers run, then the final norm and the
-        head.
+        """Plan of an early exit: the first ``exit_layer`` layers run, then final norm and head.
 
         Raises InputError unless 1 <= exit_layer <= num_layers.
         """

@@ -75,9 +75,7 @@ def evaluate_grid(
 def round_groups(
     weight: Tensor, importance: Tensor, bits: int, evaluate: Evaluate
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero of the least weighted error for groups of weights; shapes as in
-    ``evaluate_grid``.
-    """
+    """Codes, scale and zero of the least weighted error; shapes as in ``evaluate_grid``."""
     levels = 2**bits - 1
     mean = (weight * importance).sum(-1)
     low, high = torch.aminmax(weight, dim=-1)

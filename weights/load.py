@@ -144,9 +144,7 @@ def drop_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Config of a Hugging Face folder. Raises InputError for an architecture that is not
-    supported.
-    """
+    """Config of a Hugging Face folder. Raises InputError for an unsupported architecture."""
     return parse_config(read_json(folder / "config.json"))
 
 

@@ -1,5 +1,4 @@
-"""Memory for decoding, estimated from the model's config: weights, low-bit copies, KV cache and
-workspace.
+"""Memory for decoding, by the config: weights, low-bit copies, KV cache, workspace.
 
 Each is a product that can be checked by hand. Sizes in messages are decimal: 1 GB is 10⁹ bytes.
 """
@@ -136,8 +135,7 @@ def free_bytes(device: torch.device) -> int:
 def check_fits(
     memory: Memory, device: torch.device, sharers: int = 1, optional_copies: int = 0
 ) -> str:
-    """Line of needed and free memory. Raises InputError with that line when the memory is too
-    small.
+    """Line of needed and free memory; an InputError with it where that is too small.
 
     ``sharers`` processes on the device each take as much. ``optional_copies``: bytes of low-bit
     copies that are made only if they fit.

@@ -101,25 +101,20 @@ class Tokenizer:
                 self.eos_ids = token_ids(found, f"{folder / name}: eos_token_id")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, after the beginning-of-text token where the model expects
-        one.
-        """
+        """Token ids of a plain prompt, behind a beginning-of-text token where one is expected."""
         ids = self.library.encode(
             self.normalise(text), add_special_tokens=self.file_decides_bos
         ).ids
         return ids if self.bos is None else [self.bos, *ids]
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of a text that continues another one: nothing begins, and no space stands
-        before it.
-        """
+        """Token ids of a text that continues another one: no beginning and no space before it."""
         if self.byte_level:
             return self.library.encode(text, add_special_tokens=False).ids
         return [piece.id for piece in self.library.model.tokenize(text.replace(" ", SPACE_MARK))]
 
     def encode_parts(self, *parts: int | str) -> list[int]:
-        """Token ids of texts and, given as ids, control tokens between them, without a beginning of
-        text.
+        """Token ids of texts and, given as ids, control tokens between them; nothing before.
 
         They are encoded together, because a text after a control token may be encoded differently
         from one at the beginning.
@@ -164,9 +159,7 @@ class Tokenizer:
         )
 
     def _render(self, messages: Sequence[dict[str, str]]) -> str:
-        """Text of a conversation by the chat template, with the variables that transformers
-        gives it.
-        """
+        """Text of a conversation by the chat template, with the variables of transformers."""
 
         def refuse(message: str) -> None:
             raise InputError(f"the model's chat template refuses this conversation: {message}")
@@ -221,9 +214,7 @@ def named_tokens(settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, in
 
 
 def plain_chat(template: Any) -> str | None:
-    """Template for plain chat, from tokenizer_config.json: its only one, or of several by name the
-    default.
-    """
+    """Template for plain chat: the only one, or of several by name the default."""
     if isinstance(template, list):
         template = {each["name"]: each["template"] for each in template}.get("default")
     return None if template is None else as_text(template)
@@ -311,9 +302,7 @@ def read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, Callable[[str]
 
 
 def byte_level_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
-    """Tokenizer that splits a text into words and single digits, and encodes the bytes of each by
-    ``model``.
-    """
+    """Tokenizer that splits a text into words and digits, and encodes their bytes by ``model``."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

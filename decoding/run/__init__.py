@@ -1,5 +1,4 @@
-"""Everything around the loop that serves a request: choice of a draft, plan files, writing,
-comparing.
+"""Parts around the loop that serve a request: choice of a draft, writing, comparing.
 
 A run in one paragraph. ``arguments`` has the table of all options. ``options.Request`` checks those
 of a command line, with the prompt, the device and the memory, before any weight is read. A

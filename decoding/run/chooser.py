@@ -1,5 +1,4 @@
-"""Choice of a draft: from the options of drafting (``DraftOptions``) to a drafter with its policy
-(``Drafting``).
+"""Choice of a draft: from ``DraftOptions`` to a ``Drafting``, a drafter with its policy.
 
 It has three steps. ``--draft lowbit`` may serve as an example.
 
@@ -84,9 +83,7 @@ class DraftOptions:
     min_target_confidence: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises InputError for a value out of range, and for an option without effect on this kind
-        of draft.
-        """
+        """Raises InputError for a value out of range, and for an option without effect."""
         file, _, name = self.kind.rpartition(":")
         if self.kind not in DRAFTERS and not (file and name):
             raise InputError(
@@ -148,9 +145,7 @@ def fit_head(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
 def plans_for_auto(
     options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
 ) -> dict[str, DraftPlan]:
-    """The plans under which the target may draft for itself, by name: each can pay on a device with
-    these ``kernels``.
-    """
+    """The plans by name that can pay for self-drafts on a device with these ``kernels``."""
     plans: dict[str, DraftPlan] = {}
     if BITS in kernels:
         plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
@@ -234,8 +229,7 @@ def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
-    """The target under a layer plan, sharing its cache, with the policy that was chosen with the
-    plan.
+    """The target under a layer plan, sharing its cache, with the policy of the plan.
 
     Prints a line where low bits make drafts no faster.
     """
@@ -265,9 +259,7 @@ def preparing(setting: Setting, plan: LayerPlan) -> Iterator[None]:
 
 
 def plan_in_words(plan: LayerPlan) -> str:
-    """The layer after which a plan exits, or the number of sublayers that it skips, and the bits of
-    the others.
-    """
+    """The layer of a plan's exit or its number of skipped sublayers, and the bits of the others."""
     attention = plan.skipped_attention
     mlp = plan.skipped_mlp
     exit_layer = plan.num_layers - len(mlp)
@@ -283,9 +275,7 @@ def plan_in_words(plan: LayerPlan) -> str:
 
 
 def other_model(options: DraftOptions, setting: Setting) -> Drafting:
-    """A smaller model of the same vocabulary, with a cache for itself; in the target's dtype, on
-    its device.
-    """
+    """A smaller model of the same vocabulary, with a cache of its own."""
     folder = model_folder(options.draft_model)
     config = read_config(folder)
     theirs = Tokenizer(folder)

@@ -1,6 +1,4 @@
-"""Comparison of speculation with plain decoding of the same request: speed-up, and equality of the
-texts.
-"""
+"""Comparison of speculation with plain decoding: speed-up, and equality of the texts."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -26,8 +24,7 @@ def comparison(
     *,
     exact: bool = True,
 ) -> str:
-    """The median speed-up of the drafting over plain decoding with its range, and whether the texts
-    are equal.
+    """Median speed-up over plain decoding with its range, and whether the texts are equal.
 
     ``sample`` is a text of the drafting. In greedy decoding and under the race the plain text must
     equal it. Under the ratio rule the two have the same law, if the drafter states its q truly:

@@ -225,9 +225,7 @@ class Request:
         }
 
     def optional_copies(self) -> int:
-        """Bytes of the low-bit copies that --draft auto makes if they fit, at most: two plans may
-        share some.
-        """
+        """Most bytes of the low-bit copies that --draft auto makes if they fit."""
         if self.draft.kind != "auto":
             return 0
         kernels = gpu_bits(self.device, self.dtype)

@@ -1,6 +1,4 @@
-"""Drafter of a class in a file of the user. The message of an error in it names the line of the
-file.
-"""
+"""Drafter of a class in a file of the user. Errors in it are told with their line."""
 
 import runpy
 import traceback

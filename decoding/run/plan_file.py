@@ -24,8 +24,7 @@ WIDTHS = (*LOW_BITS, FULL)
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A layer plan with the draft length and exit threshold that were chosen with it (None: not
-    given).
+    """A layer plan, with the draft length and exit threshold of its file (None: not given).
 
     A ``gamma`` of 0 means that no draft pays: decode plainly. ``kept_share`` is the share of
     drafted tokens up to the first rejected one that the target is expected to keep: α in the
@@ -38,9 +37,7 @@ class DraftPlan:
     kept_share: float | None = None
 
     def new_policy(self, default_gamma: int) -> Policy:
-        """The policy of the plan: drafts of its length, ended early by its fixed threshold, if
-        any.
-        """
+        """The plan's policy: drafts of its length, ended early by its threshold, if any."""
         gamma = default_gamma if self.gamma is None else self.gamma
         return (
             AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
@@ -66,8 +63,7 @@ def write_plan(path: Path, chosen: DraftPlan, fingerprint: str, provenance: dict
 
 
 def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftPlan:
-    """The plan of a file, for a model of ``num_layers`` layers. Raises InputError naming the
-    mistake.
+    """The plan of a file, for a model of ``num_layers`` layers. Raises InputError.
 
     With the model's ``folder`` given, a plan that names another model is refused.
     """

@@ -89,9 +89,7 @@ def decide_as_rank_0(decisions: Decisions) -> Decisions:
 
 
 def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Session], None]) -> NoReturn:
-    """The command line by the parts of ``generate.py``, on every rank; ends the process with its
-    exit status.
-    """
+    """The command line of ``generate.py`` on every rank; ends the process with its status."""
     if (rank := os.environ.get("RANK", "0")).isdecimal() and int(rank):
         # Until the process ends.
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -14,9 +14,7 @@ from weights.tokenizer import Tokenizer
 
 
 class Segment(NamedTuple):
-    """Positions ``[begin, end)`` of a prompt that are read together: ``by_steps``, else by one
-    prefill.
-    """
+    """Positions ``[begin, end)`` of a prompt, read ``by_steps`` or by one prefill."""
 
     begin: int
     end: int

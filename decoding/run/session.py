@@ -118,9 +118,7 @@ class Session:
         return read_grammar_files(merge_options(self.request.options, given))
 
     def new_text(self, ids: Sequence[int], rules: Rules, positions: int | None = None) -> Text:
-        """A text that holds only its prompt, and ends where it has this many positions, by default
-        the context.
-        """
+        """A text that holds only its prompt, and ends at this many positions, or the context."""
         room = (positions or self.request.most_positions) - len(ids)
         rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
         return Text(ids, rules, self.model, self.tokenizer.token_bytes)
@@ -187,9 +185,7 @@ class Conversation:
     def stream(
         self, text: str, *, readers: Sequence[Reader] = (), **options: object
     ) -> Iterator[str]:
-        """The model's answer in pieces. Of one that is not read to its end, the part so far is
-        kept.
-        """
+        """The model's answer in pieces; of one that is not read to its end, those so far stay."""
         session = self.session
         session.streaming.close()
         given = session.options(self.options | options)

@@ -1,6 +1,4 @@
-"""Text that can be shown: the characters of a growing text that are certain to stay, and the names
-of tokens.
-"""
+"""Text to show: the characters of a growing text that will stay, and names of tokens."""
 
 import codecs
 from collections.abc import Mapping, Sequence

@@ -35,9 +35,7 @@ MOST_TOGETHER = 16  # texts that share steps
 
 
 class Call(NamedTuple):
-    """A call of a model and its arguments; with ``is_prompt`` a prefill of one chunk, without
-    logits.
-    """
+    """Call of a model with its arguments; ``is_prompt``: a prefill of one chunk, without logits."""
 
     model: Decoder
     tokens: Tensor
@@ -195,8 +193,7 @@ class Scheduler:
             task.slot.prompt = []  # the cache may hold anything
 
     def _go_on(self, task: Task, result: Tensor | BaseException | None = None) -> None:
-        """Let a text's loop run until its next call, and pass its new rounds and its draft to the
-        readers.
+        """Run a text's loop until its next call, and tell the readers its new rounds and draft.
 
         ``result`` is that of the last call. An exception is raised in the loop.
         """
@@ -259,9 +256,7 @@ class Scheduler:
         return next(same, None)
 
     def _verifies(self, task: Task) -> bool:
-        """Whether a text has called the target to verify its draft: its last token and the
-        draft.
-        """
+        """Whether a text has called the target, to verify its draft."""
         return task.call.model is self.model and task.call.plan is None and not task.call.is_prompt
 
     def _take_step(self) -> None:

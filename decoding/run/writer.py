@@ -1,5 +1,4 @@
-"""Writer of texts: a prepared target with its cache, which reads a prompt and writes texts after
-it.
+"""Writer of texts: a prepared target with its cache, which reads a prompt and writes on.
 
 A ``Drafting`` is the way a text is written, a drafter with its policy; a ``Sample`` is the result.
 ``generate.py``, the server, the benchmark and the search's confirmation write through ``Writer``,

@@ -93,9 +93,7 @@ def live(job: Job, session: Session) -> Iterator[Task]:
 
 
 def column(job: Job, session: Session, drafting: Drafting, number: int) -> Task:
-    """The text of a column. The page is told each draft before its verification, and each round
-    after it.
-    """
+    """Text of a column. The page is told each draft and, verified, each round."""
     recording = Recording(job.request.options.params, session.labels)
 
     def send(kind: str, **more: Any) -> None:

@@ -112,9 +112,7 @@ def make_app(worker: Worker, reader: RequestReader) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Server of one model at ``--serve [HOST:]PORT``, by default of host 127.0.0.1; port 0 is any
-    free port.
-    """
+    """Server of one model at ``--serve [HOST:]PORT``; port 0 is any free one."""
 
     def __init__(self, command_line: Request) -> None:
         """Listen, then load the model. Raises InputError where either is not possible, or the model

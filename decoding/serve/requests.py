@@ -85,9 +85,7 @@ def refusal(error: BaseException) -> HTTPException:
 
 
 def error_json(error: HTTPException) -> dict[str, Any]:
-    """An error in OpenAI's JSON. Its ``param`` is the field that the sentence begins with, if
-    any.
-    """
+    """An error in OpenAI's JSON. Its ``param`` is the field at the beginning, if any."""
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     field = re.match(r"[\w-]*", error.detail)[0].replace("-", "_")
     known = {*LiveBody.model_fields, *ChatBody.model_fields, *SHARED}
@@ -134,9 +132,7 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
     def grammar(self) -> dict[str, str]:
-        """The command line's option for it; none for text. Raises HTTPException without a
-        schema.
-        """
+        """The command line's option for it, if any. Raises HTTPException without a schema."""
         if self.type == "text":
             return {}
         if self.type == "json_object":
@@ -263,9 +259,7 @@ class RequestReader:
         self.drafts = [kind for kind in DRAFTERS if kind not in absent - {self.options.draft}]
 
     def read(self, kind: type[TextBody], data: bytes) -> ParsedRequest:
-        """The request whose body of this kind is ``data``. Raises the errors that ``refusal``
-        takes.
-        """
+        """The request with this body. Raises the errors that ``refusal`` takes."""
         command_line = self.command_line
         body = kind.model_validate_json(data)
         self.check_model(body.model or command_line.name)

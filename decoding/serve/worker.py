@@ -31,8 +31,7 @@ Answer = Callable[["Job", Session], Iterator[Task]]
 
 
 class Job:
-    """A request in the queue: its texts, written one after the other, and the messages to its
-    client.
+    """A request in the queue: its texts, one after the other, and the messages to its client.
 
     A message is a JSON value, or an HTTPException where a text fails; None is the last. Unread
     messages wait in memory: a text is bounded, so are they.
@@ -79,9 +78,7 @@ class Worker:
         )
 
     def enqueue(self, job: Job) -> None:
-        """Put a job in the queue, in the thread of the event loop. Raises HTTPException where it is
-        full.
-        """
+        """Queue a job, in the event loop's thread. Raises HTTPException where it is full."""
         present = [other for other in self.jobs if not other.is_abandoned]
         if len(present) >= len(self.scheduler.slots) + MAX_WAITING:
             raise HTTPException(429, f"{MAX_WAITING} requests wait already: try again")
@@ -135,8 +132,7 @@ class Worker:
 
 
 def context_length(command_line: Request, slots: int) -> int:
-    """Positions of each text's cache: the context, halved until ``slots`` caches fit into the free
-    memory.
+    """Positions of each text's cache: the context, halved until ``slots`` caches fit.
 
     The estimate includes low-bit copies of all weights in the widest width.
     """

@@ -75,9 +75,7 @@ def lines() -> Iterator[str]:
 
 
 def converse(session: Session) -> None:
-    """A conversation until the user ends it. Raises InputError for a model without a chat
-    template.
-    """
+    """A conversation until the user ends it. Raises InputError without a chat template."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives ``input`` its history and editing
     if session.tokenizer.chat_template is None:

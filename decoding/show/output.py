@@ -1,6 +1,4 @@
-"""Output of ``generate.py``: the samples as text or trace, their statistics, the page and the
-JSON.
-"""
+"""Output of ``generate.py``: samples as text or trace, statistics, page and JSON."""
 
 import json
 import sys
@@ -28,9 +26,7 @@ from model.clock import now
 
 
 class Output:
-    """Output of a request's samples. Text goes to standard output; with --json that is for JSON
-    alone.
-    """
+    """Output of a request's samples: text to standard output, which --json has for itself."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -133,9 +129,7 @@ class Output:
         self.samples.append(sample)
 
     def close(self) -> None:
-        """Print the JSON and write the page of the samples so far. Raises InputError when it cannot
-        be written.
-        """
+        """Print the JSON and write the page of the samples so far. Raises InputError."""
         request = self.request
         if request.options.json:
             for sample in self.samples:
@@ -179,9 +173,7 @@ def in_words(sample: Sample) -> str:
 
 
 def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:
-    """Statistics for --json and for clients; ``repeat_with`` has the options that repeat a sampled
-    text.
-    """
+    """Statistics for --json and for clients, with the options that repeat a sampled text."""
     return {
         "prompt_tokens": sample.source.prompt_length,
         "finish_reason": sample.finish,

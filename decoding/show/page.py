@@ -114,9 +114,7 @@ def probability(probs: Tensor, token: int) -> float:
 def heading(
     prompt: str, model: str, drafting: Drafting, params: SamplingParams, coupling: Coupling
 ) -> dict[str, Any]:
-    """JSON of the facts about a whole run, with the plan under which the target drafts for itself,
-    if any.
-    """
+    """JSON of the facts about a whole run, with the plan of its self-drafts, if any."""
     given = [
         f"{field.name.replace('_', '-')} {getattr(params, field.name)}"
         for field in fields(params)

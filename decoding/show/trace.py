@@ -30,8 +30,7 @@ VERDICTS = {
 
 
 class LiveTrace:
-    """Trace of one text on a console; a context manager, so that the terminal is restored in any
-    case.
+    """Trace of one text on a console: a context manager, which restores the terminal.
 
     Full lines are printed once; only the last line is redrawn.
     """
@@ -82,8 +81,7 @@ class LiveTrace:
         self._settle(self.text_of(round))
 
     def text_of(self, round: Round) -> Text:
-        """The round's tokens in order, styled by their verdicts, then the tokens that a banned word
-        took back.
+        """The round's tokens in order, styled by their verdicts, then those that a ban retracted.
 
         A character whose bytes are spread over tokens appears with the last of them.
         """

@@ -82,8 +82,7 @@ def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def static_capacity(positions: int) -> int:
-    """Positions of a GPU's cache for a text of up to ``positions``: a power of two, and room for
-    padded rows.
+    """Positions of a GPU's cache: a power of two of ``positions`` or more, and padded rows.
 
     So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
     again.

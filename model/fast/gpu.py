@@ -1,5 +1,4 @@
-"""Static steps on a GPU, as in gpt-fast: a static cache, one compiled block, and one CUDA graph per
-step.
+"""Static steps on a GPU, as in gpt-fast: a static cache, one compiled block, CUDA graphs.
 
 Launching a kernel takes longer than most kernels of a step run. So a step of a plan always has the
 same shape: ``ROWS`` tokens, or one for drafts in low bits, at positions that are tensors, over all
@@ -39,9 +38,7 @@ TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class StaticEntries:
-    """One layer of a cache for a static step: written at the positions of a tensor, read over all
-    positions.
-    """
+    """Layer of a cache for a static step: written at tensor positions, read over all."""
 
     keys: Tensor
     values: Tensor
@@ -132,8 +129,7 @@ def low_bits(
 
 
 class StaticStep:
-    """``model(tokens, cache, start, plan)`` for up to ``rows`` tokens, by the same kernels on the
-    same buffers.
+    """Step of a plan on a cache for up to ``rows`` tokens, by the same kernels on the same buffers.
 
     ``run`` is ``run_block`` or its compiled code. ``replay`` replays the captured step, if it is
     captured.
@@ -320,8 +316,7 @@ class StaticDecoder(PreparedDecoder):
         return step
 
     def _check(self, step: StaticStep) -> None:
-        """Compare a step's logits with the readable blocks', and those of a row with the same row's
-        alone.
+        """Compare a step's logits with the readable blocks', and a row's with those of it alone.
 
         Raises RuntimeError where they differ from the readable blocks' by more than rounding.
         """

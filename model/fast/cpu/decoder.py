@@ -1,6 +1,4 @@
-"""Decoder on a CPU whose short steps are one compiled function; torch reads prompts, on the same
-weights.
-"""
+"""Decoder on a CPU: short steps are one compiled function, prompts are read by torch."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,8 +27,7 @@ MOST_ROWS = 64  # tokens per step
 
 
 class FastDecoder(PreparedDecoder):
-    """``Decoder`` on a CPU in bfloat16, float16 or float32, with compiled steps; all else is the
-    decoder's.
+    """``Decoder`` on a CPU in bfloat16, float16 or float32, with compiled steps.
 
     The bits of a position's logits and cache entries do not depend on the other rows of the step,
     of this text or of others. (``prefill``, in long chunks, does not promise this.) Low-bit copies
@@ -67,9 +64,7 @@ class FastDecoder(PreparedDecoder):
         ]
 
     def _products(self, plan: LayerPlan) -> Iterator[tuple[nn.Linear | nn.Embedding, int]]:
-        """Weights of the blocks in the order of the step's tables, and of the head, each with its
-        bits.
-        """
+        """Weights of the blocks in the order of the step's tables, and of the head, with bits."""
         for block, attention, mlp in zip(self.model.layers, plan.attention, plan.mlp, strict=True):
             for number, name in enumerate(MATRICES):
                 yield block.get_submodule(name), attention if number <= O else mlp
@@ -92,9 +87,7 @@ class FastDecoder(PreparedDecoder):
         start: int = 0,
         plan: LayerPlan | None = None,
     ) -> Tensor:
-        """Logits after each token at ``[start, start + T)``: ``[batch, T]`` ids -> ``[batch, T,
-        vocab]`` float32.
-        """
+        """Logits ``[batch, T, vocab]`` float32 after tokens ``[batch, T]`` from ``start`` on."""
         if cache is None:
             return self.model(tokens, cache, start, plan)
         return self.together([(tokens, cache, start)], plan)[0]
@@ -102,8 +95,7 @@ class FastDecoder(PreparedDecoder):
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
     ) -> list[Tensor]:
-        """Logits of several calls ``(tokens, cache, start)`` under one plan, in as few steps as
-        possible.
+        """Logits of calls ``(tokens, cache, start)`` under one plan, in as few steps as possible.
 
         Each call has its own cache. The logits of a call have the same bits as alone.
         """
@@ -127,9 +119,7 @@ class FastDecoder(PreparedDecoder):
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
-        """Arguments of the step for a plan, with rotary angles for at least ``positions``
-        positions.
-        """
+        """Arguments of the step for a plan, with rotary angles for these positions at least."""
         made = self.plans.get(plan)
         if made is not None and made.cos.shape[1] >= positions:
             return made

@@ -94,9 +94,7 @@ BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def widen(kind: int, values: Value) -> Value:
-    """Exact float32 of 16 weights, by integer operations, since not every processor converts
-    float16.
-    """
+    """Exact float32 of 16 weights, by integers: not every processor converts float16."""
     if kind == F32:
         return values
     bits = Value(values.builder, values.builder.zext(values.raw, INTS))
@@ -125,9 +123,7 @@ def add_pairs(total: Value, a: Value, b: Value) -> Value:
 
 
 def add_bytes(total: Value, codes: Value, x: Value) -> Value:
-    """Instruction vpdpbusd: adds to each of 16 int32 lanes the products of four unsigned codes and
-    signed inputs.
-    """
+    """Instruction vpdpbusd: adds to 16 int32 lanes four products of codes and inputs each."""
     if HAS_VPDPBUSD:
         codes, x = (each.bitcast(ir.VectorType(I8, 4 * LANES)) for each in (codes, x))
         return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, codes, x)
@@ -161,9 +157,7 @@ def multiply_floats(
     size = NUMBER_BYTES[kind]
 
     def add_block(first: Value, end: Value | None) -> None:
-        """Add the products of two vectors of columns from ``first`` on, of those before ``end`` if
-        given.
-        """
+        """Add the products of the columns from ``first`` on, before ``end`` if it is given."""
         if ahead is not None and end is None:
             for line in range(0, 2 * lanes * size, 64):
                 prefetch(w + ahead + first * size + line)
@@ -267,8 +261,7 @@ def sum_rows(
     columns: Value,
     out: Value,
 ) -> None:
-    """Weighted sum, in float32, of ``count`` rows of numbers of this kind, in order, by their
-    float32 ``weights``.
+    """Weighted sum in float32 of ``count`` rows of numbers of this kind, in order.
 
     Rows have ``columns`` numbers and begin ``stride`` bytes apart. Four vectors of 16 columns are
     summed side by side.

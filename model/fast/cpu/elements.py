@@ -49,9 +49,7 @@ def float16_bits(number: float) -> int:
 
 @compiled()
 def exponential(x: float) -> float:
-    """Exponential e^x to two units in the last place, with x limited to -87 ... 88: no overflow, no
-    underflow.
-    """
+    """Exponential e^x to two units in the last place, with x limited to -87 ... 88."""
     x = LARGEST_EXPONENT if x > LARGEST_EXPONENT else x
     x = -np.float32(87) if x < -np.float32(87) else x
     shifted = x * LOG2_E + ROUNDER
@@ -142,9 +140,7 @@ def rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 @compiled()
 def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
-    """Product activation(gate) · up, SiLU or tanh GELU: ``[rows, 2 · size]`` -> ``[rows,
-    size]``.
-    """
+    """activation(gate) · up, SiLU or tanh GELU: ``[rows, 2 · size]`` -> ``[rows, size]``."""
     size = gate_up.shape[1] // 2
     out = np.empty((len(gate_up), size), np.float32)
     for row in range(len(out)):

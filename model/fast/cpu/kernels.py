@@ -33,9 +33,7 @@ class Locator(caching.UserProvidedCacheLocator):
 
 
 class KernelFile(caching.IndexDataCacheFile):
-    """Kept code of a function: compiled again where it is damaged, not kept where the folder cannot
-    be written.
-    """
+    """Kept code of a function: if damaged compiled again, in a read-only folder not kept."""
 
     def load(self, key: Any) -> Any:
         try:

@@ -38,9 +38,7 @@ def evaluate_rows(
     codes: np.ndarray,
     means: np.ndarray,
 ) -> None:
-    """Codes and means of some rows: ``codes`` ``[rows, groups, 32]``, ``means`` ``[rows, groups,
-    4]``.
-    """
+    """Codes ``[rows, groups, 32]`` and means ``[rows, groups, 4]`` of some rows."""
     for row in range(len(weight)):
         for group in range(len(importance)):
             step = scale[row, group]

@@ -1,5 +1,4 @@
-"""Short step of a decoder as a compiled function: up to 64 tokens through the blocks that a plan
-keeps.
+"""Short step of a decoder as a compiled function, for up to 64 tokens under a plan.
 
 It has the order and the names of the readable blocks (``model.llama``, ``model.gemma2``). Numbers
 are float32; inputs of products and cache entries are rounded to the model's dtype. Three tasks run
@@ -26,9 +25,7 @@ PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
 class Weights(NamedTuple):
-    """Model under a layer plan. Soft caps and windows are 0 where there is none; numbers in arrays
-    are float32.
-    """
+    """Model under a layer plan, in float32. Soft caps and windows are 0 where there is none."""
 
     kind: int  # of the cache and of all weights not in low bits
     embedding: int  # address
@@ -79,9 +76,7 @@ def embed(weights: Weights, tokens: np.ndarray) -> np.ndarray:
 
 @compiled()
 def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Linear layers on the same inputs: ``x`` ``[rows, columns]`` -> ``[rows, neurons of all
-    layers]``.
-    """
+    """Linear layers on the same inputs ``[rows, columns]``: ``[rows, neurons of all layers]``."""
     rows, columns = x.shape
     out = np.empty((rows, matrices["neurons"].sum()), np.float32)
     padded = (columns + GROUP - 1) // GROUP * GROUP
@@ -121,8 +116,7 @@ def add_biases(matrices: np.ndarray, out: np.ndarray) -> None:
 def attend_to_cache(
     board: np.ndarray, weights: Weights, layer: int, queries: np.ndarray, batch: Batch
 ) -> np.ndarray:
-    """Causal grouped-query attention (arXiv 2305.13245) of each row to its text's entries, up to
-    its position.
+    """Causal grouped-query attention of each row to its text (arXiv 2305.13245).
 
     ``queries`` ``[rows, H, bytes]`` in the cache's dtype -> ``[rows, H · D]``.
     """
@@ -149,9 +143,7 @@ def attend_to_cache(
 def attention(
     board: np.ndarray, weights: Weights, layer: int, x: np.ndarray, batch: Batch
 ) -> np.ndarray:
-    """Attention sublayer (``model.layers.Attention``): ``x`` ``[rows, hidden]`` -> the same
-    shape.
-    """
+    """Attention sublayer (``model.layers.Attention``): ``[rows, hidden]`` -> same shape."""
     size = 2 * weights.cos.shape[2]
     matrices = weights.matrices[layer]
     heads = matrices[Q].neurons // size

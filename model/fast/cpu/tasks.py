@@ -1,5 +1,4 @@
-"""Tasks of a step, which threads do piece by piece (``team``), compiled by themselves for each kind
-of numbers.
+"""Tasks of a step, which threads do piece by piece (``team``), for each kind of numbers.
 
 ``step`` calls them by their addresses, so it has none of their code: only the kinds that a model
 and its plans use are ever compiled. It writes the arguments of a task on the board, as a record of
@@ -67,9 +66,7 @@ ONE = np.ones(1, np.float32)  # weight of a row in a sum of one row
 
 @cache
 def input_task(kind: int) -> int:
-    """Address of the task that writes inputs as weights of this kind read them; a piece is a
-    row.
-    """
+    """Address of the task that writes rows of inputs as weights of this kind read them."""
     x_kind = INPUTS[kind]
 
     def inputs(arguments: int, first: int, end: int) -> None:

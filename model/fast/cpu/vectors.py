@@ -39,9 +39,7 @@ class Value:
         return Value(self.builder, ir.Constant(kind, content))
 
     def combine(self, operation: str, other: Value | float) -> Value:
-        """Result of a builder's method; of its variant for floating point where the numbers are
-        float32.
-        """
+        """Result of a builder's method, or for float32 of its floating-point variant."""
         other = other if isinstance(other, Value) else self.constant(other)
         kind = self.raw.type
         number = kind.element if isinstance(kind, ir.VectorType) else kind
@@ -129,9 +127,7 @@ class Sum:
 
 @contextmanager
 def turns(count: Value) -> Iterator[Value]:
-    """Loop of ``count`` turns, which yields its index; not unrolled, since that would take long to
-    compile.
-    """
+    """Loop of ``count`` turns, which yields its index; not unrolled, to compile fast."""
     with cgutils.for_range(count.builder, count.raw) as loop:
         yield Value(count.builder, loop.index)
     module = count.builder.module
@@ -158,9 +154,7 @@ def pointer(address: Value, kind: ir.Type) -> Value:
 
 
 def load(address: Value, kind: ir.Type, count: Value | None = None) -> Value:
-    """Value of this type at an address, aligned or not; with ``count``, only its first lanes, the
-    others 0.
-    """
+    """Value of this type at any address; with ``count`` the lanes behind it are 0."""
     place = pointer(address, kind)
     if count is None:
         return Value(place.builder, place.builder.load(place.raw, align=1))
