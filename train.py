@@ -61,7 +61,7 @@ def train(options: argparse.Namespace) -> None:
     """
     keep_freed_memory()
     rank = int(os.environ.get("RANK", 0))
-    size = max(1, int(os.environ.get("WORLD_SIZE", 0)))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     device = options.device
     if size > 1:
         dist.init_process_group()
@@ -72,7 +72,7 @@ def train(options: argparse.Namespace) -> None:
     optimisers = optimisers_of(model, options.learning_rate, options.muon_rate)
     state = load_state(options)
     # no parts in a new run
-    for part, saved in zip((model, *optimisers), state["parts"], strict=False):
+    for part, saved in zip((model, *optimisers), state.pop("parts"), strict=False):
         part.load_state_dict(saved)
     with Progress(console=Console(stderr=True), disable=rank > 0) as progress:
         bar = progress.add_task("training", total=options.steps, completed=state["step"])

@@ -111,11 +111,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options.against = dict(name.partition("=")[::2] for name in options.against)
     options.only = set(options.only)
     if "speed" in options.only:
-        options.only.add("costs")  # from which it predicts
+        options.only.add("costs")  # measured before the texts, and shown
     for path in filter(None, (options.json, options.plot)):
         check_place(path)
     if not options.against.keys() <= LIBRARIES.keys():
         raise InputError(f"--against takes {', '.join(LIBRARIES)}=FILE.gguf")
+    if options.against and options.temperature:
+        raise InputError("--against measures greedy texts: leave out --temperature")
     if options.plot and (
         options.plot.suffix not in (".svg", ".png") or not PANELS.keys() & options.only
     ):

@@ -25,7 +25,6 @@ from weights.load import model_folder
 ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
-WARM_UP_TOKENS = 8
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
 
 
@@ -70,7 +69,7 @@ class Bench:
             if way.model and name != "auto" and not name.endswith(ADAPTIVE)
         }
         lengths = [way.new_policy().gamma for way in drafts.values()]
-        longest = max(LONGEST_VERIFICATION - 1, *lengths)
+        longest = max([LONGEST_VERIFICATION - 1, *lengths])
         prompts = [ids for _, ids in self.prompts]
         verify, steps = measure_costs(self.setting, prompts, list(drafts.values()), longest)
         costs = {"lookup": 0.0, **dict(zip(drafts, steps, strict=True))}
@@ -188,8 +187,8 @@ def library_contenders(options: argparse.Namespace, setting: Setting) -> dict[st
     found: dict[str, Contender] = {}
     for library in options.against:
         needs = (
-            f"--against {library} needs pip install {PACKAGES[library]}, and llama.cpp=FILE.gguf"
-            " the model's file"
+            f"--against {library} needs pip install {PACKAGES[library]}; llama.cpp also needs"
+            " =FILE.gguf"
         )
         with explaining(needs, (Exception,)):  # a library may raise anything
             found |= LIBRARIES[library](options, setting)

@@ -4,6 +4,11 @@
 takes too long does not stop the others.
 """
 
+if __name__ == "__main__":  # before anything that takes long to import
+    from cli.start import start
+
+    start()
+
 import shlex
 import subprocess
 import sys

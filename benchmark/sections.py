@@ -5,7 +5,7 @@ The first line of a section's docstring is the title of its table.
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
@@ -19,7 +19,6 @@ from benchmark.contenders import (
     ADAPTIVE,
     LENGTHS,
     LONGEST_VERIFICATION,
-    WARM_UP_TOKENS,
     Bench,
     Contender,
     Written,
@@ -33,15 +32,16 @@ from decoding.policies import FixedLength
 from decoding.rounds import Statistics
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
-from decoding.run.together import Call, Scheduler, Task, results
+from decoding.run.together import Scheduler, Task
 from decoding.run.writer import Drafting, Sample, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder, LayerPlan
-from model.clock import now, take_turns
+from model import LayerPlan
+from model.clock import now
 from search.costs import CostTable
 from weights.memory import bytes_read
 
+WARM_UP_TOKENS = 8  # of a text of each contender
 QUICK_LENGTH = 1024  # of the longest prompt of which the first token is timed under --quick
 STEP_REPEATS = 7
 SCHEMAS = Path(__file__).with_name("schemas.json")
@@ -64,6 +64,24 @@ def costs_section(bench: Bench) -> list[Row]:
         for name, costs in bench.costs.items()
         if name != "lookup"
     ]
+
+
+@torch.inference_mode()
+def take_turns(
+    steps: list[Callable[[], object]], repeats: int, device: torch.device
+) -> list[list[float]]:
+    """Seconds of each repeat of steps: each runs once as warm-up, then all in turn, ``repeats``
+    times.
+    """
+    for step in steps:
+        step()
+    seconds: list[list[float]] = [[] for _ in steps]
+    for _ in range(repeats):
+        for step, times in zip(steps, seconds, strict=True):
+            start = now(device)
+            step()
+            times.append(now(device) - start)
+    return seconds
 
 
 def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list[Written]]:
@@ -134,9 +152,7 @@ def speed_section(bench: Bench) -> list[Row]:
 def together_section(bench: Bench) -> list[Row]:
     """Texts written up to n at a time: tokens per second of all, and the speed-up of drafts.
 
-    Always the same 16 texts, without the time until their first tokens. "of possible" is the gain
-    of plain decoding over one text at a time, divided by the gain that steps of n rows allow: n
-    times the cost of a step of one row over the cost of a step of n rows. "equal" counts the texts
+    Always the same 16 texts, without the time until their first tokens. "equal" counts the texts
     that equal those written alone.
     """
     setting = bench.setting
@@ -149,46 +165,22 @@ def together_section(bench: Bench) -> list[Row]:
     prompts = [prompt for _, prompt in islice(cycle(bench.prompts), TOGETHER[-1])]
     alone = partial(decode, Writer(model, setting.positions), setting, ways["plain"])
     texts = [alone(prompt, bench.options.max_new_tokens).tokens for prompt in prompts]
-    calls = [step_after(model, prompt) for prompt in prompts]
     rows: list[Row] = []
     for slots in track(TOGETHER, "writing together", console=Console(stderr=True)):
-        # Just before the texts, since the speed of the memory changes within minutes.
-        allowed = possible_gain(calls[:slots])
         for name, way in ways.items():
             speed, written = write_together(bench, way, prompts, slots)
-            row = {
-                "texts": slots,
-                "decoder": name,
-                "tokens/s": speed,
-                "equal": count_equal(zip(written, texts, strict=True)),
-            }
-            rows.append(row)
             if name == "plain":
                 plain_speed = speed
-                row["of possible"] = speed / rows[0]["tokens/s"] / allowed
-            row["speed-up"] = speed / plain_speed
+            rows.append(
+                {
+                    "texts": slots,
+                    "decoder": name,
+                    "tokens/s": speed,
+                    "equal": count_equal(zip(written, texts, strict=True)),
+                    "speed-up": speed / plain_speed,
+                }
+            )
     return rows
-
-
-def step_after(model: Decoder, prompt: list[int]) -> Call:
-    """The plain step after a prompt."""
-    writer = Writer(model, len(prompt))
-    writer.begin(prompt)
-    last = torch.tensor([prompt[-1:]], device=model.device)
-    return Call(model, last, writer.cache, len(prompt) - 1)
-
-
-def possible_gain(calls: list[Call]) -> float:
-    """Gain in speed that one step for all calls allows over a step for each."""
-    if len(calls) == 1:
-        return 1.0
-
-    def step(rows: int) -> None:
-        torch.cat(results(calls[:rows])).argmax(-1).tolist()
-
-    steps = [partial(step, 1), partial(step, len(calls))]
-    one, all_rows = take_turns(steps, STEP_REPEATS, calls[0].model.device)
-    return len(calls) * statistics.median(one) / statistics.median(all_rows)
 
 
 def write_together(
@@ -237,11 +229,10 @@ def first_token_section(bench: Bench) -> list[Row]:
 
 
 def floor_section(bench: Bench) -> list[Row]:
-    """Floor of a plain step: the time to read every weight once.
+    """Floor of a plain round: the time to read every weight once.
 
     Norms and biases, a thousandth of them, are left out, and an untied embedding, of which one row
-    is read. On a GPU the row of the table also has the most memory
-    that torch has held so far.
+    is read. On a GPU the row of the table also has the most memory that torch has held so far.
     """
     model = bench.setting.model
     block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
@@ -261,9 +252,10 @@ def floor_section(bench: Bench) -> list[Row]:
 def structured_section(bench: Bench) -> list[Row]:
     """Texts under JSON schemas, without prefill: speed-up over plain constrained decoding.
 
-    The drafts are forced tokens alone, low bits where they gain, and --draft auto.
-    Each schema is written plainly and by each draft in turns; "speed-up" is the median of the
-    turns, and the last row its geometric mean. "equal" counts the texts that equal the plain one.
+    The drafts are forced tokens alone, low bits where the device has kernels for them, and --draft
+    auto. A text under each schema is written plainly and by each draft in turns. "speed-up" is the
+    median of the turns, and the last rows its geometric means. "equal" counts the texts that equal
+    the plain one.
     """
     setting = bench.setting
     model = setting.model

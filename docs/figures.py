@@ -29,7 +29,7 @@ TOKENS = ("a", "b", "c")
 P = np.array([0.5, 0.3, 0.2])
 Q = np.array([0.1, 0.8, 0.1])
 RACES = np.array([[0.9, 0.2, 0.4], [0.3, 0.36, 0.5]])
-DRAFT_COST = 0.45  # of a draft step, in plain steps
+DRAFT_COST = 0.45  # of a draft step, in plain rounds
 VERIFY_COST = 1.1  # of a verification
 # The example of docs/search.md: a text, and the probability that each token is kept if drafted.
 TEXT = {"The": 0.9, "fox": 0.8, "ran": 0.5, "home": 0.9, "at": 0.7, "night": 0.9}

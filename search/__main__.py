@@ -167,7 +167,8 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     )
     say(write_best(out, identity, *results[0], machine(model.device)))
     place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
-    say(f'to use it: python generate.py "Your prompt" --model {options.model} --draft skip{place}')
+    model_name = shlex.quote(options.model)
+    say(f'to use it: python generate.py "Your prompt" --model {model_name} --draft skip{place}')
     if options.plots is not None:
         write_picture(lambda: plot_plans(predictions, costs), options.plots / "front.svg")
     return status

@@ -7,8 +7,8 @@ decoding in the same turn, and of that the median over the turns. Rounds of one 
 other, since a round after one of another kind finds other weights in the processor's caches. The
 mean is taken, not the fastest round, because a text has slow rounds too.
 
-An example: plain rounds take 10 ms, rounds that verify four tokens 12 ms, and rounds that draft
-these four tokens as well 20 ms. Then verify[4] = 12 / 10 = 1.2, and a draft step costs
+An example: plain rounds take 10 ms, rounds that verify a draft of four tokens 12 ms, and rounds
+that make this draft as well 20 ms. Then verify[4] = 12 / 10 = 1.2, and a draft step costs
 (20 - 12) / 10 / 4 = 0.2.
 
 A search needs the costs of many more plans than it can measure. So it measures a few, and computes
@@ -127,7 +127,8 @@ def measure_costs(
     ratios = []
     for turn in turns():
         writer.begin(prompts[turn % len(prompts)])
-        plain_text.known, plain_seconds = write_timed(writer, setting, writer.plain, tokens)
+        known, plain_seconds = write_timed(writer, setting, writer.plain, tokens)
+        plain_text.known = known  # verified by the rounds below
         seconds = [write_timed(writer, setting, way, count)[1] for way, count in ways]
         ratios.append([each / plain_seconds for each in seconds])
     # the first turn warms up
@@ -211,7 +212,9 @@ def measured_plans(layers: int, bits: Collection[int]) -> list[LayerPlan]:
 
 
 def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
-    """Drafts of the target under a layer plan, whose low-bit copies stay in memory."""
+    """Drafts of the target under a layer plan. Unlike ``by_plan`` this keeps no low-bit copies on
+    disk, where those of most measured plans would never be read again.
+    """
     model = setting.model
     model.prepare(chosen.plan)
     return Drafting(

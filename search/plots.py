@@ -62,7 +62,7 @@ def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts
     axes.set(
         xlim=(0, grid_cost[-1]),
         ylim=(0, 1.02),
-        xlabel="cost of a draft step, in plain steps",
+        xlabel="cost of a draft step, in plain rounds",
         ylabel="share of drafted tokens kept, α",
         title="The plans tried; lines join equal speed-ups",
     )

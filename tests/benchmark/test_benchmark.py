@@ -13,13 +13,19 @@ import torch
 
 import benchmark.__main__ as command
 from benchmark import sections
-from benchmark.contenders import WARM_UP_TOKENS, Bench, Written, find_drafts
+from benchmark.contenders import Bench, Written, find_drafts
 from benchmark.picture import picture
-from benchmark.sections import SECTIONS, speedup_by_costs, time_texts
+from benchmark.sections import (
+    SECTIONS,
+    WARM_UP_TOKENS,
+    speedup_by_costs,
+    take_turns,
+    time_texts,
+)
 from decoding.rounds import Round
 from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
-from model import Decoder, LayerPlan, clock
+from model import Decoder, LayerPlan
 from search.costs import CostTable
 from search.texts import PROMPTS
 from tests.calls import status_of
@@ -66,8 +72,7 @@ def report_of(folder: Path, *options: str) -> dict[str, Any]:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still until a test moves it: ``ticking[0] += seconds``."""
     time = [0.0]
-    for module in (clock, sections):
-        monkeypatch.setattr(module, "now", lambda device: time[0])
+    monkeypatch.setattr(sections, "now", lambda device: time[0])
     return time
 
 
@@ -117,7 +122,6 @@ def test_a_run_reports_all_contenders_on_all_prompts(
     together = measured["together"]
     beside = [*product((1, 2, 4), ("plain", "model", "auto"), ["4/4"])]
     assert [(row["texts"], row["decoder"], row["equal"]) for row in together] == beside
-    assert together[0]["of possible"] == pytest.approx(1)
     assert measured["about"]["versions"]["transformers"] and "<svg" in drawn.read_text()
 
 
@@ -177,7 +181,11 @@ def test_the_picture_of_a_report_is_in_order() -> None:
         (["--against", "transformers,vllm"], "--against takes transformers, llama.cpp=FILE.gguf"),
         (
             ["--against", "llama.cpp=none"],
-            "--against llama.cpp needs pip install llama-cpp-python, and llama.cpp=FILE",
+            "--against llama.cpp needs pip install llama-cpp-python; llama.cpp also needs =FILE",
+        ),
+        (
+            ["--against", "transformers", "--temperature", "0.7"],
+            "--against measures greedy texts: leave out --temperature",
         ),
         (["--max-new-tokens", "250"], "the longest text exceeds the context of 256"),
     ],
@@ -196,6 +204,16 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=list(SECTIONS))
 def test_the_first_line_of_a_section_is_the_title_of_its_table(section: Any) -> None:
     assert section.__doc__.splitlines()[0].endswith(".")
+
+
+def test_steps_are_timed_in_turns_after_a_warm_up(ticking: list[float]) -> None:
+    """A warm-up, which may compile, is not timed."""
+    takes = iter([60.0, 70.0, 1.0, 2.0, 3.0, 4.0])
+
+    def step() -> None:
+        ticking[0] += next(takes)
+
+    assert take_turns([step, step], 2, torch.device("cpu")) == [[1.0, 3.0], [2.0, 4.0]]
 
 
 def test_contenders_take_turns_on_each_prompt_after_a_warm_up(
@@ -279,6 +297,16 @@ def test_the_drafts_are_those_asked_for_and_a_plan_of_the_folder_that_pays(tmp_p
     (folder / "plan.json").write_text(json.dumps({"attn": [1], "mlp": [], "gamma": 0}))
     assert list(drafts("--exit-layer", "1")) == ["lookup", "exit 1", "exit 1, adaptive", "auto"]
     assert "exit layer 5 is not in" in refusal(drafts, "--exit-layer", "5")
+
+
+@pytest.mark.usefixtures("small")
+def test_without_a_draft_by_one_model_verification_has_costs_all_the_same(tmp_path: Path) -> None:
+    """A model of one layer has no early exit."""
+    bench = bench_of(write_folder(tmp_path, LLAMA | {"num_hidden_layers": 1}))
+    bench.drafts = find_drafts(bench.options, bench.setting)
+    costs = bench.costs["lookup"]
+    assert list(bench.costs) == ["lookup"]
+    assert (costs.draft, costs.verify[0], len(costs.verify)) == (0, 1, 6)
 
 
 def test_texts_under_a_schema_equal_the_plain_ones(

@@ -263,15 +263,15 @@ def test_every_prompt_is_searched_on_or_judged_on_or_held_out() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model of two layers, and prompts."""
-    folder = write_folder(tmp_path / "model", {**LLAMA, "num_hidden_layers": 2})
+    folder = write_folder(tmp_path / "my model", {**LLAMA, "num_hidden_layers": 2})
     (tmp_path / "prompts.txt").write_text("the hen\nan inn\nthe tin\na hen\n", encoding="utf-8")
     return folder
 
 
 def arguments(folder: Path, *more: object) -> list[str]:
     prompts = folder.parent / "prompts.txt"
-    fixed = f"--model {folder} --calibration {prompts} --max-new-tokens 16 --device cpu".split()
-    return [*fixed, *map(str, more)]
+    fixed = ["--max-new-tokens", 16, "--device", "cpu"]
+    return [*map(str, ["--model", folder, "--calibration", prompts, *fixed, *more])]
 
 
 @pytest.fixture
@@ -294,7 +294,8 @@ def test_the_command_writes_a_plan_and_pictures_and_resumes(
     assert [path.name for path in plots.iterdir()] == ["front.svg"]
     said = " ".join(capfd.readouterr().err.split())
     assert "trying plans" in said and "best predicted speed-up" in said
-    assert f'python generate.py "Your prompt" --model {folder} --draft skip --plan {out}' in said
+    named = shlex.quote(str(folder))
+    assert f'python generate.py "Your prompt" --model {named} --draft skip --plan {out}' in said
     assert command.main(arguments(folder, "--out", out, "--trials", 12)) == 2
     assert "give --resume" in capfd.readouterr().err
     for name in ("plain_texts", "measure_sublayers", "importances"):  # all in the journal

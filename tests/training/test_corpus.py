@@ -1,4 +1,4 @@
-"""Corpus writer: each row of a batch is what the production loop would write alone; the file; the
+"""Corpus writer: each row of a batch by its definition, without cache or batch; the file; the
 command.
 """
 
@@ -160,7 +160,7 @@ def write(
 
     Its babble is worth learning here: see ``tests/training/test_stories.py``.
     """
-    monkeypatch.setattr(corpus, "worth_learning", lambda text, subjects: text)
+    monkeypatch.setattr(corpus, "kept_story", lambda text, subjects: text)
 
     def command(*arguments: object) -> tuple[int, str]:
         options = f"--model {folder} --temperature 2 --top-k 0 --max-new-tokens 9 --batch 12"

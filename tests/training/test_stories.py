@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from training.corpus.stories import (
     MOST_REPEATED,
     before_repetition,
+    kept_story,
     repetition,
     words_of,
-    worth_learning,
 )
 
 FRESH = (
@@ -45,11 +45,9 @@ def test_a_text_that_begins_to_repeat_itself_ends_before_it() -> None:
 def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences() -> None:
     long_enough = FRESH + " Then the two of them went home and had some soup."
     for subjects in (["foxes", "ball"], ["fox", "king"], ["Snow"], []):
-        assert worth_learning(long_enough, subjects) == long_enough
-    assert (
-        worth_learning(long_enough + LOOP, ["fox"]) == long_enough + " The ball rolled on and on."
-    )
+        assert kept_story(long_enough, subjects) == long_enough
+    assert kept_story(long_enough + LOOP, ["fox"]) == long_enough + " The ball rolled on and on."
     for subjects in (["king"], ["fox", "king", "boat"]):
-        assert worth_learning(long_enough, subjects) == ""
-    assert worth_learning(" ".join(words_of(long_enough)[:29]), []) == ""
-    assert worth_learning(" ".join(words_of(long_enough)) + ".", []) == "", "one long sentence"
+        assert kept_story(long_enough, subjects) == ""
+    assert kept_story(" ".join(words_of(long_enough)[:29]), []) == ""
+    assert kept_story(" ".join(words_of(long_enough)) + ".", []) == "", "one long sentence"

@@ -25,7 +25,7 @@ from decoding.sampling import SamplingParams
 from model import Decoder, InputError
 from model.fast import accelerate
 from training.corpus.sampling import sample_texts
-from training.corpus.stories import story_request, worth_learning
+from training.corpus.stories import kept_story, story_request
 from weights.load import DTYPES, load_model, model_folder
 from weights.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ def write_stories(
     stories = []
     for (prompt, _, subjects), opening, tokens in zip(requests, openings, written, strict=True):
         tokens = opening + (tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens)
-        story = worth_learning(tokenizer.decode(tokens), subjects)
+        story = kept_story(tokenizer.decode(tokens), subjects)
         if story and set(tokenizer.special.values()).isdisjoint(tokens):
             stories.append({"prompt": prompt, "response": story})
     return stories

@@ -38,9 +38,8 @@ def sample_texts(
     ends = (starts + max_new_tokens).clamp(max=model.max_positions)
     capacity = int(ends.max())
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64)
-    uniform = torch.zeros(
-        len(prompts), capacity, dtype=torch.float64
-    )  # of the token at each position
+    # of the token at each position
+    uniform = torch.zeros(len(prompts), capacity, dtype=torch.float64)
     for row, prompt in enumerate(prompts):
         stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(row,)))
         tokens[row, : starts[row]] = torch.tensor(prompt)

@@ -60,7 +60,7 @@ def before_repetition(text: str) -> str:
     )
 
 
-def worth_learning(response: str, subjects: Sequence[str]) -> str:
+def kept_story(response: str, subjects: Sequence[str]) -> str:
     """The story up to its last whole sentence before it begins to repeat itself.
 
     Empty where that is too short, strays from its subjects or has sentences too long for children.
