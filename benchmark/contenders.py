@@ -23,6 +23,7 @@ from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
 ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
+WITHOUT_ADAPTIVE = ("lookup", "auto")  # drafts that no single model makes
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
@@ -66,7 +67,7 @@ class Bench:
         drafts = {
             name: way
             for name, way in self.drafts.items()
-            if way.model and name != "auto" and not name.endswith(ADAPTIVE)
+            if name not in WITHOUT_ADAPTIVE and not name.endswith(ADAPTIVE)
         }
         lengths = [way.new_policy().gamma for way in drafts.values()]
         longest = max([LONGEST_VERIFICATION - 1, *lengths])
@@ -106,7 +107,7 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
     for name, way in ways.items():
         found[name] = setting.drafting(way, setting.params)
         found[name].preparation.finish()
-        if found[name].model and name != "auto":
+        if name not in WITHOUT_ADAPTIVE:
             found[name + ADAPTIVE] = setting.drafting(replace(way, adaptive=True), setting.params)
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 

@@ -221,7 +221,6 @@ def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
         "plan",
         lambda cache: model_drafter(model, cache, chosen.plan),
         lambda: chosen.new_policy(GAMMA),
-        model,
         chosen,
     )
 

@@ -242,7 +242,6 @@ def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
         plan_in_words(plan),
         lambda cache: model_drafter(model, cache, plan),
         lambda: chosen.new_policy(GAMMA),
-        model,
         chosen,
         Preparation(preparing(setting, plan)),
     )
@@ -293,7 +292,6 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
     return Drafting(
         f"draft model {folder.name}",
         lambda cache: model_drafter(model, model.new_cache(cache.capacity)),
-        model=model,
     )
 
 
@@ -324,7 +322,6 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             lambda: preparation.is_done,
         ),
         lambda: BreakEven({KNOWN: VERIFY_SLOPE, **slopes}, priors=KNOWN_PRIORS | priors),
-        model if len(ways) > 1 else None,
         next(iter(ways.values())).chosen,
         preparation,
     )

@@ -59,16 +59,14 @@ class Drafting:
     """A drafter and its policy.
 
     ``name`` is shown; ``new_drafter`` takes the target's cache, which the drafter may share;
-    ``new_policy`` makes a fresh policy for a text. ``model`` drafts: the target, under the
-    ``chosen`` plan, or a draft model, or None. Texts that no draft length can change may be written
-    before the ``preparation`` is done. ``past`` has the estimates from all texts whose policy has a
-    clock.
+    ``new_policy`` makes a fresh policy for a text. ``chosen`` is the plan under which the target
+    drafts for itself, if it does. Texts that no draft length can change may be written before the
+    ``preparation`` is done. ``past`` has the estimates from all texts whose policy has a clock.
     """
 
     name: str
     new_drafter: Callable[[KVCache], Drafter]
     new_policy: Callable[[], Policy] = lambda: FixedLength(GAMMA)
-    model: Decoder | None = None
     chosen: DraftPlan | None = None
     preparation: Preparation = field(default_factory=lambda: Preparation(iter(())))
     past: Past = field(default_factory=Past)
