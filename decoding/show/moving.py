@@ -216,14 +216,16 @@ def render_picture(
     title: str, plain: Timeline, drafted: Timeline, draft: str, labels: Labels
 ) -> str:
     """The picture of a text that was written plainly, and ``drafted`` by a draft of this name."""
-    # To verify a draft is counted as a plain step, the rest of its round as drafting.
+    # To verify a draft is counted as a plain round, the rest of its round as drafting.
     step = plain[-1][1] / len(plain)
     above = Lane(plain, step, labels)
     below = Lane(drafted, step, labels)
     last = max(piece.begin for piece in above.pieces + below.pieces)
     slower = next((times for times in SLOWER if times * last >= SHORTEST), SLOWER[-1])
-    middle = 84 + PLAIN_LINE * above.lines
-    bottom = middle + 58 + DRAFT_LINE * below.lines
+    top = 84  # below the title and the plain text's heading
+    middle = top + PLAIN_LINE * above.lines
+    below_top = middle + 58  # below the draft's heading of two lines
+    bottom = below_top + DRAFT_LINE * below.lines
     right = WIDTH - MARGIN
     period = round(slower * last + PAUSE, 3)
     canvas = Canvas(
@@ -232,12 +234,12 @@ def render_picture(
     canvas.write(title, "muted", MARGIN, 30)
     canvas.write("plain decoding: one token per step", "title", MARGIN, 60)
     canvas.write(f"{speed(plain):.1f} tokens/s", "title", right, 60, "end")
-    canvas.draw(above, "plain", 84, PLAIN_LINE)
+    canvas.draw(above, "plain", top, PLAIN_LINE)
     gain = f"{speed(drafted):.1f} tokens/s: {speed(drafted) / speed(plain):.2f} times plain"
     # A draft's name may be as long as a line, so the numbers stand below it.
     canvas.write(f"draft: {draft}", "title", MARGIN, middle + 14)
     canvas.write(gain, "title", right, middle + 34, "end")
-    canvas.draw(below, "draft", middle + 58, DRAFT_LINE)
+    canvas.draw(below, "draft", below_top, DRAFT_LINE)
     x = float(MARGIN)
     for kind, meaning in LEGEND.items():
         canvas.write(meaning, kind, x, bottom + 12)
