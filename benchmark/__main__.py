@@ -37,7 +37,7 @@ from model import InputError
 from model.fast import accelerate
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
-from weights.load import DTYPES, load_model, model_folder
+from weights.load import DTYPES, load_model, model_folder, shown_name
 from weights.tokenizer import Tokenizer
 
 STORIES = 24  # prompts of the kind "stories"
@@ -170,7 +170,9 @@ def benchmark(options: argparse.Namespace) -> None:
         "options": {name: str(value) for name, value in vars(options).items()},
     }
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    out.print(f"{bench.setting.folder.name} in {model.dtype}; {about['machine']}", markup=False)
+    out.print(
+        f"{shown_name(bench.setting.folder)} in {model.dtype}; {about['machine']}", markup=False
+    )
     for name, section in SECTIONS.items():
         if name in options.only:
             report[name] = section(bench)

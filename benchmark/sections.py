@@ -235,7 +235,7 @@ def floor_section(bench: Bench) -> list[Row]:
     is read. On a GPU the row of the table also has the most memory that torch has held so far.
     """
     model = bench.setting.model
-    block = torch.ones(BANDWIDTH_BYTES[model.device.type] // 4, device=model.device)
+    block = torch.ones(BANDWIDTH_BYTES.get(model.device.type, 1 << 28) // 4, device=model.device)
     speed = block.nbytes / min(take_turns([block.sum], STEP_REPEATS, model.device)[0])
     size = bytes_read(model.config, LayerPlan.full(model.num_layers), model.dtype.itemsize)
     floor = {

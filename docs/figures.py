@@ -1,4 +1,8 @@
-"""Pictures of the documents: ``python -m docs.figures`` draws them all beside this file."""
+"""Pictures of the documents that show formulas and ``auto.json``: ``python -m docs.figures``.
+
+Others come from their commands: ``front.svg`` from the search, ``benchmark.svg`` and
+``together.svg`` from the benchmark, ``round.svg`` from ``generate.py --svg``.
+"""
 
 import json
 from collections.abc import Iterable

@@ -113,9 +113,9 @@ def quantise(
     """Rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
 
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
-    error is at most that of rounding to the nearest of evenly spaced values from a group's least to
-    its largest weight. A last group of fewer than 32 columns has its own scale. ``evaluate`` may be
-    a faster function of the same values.
+    error of a group is at most that of half an even step per weight, from its least to its largest
+    weight, plus the rounding of scale and zero to bfloat16. A last group of fewer than 32 columns
+    has its own scale. ``evaluate`` may be a faster function of the same values.
     """
     columns = weight.shape[1]
     if bits == 8:

@@ -166,9 +166,10 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         table([row for _, row in results], title)
     )
     say(write_best(out, identity, *results[0], machine(model.device)))
-    place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
-    model_name = shlex.quote(options.model)
-    say(f'to use it: python generate.py "Your prompt" --model {model_name} --draft skip{place}')
+    if results[0][1]["speed-up"] > 1:
+        place = "" if options.out is None else f" --plan {shlex.quote(str(out))}"
+        model_name = shlex.quote(options.model)
+        say(f'to use it: python generate.py "Your prompt" --model {model_name} --draft skip{place}')
     if options.plots is not None:
         write_picture(lambda: plot_plans(predictions, costs), options.plots / "front.svg")
     return status

@@ -1,5 +1,5 @@
-"""Settings and fixtures of all tests: two threads, examples that are the same every run, the real
-checkpoint.
+"""Settings and fixtures of all tests: two threads, or one in each of several processes; examples
+that are the same every run; the real checkpoint.
 """
 
 import os

@@ -98,13 +98,14 @@ def recipe_loss(
     following = tokens[:, 1:].flatten()
     teacher = log_probabilities(model, states[-1])
     total = weights[-1] * F.nll_loss(teacher, following)
+    taught_probs = teacher.detach().exp() if taught else None
     for weight, hidden in zip(weights[:-1], states[:-1], strict=True):
         if weight == 0:  # off in this step
             continue
         log_probs = log_probabilities(model, hidden)
         loss = (1 - taught) * F.nll_loss(log_probs, following)
         if taught:
-            loss -= taught * (teacher.detach().exp() * log_probs).sum() / len(following)
+            loss -= taught * (taught_probs * log_probs).sum() / len(following)
         total += weight * loss
     return total
 

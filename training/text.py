@@ -18,7 +18,7 @@ from weights.tokenizer import Tokenizer, byte_level_tokenizer
 
 # whole lines, cut only where one is longer
 TXT_DOCUMENT = re.compile(r".{1,4000}(\n|\Z)|.{4000}", re.DOTALL)
-HELD_OUT_SHARE = 50  # one document in 50 is held out
+HELD_OUT_ONE_IN = 50  # documents
 BEGIN = "<s>"  # id 0
 END = "</s>"  # id 1
 TOKENIZER_SETTINGS = {
@@ -113,12 +113,12 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     train = array("I")
     held_out = array("I")
     for document in documents:  # held out by its text alone, not by other documents
-        ids = held_out if zlib.crc32(document.encode()) % HELD_OUT_SHARE == 0 else train
+        ids = held_out if zlib.crc32(document.encode()) % HELD_OUT_ONE_IN == 0 else train
         ids.extend(tokenizer.encode(document) + ending)
     if min(len(train), len(held_out)) <= context:
         raise InputError(
             f"{len(set(documents))} different documents, with {len(train)} tokens to train on and"
             f" {len(held_out)} held out, are too few for --context {context}: give at least"
-            f" {4 * HELD_OUT_SHARE} documents, or lower it"
+            f" {4 * HELD_OUT_ONE_IN} documents, or lower it"
         )
     return Rows(np.asarray(train), end, context + 1), Rows(np.asarray(held_out), end, context + 1)

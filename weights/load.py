@@ -70,6 +70,13 @@ class StoredTensor:
             return file.get_tensor(self.name).narrow(dimension, part.start, len(part)).clone()
 
 
+def shown_name(folder: Path) -> str:
+    """Name of a model: its folder's; ORG/NAME in the hub's cache, where a folder is a commit."""
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
+
+
 def model_folder(name: str, revision: str | None = None) -> Path:
     """Model folder at a path, of this name under ``weights/``, or downloaded from the hub.
 

@@ -26,7 +26,7 @@ from decoding.verify import Coupling
 from model import InputError
 from model.fast import gpu_bits, why_not_compiled
 from model.plan import LOW_BITS
-from weights.load import DTYPES, model_folder, read_config, stored_dtype
+from weights.load import DTYPES, model_folder, read_config, shown_name, stored_dtype
 from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
@@ -134,7 +134,7 @@ class Request:
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)
-        self.name = self.folder.resolve().name
+        self.name = shown_name(self.folder)
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)

@@ -87,8 +87,10 @@ class Session:
         return self.streaming
 
     def write_all(self, prompts: Sequence[str], **options: object) -> list[Sample]:
-        """A text after each prompt, in shared steps where the device has them; each is the text
-        that it would be alone. Equal prompts have different random numbers.
+        """A text after each prompt, in shared steps where the device has them.
+
+        Greedy texts are those of ``write``. Sampled ones have random numbers of their own, by the
+        seed and their place in the list.
         """
         self.streaming.close()
         if not isinstance(prompts, list | tuple):

@@ -154,6 +154,10 @@ class StructuredOutputs(BaseModel):
 
     def grammar(self) -> dict[str, str]:
         """The command line's options for it."""
+        if len(self.model_dump(exclude_none=True)) > 1:
+            raise HTTPException(
+                400, "structured_outputs: give one of json, regex, choice and grammar"
+            )
         schema = self.json_schema
         found = {
             "json_schema": json.dumps(schema) if isinstance(schema, dict) else schema,
@@ -311,6 +315,8 @@ def given_options(body: TextBody) -> dict[str, Any]:
             given[name] = [value] if is_one else value
         elif not (value is False or value in NOTHING or name in UNUSED or is_neutral):
             raise HTTPException(400, f"{name} is not supported: leave it out")
+    if body.response_format and body.response_format.grammar() and body.structured_outputs:
+        raise HTTPException(400, "response_format and structured_outputs: give one of them")
     for structure in filter(None, (body.response_format, body.structured_outputs)):
         given |= structure.grammar()
     for name, most in MAX_SOURCE.items():

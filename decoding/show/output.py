@@ -167,9 +167,8 @@ def in_words(sample: Sample) -> str:
     line += f"; {sample.draft}"
     if told.drafted:
         line += f": {told.acceptance_rate:.0%} of {told.drafted} drafted tokens accepted"
-    if sample.trouble:
-        line += f"; {sample.trouble}"
-    return f"{line}, {told.tokens_per_round:.2f} tokens a round"
+    line += f", {told.tokens_per_round:.2f} tokens a round"
+    return f"{line}; {sample.trouble}" if sample.trouble else line
 
 
 def as_json(sample: Sample, repeat_with: str) -> dict[str, Any]:

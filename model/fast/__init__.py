@@ -54,8 +54,8 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
     """Model of the same weights whose steps are fast on its device.
 
     Without ``compiled`` nothing is compiled or captured. Where there are no faster steps, the model
-    itself is returned; a line on stderr says so if only Numba is missing. The model itself then
-    reads prompts and rounds weights by the faster functions too.
+    itself is returned, unchanged; a line on stderr says so if only Numba is missing. Elsewhere the
+    model is changed too (``Decoder.use``): it reads prompts and rounds weights by faster functions.
     """
     if model.device.type == "mps":
         return model
@@ -85,7 +85,7 @@ def static_capacity(positions: int) -> int:
     """Positions of a GPU's cache: a power of two of ``positions`` or more, and padded rows.
 
     So the longest context of 131,072 tokens has eight sizes, for each of which steps are compiled
-    again.
+    again. The room for padded rows is larger than any step needs.
     """
     return max(1024, 1 << (positions - 1).bit_length()) + 512
 

@@ -23,7 +23,7 @@ def groups(x: Tensor) -> Tensor:
 
 
 @given(st.integers(1, 5), st.integers(1, 80), st.sampled_from(AFFINE), st.integers(0, 99))
-def test_a_groups_weighted_error_is_at_most_that_of_an_even_grid(
+def test_a_groups_weighted_error_is_bounded_by_half_a_step_of_an_even_grid(
     rows: int, columns: int, bits: int, seed: int
 ) -> None:
     """That of rounding to the nearest of evenly spaced values between its least and largest weight:
@@ -70,7 +70,7 @@ def test_fitted_grids_beat_the_even_grid_where_the_product_matters(bits: int) ->
     """
     weight, importance = (
         torch.randn(64, 256, generator=torch.Generator().manual_seed(0)),
-        torch.rand(256) ** 4 + 1e-3,
+        torch.rand(256, generator=torch.Generator().manual_seed(1)) ** 4 + 1e-3,
     )
     low, high = (groups(weight).amin(2)[..., None], groups(weight).amax(2)[..., None])
     step = (high - low) / (2**bits - 1)

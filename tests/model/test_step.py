@@ -112,7 +112,7 @@ def entries(cache: Any) -> list[Tensor]:
 
 
 def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(map(torch.equal, found, expected))
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

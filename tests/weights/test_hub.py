@@ -19,7 +19,7 @@ import torch
 
 from tests.folders import LLAMA, write_folder
 from tests.refusal import refusal
-from weights.load import load_model, model_folder
+from weights.load import load_model, model_folder, shown_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REVISIONS = ("main", "v1", COMMIT)
@@ -265,3 +265,10 @@ def test_a_local_folder_wins_and_has_no_revisions(
     assert model_folder("hub/local") == Path("hub/local")
     assert "--revision is for models on the hub" in refusal(model_folder, "hub/local", "main")
     assert "no folder 'hub/empty' with" in refusal(model_folder, "hub/empty")
+
+
+def test_a_model_of_the_hub_is_shown_by_its_name_and_not_by_its_commit(tmp_path: Path) -> None:
+    assert (
+        shown_name(tmp_path / "models--org--small-1B" / "snapshots" / "0123abcd") == "org/small-1B"
+    )
+    assert shown_name(tmp_path / "local") == "local"

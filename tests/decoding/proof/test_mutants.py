@@ -1,6 +1,4 @@
-"""Every defect that applies to this design is caught: with it put in, the law test named beside it
-fails.
-"""
+"""Every defect that applies to this design makes the test named beside it fail."""
 
 import pytest
 

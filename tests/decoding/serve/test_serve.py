@@ -219,6 +219,25 @@ WRONG: dict[str, tuple[tuple[str, Any], int, str | None, str]] = {
         None,
         "json_schema is no JSON",
     ),
+    "two grammars": (
+        texts(structured_outputs={"regex": "a", "choice": ["b"]}),
+        400,
+        "structured_outputs",
+        "structured_outputs: give one of json, regex, choice and grammar",
+    ),
+    "two formats": (
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+        ),
+        400,
+        "response_format",
+        "response_format and structured_outputs: give one of them",
+    ),
     "no share": (texts(top_p=2.0), 400, "top_p", "top-p must be above 0"),
     "a list": (("completions", []), 400, None, "the body: Input should be an object"),
     "too much": (texts(suffix="a" * MAX_BODY), 413, None, "up to 1048576 bytes"),
