@@ -323,8 +323,8 @@ class Slope:
 
 
 class PlainTime:
-    """Time T of a plain round: the median of this text's last ones, but at most its fastest round
-    with a draft.
+    """Time T of a plain round: the median of this text's last ones, but at most the fastest of its
+    last rounds with a draft.
 
     A few rounds are plain only to measure T: the first two, and others 16, 32, 48 and then every
     64 rounds after those before. They come in twos, and the second is learned from: behind a draft

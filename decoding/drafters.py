@@ -245,8 +245,12 @@ class KnownTokens:
         self, text: Text, limit: int, params: SamplingParams, policy: Policy, randomness: Randomness
     ) -> Draft:
         """Draft of up to ``limit`` tokens, not drawn: their distributions are one-hot."""
+        return self.draft_of(text, self.find(text, limit)[1])
+
+    def draft_of(self, text: Text, tokens: Sequence[int]) -> Draft:
+        """Draft of these tokens, up to the first that is not allowed or ends the text."""
         drafted: list[int] = []
-        for token in self.find(text, limit)[1]:
+        for token in tokens:
             allowed = text.allowed_after(drafted)
             if allowed is not None and not allowed[token]:
                 break  # a constraint may be called only with texts that it allows
@@ -339,18 +343,18 @@ class BestOf:
         constraints force behind them come on top.
         """
         length = 0
-        drafter = next(iter(self.drafters.values()))
         if limit:
             taken, length = policy.choose(self._offers(text, limit))
-            drafter = self.drafters[taken.name]
         if not length:
-            self.nothing = self.nothing or drafter.propose(text, 0, params, policy, randomness)
+            some = next(iter(self.drafters.values()))
+            self.nothing = self.nothing or some.propose(text, 0, params, policy, randomness)
             return self.nothing
-        if isinstance(drafter, ModelDrafter):
-            steps = length - taken.forced
-            draft = drafter.propose(text, limit, params, policy, randomness, steps)
-            return replace(draft, drafter=taken.name)
-        return drafter.propose(text, min(limit, length), params, policy, randomness)
+        drafter = self.drafters[taken.name]
+        if isinstance(drafter, KnownTokens):
+            return drafter.draft_of(text, taken.tokens[: min(limit, length)])
+        steps = length - taken.forced
+        draft = drafter.propose(text, limit, params, policy, randomness, steps)
+        return replace(draft, drafter=taken.name)
 
     def _offers(self, text: Text, limit: int) -> list[Offer]:
         """An offer of each drafter. Copied tokens that differ from the forced ones are none.

@@ -85,8 +85,8 @@ class Verdict(NamedTuple):
     """Result of a verification, copied to the host.
 
     ``token`` follows the accepted ones; it is None where the constraints allow none. ``nonfinite``:
-    its logits hold NaN or infinity. ``confidence``: its raw softmax probability; None unless the
-    policy reads it.
+    the largest of its logits is NaN or infinite. ``confidence``: its raw softmax probability; None
+    unless the policy reads it.
     """
 
     drafted: list[int]

@@ -85,8 +85,8 @@ def check_prompt(
     """
     if not ids or max(ids) >= config.vocab_size:
         raise InputError(
-            f"{folder}: the tokenizer does not belong to this model: it gives ids that the model"
-            " lacks"
+            f"{folder}: the tokenizer does not belong to this model: it gives no ids, or ids that"
+            " the model lacks"
         )
     context = context or config.max_positions
     if len(ids) >= context:

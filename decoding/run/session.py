@@ -146,8 +146,8 @@ class Session:
         readers: Sequence[Reader] = (),
     ) -> Pieces:
         """The text of a sample that holds only its prompt, in pieces as they are written."""
-        writer.begin(sample.source.tokens, answers)
         drafting = self.setting.drafting(asked.draft, asked.params)
+        writer.begin(sample.source.tokens, answers)
         stream = TextStream(sample.source)
         for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
             for read in readers:
