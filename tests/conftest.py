@@ -3,6 +3,7 @@ that are the same every run; the real checkpoint.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # A name with a slash is looked for on a hub, but tests have no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A background job ignores Ctrl-C, and so would the processes of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without shrinking, since every mutant fails a law and nobody reads its example:
 # --hypothesis-profile=default shrinks.
