@@ -59,9 +59,7 @@ class Shard:
         fit = [
             n
             for n in range(1, heads + 1)
-            if heads % n == 0
-            and (kv_heads % n == 0 or n % kv_heads == 0)
-            and n <= min(self.config.vocab_size, self.config.intermediate_size)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
         ]
         if self.size not in fit:
             raise InputError(
