@@ -69,10 +69,12 @@ class Output:
                 scheduler.write_all(tasks)
                 seconds = now(request.device) - began - scheduler.reading
         finally:
-            for sample in [task.sample for task in tasks[1:] if task.sample.rounds]:
-                with self.shown(sample, pause=0) as show:
-                    for round in sample.rounds:
-                        show(round, sample.seconds)
+            for task in tasks[1:]:
+                if task.loop is None or (task.error and not task.sample.rounds):
+                    continue  # it had not begun, or failed before anything was written
+                with self.shown(task.sample, pause=0) as show:
+                    for round in task.sample.rounds:
+                        show(round, task.sample.seconds)
         speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
         say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
 
@@ -89,16 +91,18 @@ class Output:
     @contextmanager
     def shown(self, sample: Sample, pause: float = PAUSE) -> Iterator[Reader]:
         """A reader of rounds that shows a sample, behind a line that separates it from the one
-        before. Statistics follow it, if anything was written.
+        before. Statistics follow it, unless an error came before its first round.
         """
         if self.samples:
             print("-" * 20, file=self.file)
         try:
             with self.view(sample.source, pause) as show:
                 yield show
-        finally:
-            if sample.rounds:
+        except BaseException as error:
+            if sample.rounds or isinstance(error, KeyboardInterrupt):
                 self.end(sample)
+            raise
+        self.end(sample)
 
     @contextmanager
     def view(self, text: Text, pause: float) -> Iterator[Reader]:

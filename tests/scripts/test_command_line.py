@@ -379,7 +379,7 @@ def test_ctrl_c_ends_a_process_with_status_130_after_what_it_wrote(
         process.send_signal(signal.SIGINT)
         rest, said = process.communicate()
     assert process.returncode == 130 and first and rest.endswith(b"\n")
-    assert 0 < said.count(b" tokens in ") <= samples and b"Traceback" not in said
+    assert said.count(b" tokens in ") == samples and b"Traceback" not in said
 
 
 @pytest.mark.parametrize("trace", [(), ("--trace",)])
