@@ -57,6 +57,11 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     return [document for document in documents if document.strip()]
 
 
+def is_held_out(document: str) -> bool:
+    """Whether a document is not trained on, by its text alone."""
+    return zlib.crc32(document.encode()) % HELD_OUT_ONE_IN == 0
+
+
 def train_tokenizer(documents: Sequence[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE tokenizer of up to ``vocab_size`` tokens, at least 258, and write it
     into ``folder``.
@@ -112,8 +117,8 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     ending = [] if end is None else [end]
     train = array("I")
     held_out = array("I")
-    for document in documents:  # held out by its text alone, not by other documents
-        ids = held_out if zlib.crc32(document.encode()) % HELD_OUT_ONE_IN == 0 else train
+    for document in documents:
+        ids = held_out if is_held_out(document) else train
         ids.extend(tokenizer.encode(document) + ending)
     if min(len(train), len(held_out)) <= context:
         raise InputError(
