@@ -10,12 +10,12 @@ from functools import cache
 import numpy as np
 
 from model.fast.cpu import elements
-from model.fast.cpu.dot import GROUP, INPUTS, INT8, NUMBER_BYTES, dot, sum_rows
+from model.fast.cpu.dot import BLOCK_ROWS, GROUP, INPUTS, INT8, NUMBER_BYTES, dot, sum_rows
 from model.fast.cpu.kernels import address, array_at
 from model.fast.cpu.team import compiled_task
 from model.fast.cpu.vectors import LANES
 
-# A matrix of weights. Its blocks are rows, or 16 rows each in low bits.
+# A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
 MATRIX = np.dtype(
     [
         ("kind", np.int64),  # of numbers: see ``dot``
@@ -103,7 +103,7 @@ def product_task(kind: int) -> int:
     block of weights.
     """
     x_kind = INPUTS[kind]
-    block_rows = LANES if x_kind == INT8 else 1
+    block_rows = LANES if x_kind == INT8 else BLOCK_ROWS
 
     def product(arguments: int, first: int, end: int) -> None:
         given = array_at(arguments, 1, PROJECTION)[0]
@@ -124,8 +124,9 @@ def product_task(kind: int) -> int:
                 kind,
                 x_kind,
                 w=matrices[matrix].weights + block * matrices[matrix].block_bytes,
+                w_stride=matrices[matrix].block_bytes // block_rows,
                 x=given.inputs,
-                stride=given.inputs_stride,
+                x_stride=given.inputs_stride,
                 rows=given.rows,
                 columns=columns,
                 out=given.out + 4 * (neuron + row),
@@ -152,19 +153,21 @@ def attention_task(kind: int) -> int:
             skipped = head // given.groups * head_bytes + first * given.entry_bytes
             scores = np.empty(position + 1 - first, np.float32)
             attended = array_at(given.out + piece * size * 4, size, np.float32)
-            # The query plays the row of weights, the keys play the inputs.
-            dot(
-                kind,
-                kind,
-                w=given.queries + piece * given.entry_bytes,
-                x=keys + skipped,
-                stride=given.entry_bytes,
-                rows=len(scores),
-                columns=size,
-                out=address(scores),
-                out_stride=4,
-                count=1,
-            )
+            # The keys play the weights, the query plays the inputs.
+            for key in range(0, len(scores), BLOCK_ROWS):
+                dot(
+                    kind,
+                    kind,
+                    w=keys + skipped + key * given.entry_bytes,
+                    w_stride=given.entry_bytes,
+                    x=given.queries + piece * given.entry_bytes,
+                    x_stride=0,
+                    rows=1,
+                    columns=size,
+                    out=address(scores) + 4 * key,
+                    out_stride=0,
+                    count=min(BLOCK_ROWS, len(scores) - key),
+                )
             scores *= given.scale
             if given.soft_cap:
                 elements.soft_cap(scores, given.soft_cap)
