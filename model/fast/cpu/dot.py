@@ -1,4 +1,4 @@
-"""Dot products of rows of weights with rows of inputs, and weighted sums of rows, as instructions on
+"""Dot products of rows of weights with rows of inputs, and weighted sums of rows: instructions on
 vectors of 16 lanes (``vectors``).
 
 A *tile* is the products of a few rows of weights with a few rows of inputs. Each vector that it
