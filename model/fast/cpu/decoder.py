@@ -148,7 +148,7 @@ class FastDecoder(PreparedDecoder):
         self.plans[plan] = Weights(
             kind=self.kind,
             embedding=model.embed_tokens.weight.data_ptr(),
-            embedding_scale=np.float32([model.embedding_scale]),
+            embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),
             attention_task=attention_task(self.kind),
             attention_scale=np.float32(config.attention_scale),

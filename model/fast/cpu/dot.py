@@ -40,6 +40,7 @@ Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from llvmlite import ir
@@ -70,8 +71,6 @@ BF16, F16, F32, INT4, INT8 = range(5)  # kinds of numbers
 LOW_BITS = {4: INT4, 8: INT8}
 NUMBER_BYTES = (2, 2, 4)  # of BF16, F16 and F32
 NUMBER_TYPES = (I16, I16, FLOAT)  # of LLVM
-
-BLOCK = 64  # columns that are summed side by side
 GROUP = 32  # inputs per scale; weights too, in four bits
 
 # instruction sets that Numba compiles for
@@ -82,7 +81,8 @@ HAS_VPDPBUSD = "+avx512vnni" in FEATURES
 # Rows of weights of a block, and rows of inputs of its tiles. A register holds one sum of a tile.
 BLOCK_ROWS = 4 if "+avx512f" in FEATURES else 2
 TILES = (4, 2, 1) if "+avx512f" in FEATURES else (2, 1)
-BLOCKS_AHEAD = (1, 2)  # of prefetching; the second request comes where the first was dropped
+BLOCK = BLOCK_ROWS * LANES  # columns that ``add_rows`` sums side by side
+BLOCKS_AHEAD = (1, 2)  # of prefetching
 
 # kind of the inputs of weights
 INPUTS = {BF16: BF16 if HAS_VDPBF16PS else F32, F16: F32, F32: F32, INT4: INT8, INT8: INT8}
@@ -149,12 +149,18 @@ def read(
 
 
 def multiply_floats(
-    kind: int, x_kind: int, rows: list[Value], inputs: list[Value], columns: Value, size: Value
+    kind: int,
+    x_kind: int,
+    rows: list[Value],
+    inputs: list[Value],
+    columns: Value,
+    size: Value,
+    is_only: Value,
 ) -> Value:
     """Dot products of each of ``rows`` of weights with each of ``inputs``, row by row of inputs.
 
-    Each takes ``columns`` columns. The weights of the next blocks, of ``size`` bytes each, are
-    prefetched.
+    Each takes ``columns`` columns. The next blocks of weights, of ``size`` bytes each, are
+    prefetched; once more if this is the only tile of the block, since a processor drops requests.
     """
     lanes = 2 * LANES if kind == x_kind == BF16 and HAS_VDPBF16PS else LANES
     multiply_add = fused_multiply_add if lanes == LANES else add_pairs
@@ -165,9 +171,16 @@ def multiply_floats(
         """Add the products of the columns from ``first`` on, before ``end`` if it is given."""
         left = None if end is None else end - first
         place = rows[0] + first * (len(rows) * NUMBER_BYTES[kind])
-        for blocks in BLOCKS_AHEAD:
-            for number in range(len(rows)):
-                prefetch(place + size * blocks + number * line)
+        ahead = [
+            place + size * blocks + number * line
+            for blocks in BLOCKS_AHEAD
+            for number in range(len(rows))
+        ]
+        for each in ahead:
+            prefetch(each)
+        with columns.builder.if_then(is_only.raw):
+            for each in ahead:
+                prefetch(each)
         vectors = [read(x_kind, each, first, left, lanes) for each in inputs]
         for number, row in enumerate(rows):
             weights = read(kind, row, first, left, lanes)
@@ -251,50 +264,95 @@ def dot(
         if x_kind == INT8:
             found = multiply_codes(kind, w, inputs, columns)
         else:
-            sums = multiply_floats(kind, x_kind, weights, inputs, columns, w_stride * BLOCK_ROWS)
+            sums = multiply_floats(
+                kind,
+                x_kind,
+                weights,
+                inputs,
+                columns,
+                size=w_stride * BLOCK_ROWS,
+                is_only=rows < rows.constant(size + 1),
+            )
             of_rows = range(0, size * BLOCK_ROWS, BLOCK_ROWS)
             found = [sums.shuffle(list(range(place, place + BLOCK_ROWS))) for place in of_rows]
         for number, values in enumerate(found):
             store(out + out_stride * (first + number), values, count)
 
-    done = rows.constant(0)
+    in_tiles(rows, store_tile)
+
+
+def in_tiles(count: Value, append: Callable[[Value, int], None]) -> None:
+    """Loops over ``count`` rows: ``append(first, size)`` for each tile of ``size`` rows."""
+    done = count.constant(0)
     for size in TILES:
-        whole = (rows - done) // size
+        whole = (count - done) // size
         with turns(whole) as turn:
-            store_tile(done + turn * size, size)
+            append(done + turn * size, size)
         done += whole * size
 
 
-@instruction(types.void(*[types.int64] * 7))
-def sum_rows(
+@instruction(types.void(*[types.int64] * 9), constants=1)
+def add_rows(
     builder: ir.IRBuilder,
-    kind: Value,
+    kind: int,
     rows: Value,
     stride: Value,
-    weights: Value,
     count: Value,
     columns: Value,
+    weights: Value,
+    weights_stride: Value,
     out: Value,
+    sums: Value,
 ) -> None:
-    """Weighted sum in float32 of ``count`` rows of numbers of this kind, in order.
+    """Add to each of the ``sums`` rows of float32 numbers at ``out`` a weighted sum of ``count``
+    rows of numbers of this kind, one after the other.
 
-    Rows have ``columns`` numbers and begin ``stride`` bytes apart. Four vectors of 16 columns are
-    summed side by side.
+    The rows have ``columns`` numbers and begin ``stride`` bytes apart, the float32 weights of a sum
+    ``weights_stride`` bytes.
     """
 
-    def store_sums(kind: int, first: Value, end: Value | None) -> None:
-        """Store the sums of the 64 columns from ``first`` on, of those before ``end`` if given."""
-        columns = [first + start for start in range(0, BLOCK, LANES)]
-        left = [None if end is None else end - column for column in columns]
-        sums = [Sum(builder) for _ in columns]
-        with turns(count) as turn:
-            row = rows + turn * stride
-            weight = broadcast(load(weights + turn * 4, FLOAT))
-            for column, total, rest in zip(columns, sums, left, strict=True):
-                total.add(fused_multiply_add, read(kind, row, column, rest), weight)
-        for column, total, rest in zip(columns, sums, left, strict=True):
-            store(out + column * 4, total.value, rest)
+    def add_to_tile(first: Value, size: int) -> None:
+        """Add the rows to the sums of a tile, ``size`` from ``first`` on."""
+        numbers = [first + number for number in range(size)]
+
+        def add_columns(start: Value, end: Value | None) -> None:
+            """Add 64 columns from ``start`` on, those before ``end`` if it is given."""
+            block = [start + column for column in range(0, BLOCK, LANES)]
+            left = [None if end is None else end - column for column in block]
+            places = [
+                [out + (columns * number + column) * 4 for column in block] for number in numbers
+            ]
+            tile = [
+                [
+                    Sum(builder, load(place, FLOATS, rest))
+                    for place, rest in zip(row, left, strict=True)
+                ]
+                for row in places
+            ]
+            with turns(count) as turn:
+                row = rows + turn * stride
+                values = [read(kind, row, *each) for each in zip(block, left, strict=True)]
+                for number, totals in zip(numbers, tile, strict=True):
+                    weight = broadcast(load(weights + weights_stride * number + turn * 4, FLOAT))
+                    for total, vector in zip(totals, values, strict=True):
+                        total.add(fused_multiply_add, vector, weight)
+            for row, totals in zip(places, tile, strict=True):
+                for place, total, rest in zip(row, totals, left, strict=True):
+                    store(place, total.value, rest)
+
+        in_blocks(columns, BLOCK, add_columns)
+
+    in_tiles(sums, add_to_tile)
+
+
+@instruction(types.void(*[types.int64] * 4))
+def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
+    """Numbers of a row of this kind as float32."""
+
+    def store_vector(kind: int, first: Value, end: Value | None) -> None:
+        left = None if end is None else end - first
+        store(out + first * 4, read(kind, row, first, left), left)
 
     for each in (BF16, F16, F32):
         with builder.if_then(builder.icmp_signed("==", kind.raw, kind.constant(each).raw)):
-            in_blocks(columns, BLOCK, partial(store_sums, each))
+            in_blocks(columns, LANES, partial(store_vector, each))

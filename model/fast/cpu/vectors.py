@@ -118,9 +118,9 @@ def instruction(
 class Sum:
     """Sum of products, as 16 partial sums in float32 that LLVM keeps in a register."""
 
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        zeros = ir.Constant(FLOATS, [0.0] * LANES)
-        self.place = Value(builder, cgutils.alloca_once_value(builder, zeros))
+    def __init__(self, builder: ir.IRBuilder, start: Value | None = None) -> None:
+        raw = start.raw if start else ir.Constant(FLOATS, [0.0] * LANES)
+        self.place = Value(builder, cgutils.alloca_once_value(builder, raw))
 
     @property
     def value(self) -> Value:
