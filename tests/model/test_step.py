@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -135,10 +135,14 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.d
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_the_bits_of_a_row_in_low_bits_do_not_depend_on_the_others(name: str, bits: int) -> None:
-    model, text = accelerate(random_model(name)), tokens_for(9)
+    """In steps of 1 to 17 rows, one after the other."""
+    model, text = accelerate(random_model(name)), tokens_for(sum(range(18)))
     plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
-    together = model(text, model.new_cache(16), 0, plan)
-    assert torch.equal(together, one_by_one(model, text, 0, model.new_cache(16), plan))
+    expected = one_by_one(model, text, 0, model.new_cache(160), plan)
+    cache = model.new_cache(160)
+    for start, end in pairwise(accumulate(range(18))):
+        found = model(text[:, start:end], cache, start, plan)
+        assert torch.equal(found, expected[:, start:end])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
@@ -276,13 +280,24 @@ def test_non_finite_numbers_reach_the_logits_and_no_other_row(name: str, broken:
 
 
 def dots(kind: int, x_kind: int) -> Callable[..., np.ndarray]:
-    """Function for dot products of weights, given by address, with rows of inputs."""
+    """Function for dot products of a block of weights, given by address, with rows of inputs."""
 
     @numba.njit
-    def multiply(w, x, columns, count):
+    def multiply(w, stride, x, columns, count):
         out = np.zeros((len(x), count), np.float32)
-        place, stride = out.ctypes.data, out.strides[0]
-        dot.dot(kind, x_kind, w, x.ctypes.data, x.strides[0], len(x), columns, place, stride, count)
+        dot.dot(
+            kind,
+            x_kind,
+            w,
+            stride,
+            x.ctypes.data,
+            x.strides[0],
+            len(x),
+            columns,
+            out.ctypes.data,
+            out.strides[0],
+            count,
+        )
         return out * np.float32(1)  # keeps "out" until it is written
 
     return multiply
@@ -312,13 +327,15 @@ def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
 ) -> None:
     multiply = dots(kind, x_kind)
     for columns in (5, 64, 200):
-        x, row = random_matrix(7, columns), random_matrix(1, columns).to(dtype)
+        x, rows = random_matrix(17, columns), random_matrix(dot.BLOCK_ROWS, columns).to(dtype)
         x = x.bfloat16() if x_kind == dot.BF16 else x
         inputs = x.view(torch.int16).numpy() if x_kind == dot.BF16 else x.numpy()
-        rows = multiply(row.data_ptr(), inputs, columns, 1)
-        np.testing.assert_allclose(rows, x.double() @ row.double().T, atol=1e-4)
-        alone = [multiply(row.data_ptr(), each[None], columns, 1) for each in inputs]
-        assert np.array_equal(np.concatenate(alone), rows)
+        block = rows.data_ptr(), rows.stride(0) * rows.itemsize
+        found = multiply(*block, inputs, columns, len(rows))
+        np.testing.assert_allclose(found, x.double() @ rows.double().T, atol=1e-4)
+        for row, count in product(range(17), range(1, len(rows) + 1)):
+            some = multiply(*block, inputs[row : row + 1 + row % 3], columns, count)
+            assert np.array_equal(some, found[row : row + 1 + row % 3, :count])
 
 
 @pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
@@ -335,9 +352,12 @@ def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kin
         for count in (1, 13, 16):
             x, rounded = random_matrix(7, columns), quantise(random_matrix(count, columns), bits)
             operand, width = packed(rounded), -(-columns // 32) * 32
-            low = multiply(operand.data_ptr(), rounded_inputs(x.numpy()), width, count)
+            inputs = rounded_inputs(x.numpy())
+            low = multiply(operand.data_ptr(), 0, inputs, width, count)
             exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
             np.testing.assert_allclose(low, exact, atol=0.02 * exact.abs().max().item())
+            alone = [multiply(operand.data_ptr(), 0, each[None], width, count) for each in inputs]
+            assert np.array_equal(np.concatenate(alone), low)
 
 
 @np.errstate(invalid="ignore")
@@ -367,17 +387,13 @@ def test_narrow_numbers_are_rounded_as_torch_rounds_them(
 
 
 def test_float16_numbers_are_widened_exactly() -> None:
-    """All of them: as the sum of one row, with weight 1."""
-
     @numba.njit
-    def run(halves, wide, one):
-        dot.sum_rows(
-            dot.F16, halves.ctypes.data, 0, one.ctypes.data, 1, len(halves), wide.ctypes.data
-        )
-        return one[0] + wide[0] + halves[0]  # keeps all until they are read
+    def run(halves, wide):
+        dot.widen_row(dot.F16, halves.ctypes.data, len(halves), wide.ctypes.data)
+        return wide[0] + halves[0]  # keeps both until they are read
 
     halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)
-    run(halves, wide, np.ones(1, np.float32))
+    run(halves, wide)
     assert np.array_equal(wide, halves.view(np.float16).astype(np.float32), equal_nan=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.cpu.dot import BF16, F16, F32, GROUP, LOW_BITS
+from model.fast.cpu.dot import BF16, BLOCK_ROWS, F16, F32, GROUP, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
 from model.fast.cpu.kernels import KERNELS
 from model.fast.cpu.rounding import evaluate_grid
@@ -148,7 +148,7 @@ class FastDecoder(PreparedDecoder):
         self.plans[plan] = Weights(
             kind=self.kind,
             embedding=model.embed_tokens.weight.data_ptr(),
-            embedding_scale=np.float32([model.embedding_scale]),
+            embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),
             attention_task=attention_task(self.kind),
             attention_scale=np.float32(config.attention_scale),
@@ -176,13 +176,14 @@ class FastDecoder(PreparedDecoder):
         bias = 0
         if getattr(product, "bias", None) is not None:
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
+        rows = BLOCK_ROWS if bits == FULL else 1  # of ``weight`` in a block
         return (  # in the order of the record
             kind,
             input_task(kind),
             product_task(kind),
             weight.data_ptr(),
-            weight.stride(0) * weight.itemsize,
-            len(weight),
+            weight.stride(0) * weight.itemsize * rows,
+            -(-len(weight) // rows),
             len(product.weight),
             bias,
         )

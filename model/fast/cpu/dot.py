@@ -1,11 +1,16 @@
-"""Dot products of a row of weights with one or more rows of inputs, and weighted sums of rows, as
-instructions on vectors of 16 lanes (``vectors``).
+"""Dot products of rows of weights with rows of inputs, and weighted sums of rows: instructions on
+vectors of 16 lanes (``vectors``).
+
+A *tile* is the products of a few rows of weights with a few rows of inputs. Each vector that it
+loads takes part in several products, so processors multiply rather than load. A *block* is the rows
+of weights of a tile, which all rows of inputs meet, tile after tile, while it is in the cache.
 
 Steps are row-invariant by construction: the instructions that sum a row's products are spelled out
-here, and their order does not depend on the other rows of the call. Two accumulators of 16 lanes
-alternate, and a fixed tree adds the lanes. LLVM splits such a vector into the registers that a
-processor has, so the bits are the same on every processor, except where vdpbf16ps is used, which
-rounds differently.
+here, and their order depends neither on the tile nor on the other rows of the call. Each product of
+two rows has one sum of 16 lanes, to which vectors of columns are added from the first to the last,
+and a fixed tree adds the lanes (``vectors.add_lanes``). LLVM splits such a vector into the
+registers that a processor has, so the bits are the same on every processor, except where vdpbf16ps
+is used, which rounds differently.
 
     kind          inputs                                       product
     BF16          bfloat16 where the processor has vdpbf16ps   pairs of bfloat16
@@ -35,6 +40,7 @@ Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from llvmlite import ir
@@ -65,19 +71,18 @@ BF16, F16, F32, INT4, INT8 = range(5)  # kinds of numbers
 LOW_BITS = {4: INT4, 8: INT8}
 NUMBER_BYTES = (2, 2, 4)  # of BF16, F16 and F32
 NUMBER_TYPES = (I16, I16, FLOAT)  # of LLVM
-# Rows of inputs that share one reading of the weights. A loop takes time to compile, so rare kinds
-# have smaller ones.
-TILES = {BF16: (4, 1), F16: (2, 1), F32: (2, 1), INT4: (1,), INT8: (1,)}
-
-BLOCK = 64  # columns that are summed side by side
 GROUP = 32  # inputs per scale; weights too, in four bits
-# bytes of prefetching: with many rows of inputs a processor does not read weights ahead by itself
-AHEAD = 2048
 
 # instruction sets that Numba compiles for
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
 HAS_VDPBF16PS = "+avx512bf16" in FEATURES
 HAS_VPDPBUSD = "+avx512vnni" in FEATURES
+
+# Rows of weights of a block, and rows of inputs of its tiles. A register holds one sum of a tile.
+BLOCK_ROWS = 4 if "+avx512f" in FEATURES else 2
+TILES = (4, 2, 1) if "+avx512f" in FEATURES else (2, 1)
+BLOCK = BLOCK_ROWS * LANES  # columns that ``add_rows`` sums side by side
+BLOCKS_AHEAD = (1, 2)  # of prefetching
 
 # kind of the inputs of weights
 INPUTS = {BF16: BF16 if HAS_VDPBF16PS else F32, F16: F32, F32: F32, INT4: INT8, INT8: INT8}
@@ -144,142 +149,210 @@ def read(
 
 
 def multiply_floats(
-    kind: int, x_kind: int, w: Value, places: list[Value], columns: Value, ahead: Value | None
-) -> list[Value]:
-    """Dot products of ``columns`` weights at ``w`` with the inputs at each of ``places``, as 16
-    partial sums each.
+    kind: int,
+    x_kind: int,
+    rows: list[Value],
+    inputs: list[Value],
+    columns: Value,
+    size: Value,
+    is_only: Value,
+) -> Value:
+    """Dot products of each of ``rows`` of weights with each of ``inputs``, row by row of inputs.
 
-    Weights ``ahead`` bytes further on are prefetched.
+    Each takes ``columns`` columns. The next blocks of weights, of ``size`` bytes each, are
+    prefetched; once more if this is the only tile of the block, since a processor drops requests.
     """
     lanes = 2 * LANES if kind == x_kind == BF16 and HAS_VDPBF16PS else LANES
     multiply_add = fused_multiply_add if lanes == LANES else add_pairs
-    sums = [[Sum(w.builder), Sum(w.builder)] for _ in places]
-    size = NUMBER_BYTES[kind]
+    sums = [[Sum(columns.builder) for _ in rows] for _ in inputs]
+    line = lanes * NUMBER_BYTES[kind]  # bytes of a row's vector
 
-    def add_block(first: Value, end: Value | None) -> None:
+    def add_vector(first: Value, end: Value | None) -> None:
         """Add the products of the columns from ``first`` on, before ``end`` if it is given."""
-        if ahead is not None and end is None:
-            for line in range(0, 2 * lanes * size, 64):
-                prefetch(w + ahead + first * size + line)
-        for number in range(2):
-            column = first + number * lanes
-            left = None if end is None else end - column
-            weights = read(kind, w, column, left, lanes)
-            for place, accumulators in zip(places, sums, strict=True):
-                inputs = read(x_kind, place, column, left, lanes)
-                accumulators[number].add(multiply_add, weights, inputs)
+        left = None if end is None else end - first
+        place = rows[0] + first * (len(rows) * NUMBER_BYTES[kind])
+        ahead = [
+            place + size * blocks + number * line
+            for blocks in BLOCKS_AHEAD
+            for number in range(len(rows))
+        ]
+        for each in ahead:
+            prefetch(each)
+        with columns.builder.if_then(is_only.raw):
+            for each in ahead:
+                prefetch(each)
+        vectors = [read(x_kind, each, first, left, lanes) for each in inputs]
+        for number, row in enumerate(rows):
+            weights = read(kind, row, first, left, lanes)
+            for vector, accumulators in zip(vectors, sums, strict=True):
+                accumulators[number].add(multiply_add, weights, vector)
 
-    in_blocks(columns, 2 * lanes, add_block)
-    return [one.value + other.value for one, other in sums]
+    in_blocks(columns, lanes, add_vector)
+    return add_lanes([total.value for accumulators in sums for total in accumulators])
 
 
-def multiply_codes(kind: int, w: Value, x: Value, columns: Value) -> Value:
-    """Dot products of 16 packed rows of low-bit weights with a row of int8 inputs: one per lane.
+def multiply_codes(kind: int, w: Value, inputs: list[Value], columns: Value) -> list[Value]:
+    """Dot products of 16 packed rows of low-bit weights, one per lane, with each of ``inputs``.
 
-    ``columns`` are whole groups. For both operands see the module's docstring.
+    These are rows of int8, and ``columns`` are whole groups. For both operands see the module's
+    docstring.
     """
     groups = columns // GROUP
-    scales = x + columns
-    totals = scales + groups * 4
     vectors = GROUP // 4 if kind == INT8 else GROUP // 8
     codes_bytes = vectors * 4 * LANES
     group_bytes = codes_bytes if kind == INT8 else codes_bytes + 4 * LANES
-    total = Sum(w.builder)
+    sums = [Sum(w.builder) for _ in inputs]
     with turns(groups) as group:
         at = w + group * group_bytes
-        inputs = x + group * GROUP
-        group_total = broadcast(load(totals + group * 4, I32))
-        products = group_total if kind == INT8 else group_total.constant(0)
+        scales = [x + columns + group * 4 for x in inputs]
+        totals = [broadcast(load(scale + groups * 4, I32)) for scale in scales]
+        products = [total if kind == INT8 else total.constant(0) for total in totals]
         for vector in range(vectors):
             codes = load(at + 4 * LANES * vector, INTS)
             parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
-            for half, each in enumerate(parts):
-                four = broadcast(load(inputs + 4 * vector + half * (GROUP // 2), I32))
-                products = add_bytes(products, each, four)
-        values = Value(w.builder, w.builder.sitofp(products.raw, FLOATS))
-        scale = broadcast(load(scales + group * 4, FLOAT))
+            for half, part in enumerate(parts):
+                place = group * GROUP + (4 * vector + half * (GROUP // 2))
+                for number, x in enumerate(inputs):
+                    four = broadcast(load(x + place, I32))
+                    products[number] = add_bytes(products[number], part, four)
         if kind == INT4:
             halves = ir.VectorType(I16, LANES)
-            scale *= widen(BF16, load(at + codes_bytes, halves))
+            step = widen(BF16, load(at + codes_bytes, halves))
             zero = widen(BF16, load(at + (codes_bytes + 2 * LANES), halves))
-            total.add(fused_multiply_add, zero, group_total.bitcast(FLOATS))
-        total.add(fused_multiply_add, values, scale)
-    return total.value * load(w + groups * group_bytes, FLOATS) if kind == INT8 else total.value
+        for number, total in enumerate(sums):
+            values = Value(w.builder, w.builder.sitofp(products[number].raw, FLOATS))
+            scale = broadcast(load(scales[number], FLOAT))
+            if kind == INT4:
+                scale *= step
+                total.add(fused_multiply_add, zero, totals[number].bitcast(FLOATS))
+            total.add(fused_multiply_add, values, scale)
+    if kind == INT4:
+        return [total.value for total in sums]
+    row_scales = load(w + groups * group_bytes, FLOATS)
+    return [total.value * row_scales for total in sums]
 
 
-@instruction(types.void(*[types.int64] * 10), constants=2)
+@instruction(types.void(*[types.int64] * 11), constants=2)
 def dot(
     builder: ir.IRBuilder,
     kind: int,
     x_kind: int,
     w: Value,
+    w_stride: Value,
     x: Value,
-    stride: Value,
+    x_stride: Value,
     rows: Value,
     columns: Value,
     out: Value,
     out_stride: Value,
     count: Value,
 ) -> None:
-    """Dot products of the row of weights at ``w`` with ``rows`` rows of ``columns`` inputs at
-    ``x``; in low bits those of the first ``count`` rows of 16.
+    """Dot products of the first ``count`` rows of a block of weights at ``w`` with ``rows`` rows of
+    ``columns`` inputs at ``x``.
 
-    Rows of inputs are ``stride`` bytes apart, and the float32 numbers at ``out`` are ``out_stride``
-    bytes apart.
+    Rows are ``w_stride`` and ``x_stride`` bytes apart, except those of packed weights. The float32
+    products of a row of inputs are side by side at ``out``, ``out_stride`` bytes behind those of
+    the row before.
     """
-    ahead = (rows.constant(4) < rows).select(rows.constant(AHEAD), rows.constant(0))
+    last = count - 1
+    # A missing row is the last one once more.
+    weights = [w + w_stride * last.smaller(number) for number in range(BLOCK_ROWS)]
 
     def store_tile(first: Value, size: int) -> None:
-        """Store the products of ``size`` rows of inputs from ``first`` on. A tile of more than two
-        has its weights prefetched.
-        """
-        place = out + out_stride * first
-        inputs = [x + stride * (first + number) for number in range(size)]
+        """Store the products of ``size`` rows of inputs from ``first`` on."""
+        inputs = [x + x_stride * (first + number) for number in range(size)]
         if x_kind == INT8:
-            store(place, multiply_codes(kind, w, inputs[0], columns), count)
-            return
-        sums = multiply_floats(kind, x_kind, w, inputs, columns, ahead if size > 2 else None)
-        for number, values in enumerate(sums):
-            store(place + out_stride * number, add_lanes(values))
+            found = multiply_codes(kind, w, inputs, columns)
+        else:
+            sums = multiply_floats(
+                kind,
+                x_kind,
+                weights,
+                inputs,
+                columns,
+                size=w_stride * BLOCK_ROWS,
+                is_only=rows < rows.constant(size + 1),
+            )
+            of_rows = range(0, size * BLOCK_ROWS, BLOCK_ROWS)
+            found = [sums.shuffle(list(range(place, place + BLOCK_ROWS))) for place in of_rows]
+        for number, values in enumerate(found):
+            store(out + out_stride * (first + number), values, count)
 
-    done = rows.constant(0)
-    for size in TILES[kind]:
-        whole = (rows - done) // size
+    in_tiles(rows, store_tile)
+
+
+def in_tiles(count: Value, append: Callable[[Value, int], None]) -> None:
+    """Loops over ``count`` rows: ``append(first, size)`` for each tile of ``size`` rows."""
+    done = count.constant(0)
+    for size in TILES:
+        whole = (count - done) // size
         with turns(whole) as turn:
-            store_tile(done + turn * size, size)
+            append(done + turn * size, size)
         done += whole * size
 
 
-@instruction(types.void(*[types.int64] * 7))
-def sum_rows(
+@instruction(types.void(*[types.int64] * 9), constants=1)
+def add_rows(
     builder: ir.IRBuilder,
-    kind: Value,
+    kind: int,
     rows: Value,
     stride: Value,
-    weights: Value,
     count: Value,
     columns: Value,
+    weights: Value,
+    weights_stride: Value,
     out: Value,
+    sums: Value,
 ) -> None:
-    """Weighted sum in float32 of ``count`` rows of numbers of this kind, in order.
+    """Add to each of the ``sums`` rows of float32 numbers at ``out`` a weighted sum of ``count``
+    rows of numbers of this kind, one after the other.
 
-    Rows have ``columns`` numbers and begin ``stride`` bytes apart. Four vectors of 16 columns are
-    summed side by side.
+    The rows have ``columns`` numbers and begin ``stride`` bytes apart, the float32 weights of a sum
+    ``weights_stride`` bytes.
     """
 
-    def store_sums(kind: int, first: Value, end: Value | None) -> None:
-        """Store the sums of the 64 columns from ``first`` on, of those before ``end`` if given."""
-        columns = [first + start for start in range(0, BLOCK, LANES)]
-        left = [None if end is None else end - column for column in columns]
-        sums = [Sum(builder) for _ in columns]
-        with turns(count) as turn:
-            row = rows + turn * stride
-            weight = broadcast(load(weights + turn * 4, FLOAT))
-            for column, total, rest in zip(columns, sums, left, strict=True):
-                total.add(fused_multiply_add, read(kind, row, column, rest), weight)
-        for column, total, rest in zip(columns, sums, left, strict=True):
-            store(out + column * 4, total.value, rest)
+    def add_to_tile(first: Value, size: int) -> None:
+        """Add the rows to the sums of a tile, ``size`` from ``first`` on."""
+        numbers = [first + number for number in range(size)]
+
+        def add_columns(start: Value, end: Value | None) -> None:
+            """Add 64 columns from ``start`` on, those before ``end`` if it is given."""
+            block = [start + column for column in range(0, BLOCK, LANES)]
+            left = [None if end is None else end - column for column in block]
+            places = [
+                [out + (columns * number + column) * 4 for column in block] for number in numbers
+            ]
+            tile = [
+                [
+                    Sum(builder, load(place, FLOATS, rest))
+                    for place, rest in zip(row, left, strict=True)
+                ]
+                for row in places
+            ]
+            with turns(count) as turn:
+                row = rows + turn * stride
+                values = [read(kind, row, *each) for each in zip(block, left, strict=True)]
+                for number, totals in zip(numbers, tile, strict=True):
+                    weight = broadcast(load(weights + weights_stride * number + turn * 4, FLOAT))
+                    for total, vector in zip(totals, values, strict=True):
+                        total.add(fused_multiply_add, vector, weight)
+            for row, totals in zip(places, tile, strict=True):
+                for place, total, rest in zip(row, totals, left, strict=True):
+                    store(place, total.value, rest)
+
+        in_blocks(columns, BLOCK, add_columns)
+
+    in_tiles(sums, add_to_tile)
+
+
+@instruction(types.void(*[types.int64] * 4))
+def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
+    """Numbers of a row of this kind as float32."""
+
+    def store_vector(kind: int, first: Value, end: Value | None) -> None:
+        left = None if end is None else end - first
+        store(out + first * 4, read(kind, row, first, left), left)
 
     for each in (BF16, F16, F32):
         with builder.if_then(builder.icmp_signed("==", kind.raw, kind.constant(each).raw)):
-            in_blocks(columns, BLOCK, partial(store_sums, each))
+            in_blocks(columns, LANES, partial(store_vector, each))

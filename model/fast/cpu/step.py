@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model.fast.cpu import elements, team
-from model.fast.cpu.dot import GROUP, NUMBER_BYTES, sum_rows
+from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
 from model.fast.cpu.kernels import address, array_at, compiled
 from model.fast.cpu.tasks import ATTENTION, PROJECTION
 
@@ -21,6 +21,7 @@ Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741
 MATRICES = [f"self_attn.{letter}_proj" for letter in "qkvo"] + [
     f"mlp.{name}_proj" for name in ("gate", "up", "down")
 ]
+SPAN_QUERIES = 16  # of rows and heads that attend together
 PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
@@ -29,7 +30,7 @@ class Weights(NamedTuple):
 
     kind: int  # of the cache and of all weights not in low bits
     embedding: int  # address
-    embedding_scale: np.ndarray  # [1]
+    embedding_scale: np.float32
     eps: np.float32
     attention_task: int  # address
     attention_scale: np.float32
@@ -62,15 +63,9 @@ def embed(weights: Weights, tokens: np.ndarray) -> np.ndarray:
     hidden = len(weights.final_norm)
     x = np.empty((len(tokens), hidden), np.float32)
     for row in range(len(tokens)):
-        sum_rows(  # of one row
-            weights.kind,
-            rows=weights.embedding + tokens[row] * hidden * NUMBER_BYTES[weights.kind],
-            stride=0,
-            weights=address(weights.embedding_scale),
-            count=1,
-            columns=hidden,
-            out=address(x[row]),
-        )
+        place = weights.embedding + tokens[row] * hidden * NUMBER_BYTES[weights.kind]
+        widen_row(weights.kind, place, hidden, address(x[row]))
+    x *= weights.embedding_scale
     return x
 
 
@@ -118,25 +113,49 @@ def attend_to_cache(
 ) -> np.ndarray:
     """Causal grouped-query attention of each row to its text (arXiv 2305.13245).
 
-    ``queries`` ``[rows, H, bytes]`` in the cache's dtype -> ``[rows, H · D]``.
+    ``queries`` ``[key heads, rows, groups, bytes]`` in the cache's dtype -> ``[rows, H · D]``.
     """
-    rows, heads, entry_bytes = queries.shape
+    key_heads, rows, groups, entry_bytes = queries.shape
     out = np.empty((rows, weights.matrices[layer, Q].neurons), np.float32)
+    spans = spans_of(batch, max(1, SPAN_QUERIES // groups))
     given = team.arguments_on(board, ATTENTION)[0]
     given.queries = address(queries)
+    given.rows = rows
+    given.spans = address(spans)
     given.positions = address(batch.positions)
     given.head_bytes = address(batch.head_bytes)
     given.entries = address(batch.entries[:, layer])
     given.entries_stride = batch.entries.strides[0]
     given.entry_bytes = entry_bytes
-    given.heads = heads
-    given.groups = weights.matrices[layer, Q].neurons // weights.matrices[layer, K].neurons
+    given.key_heads = key_heads
+    given.groups = groups
     given.window = weights.windows[layer]
     given.scale = weights.attention_scale
     given.soft_cap = weights.attention_soft_cap
     given.out = address(out)
-    team.run(board, weights.attention_task, rows * heads, 1)
+    team.run(board, weights.attention_task, (len(spans) - 1) * key_heads, 1)
+    spans[0] = 0  # keeps them until here: Numba frees an array behind its last use by name
     return out
+
+
+@compiled()
+def spans_of(batch: Batch, most: int) -> np.ndarray:
+    """First rows of the spans, and behind them the number of rows: a span is up to ``most`` rows of
+    one text at positions that follow each other.
+    """
+    rows = len(batch.positions)
+    firsts = np.zeros(rows + 1, np.int64)
+    count = 1
+    for row in range(1, rows):
+        follows = (
+            batch.positions[row] == batch.positions[row - 1] + 1
+            and batch.entries[row, 0, 0] == batch.entries[row - 1, 0, 0]
+        )
+        if not follows or row == firsts[count - 1] + most:
+            firsts[count] = row
+            count += 1
+    firsts[count] = rows
+    return firsts[: count + 1]
 
 
 @compiled()
@@ -152,7 +171,8 @@ def attention(
     cos = weights.cos[weights.ropes[layer]]
     sin = weights.sin[weights.ropes[layer]]
     qkv = project(board, matrices[Q : V + 1], x)
-    queries = np.empty((len(x), heads, entry_bytes), np.uint8)
+    groups = heads // kv_heads
+    queries = np.empty((kv_heads, len(x), groups, entry_bytes), np.uint8)
     for row in range(len(x)):
         position = batch.positions[row]
         for head in range(heads + 2 * kv_heads):  # of queries, then of keys, then of values
@@ -163,7 +183,7 @@ def attention(
                     numbers[:] = elements.normalise(numbers.reshape(1, size), norm, weights.eps)[0]
                 elements.rotate(numbers, cos[position], sin[position])
             if head < heads:
-                place = address(queries[row, head])
+                place = address(queries[head // groups, row, head % groups])
             else:
                 which, group = divmod(head - heads, kv_heads)
                 first = batch.entries[row, layer, which] + group * batch.head_bytes[row]

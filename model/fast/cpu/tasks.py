@@ -10,12 +10,21 @@ from functools import cache
 import numpy as np
 
 from model.fast.cpu import elements
-from model.fast.cpu.dot import GROUP, INPUTS, INT8, NUMBER_BYTES, dot, sum_rows
+from model.fast.cpu.dot import (
+    BLOCK_ROWS,
+    GROUP,
+    INPUTS,
+    INT8,
+    NUMBER_BYTES,
+    add_rows,
+    dot,
+    widen_row,
+)
 from model.fast.cpu.kernels import address, array_at
 from model.fast.cpu.team import compiled_task
 from model.fast.cpu.vectors import LANES
 
-# A matrix of weights. Its blocks are rows, or 16 rows each in low bits.
+# A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
 MATRIX = np.dtype(
     [
         ("kind", np.int64),  # of numbers: see ``dot``
@@ -43,16 +52,18 @@ PROJECTION = np.dtype(
     ]
 )
 
-# Arguments of ``attention_task``.
+# Arguments of ``attention_task``. A span is rows of one text, at positions that follow each other.
 ATTENTION = np.dtype(
     [
-        ("queries", np.int64),  # address of [rows, heads, D] in the cache's dtype
+        ("queries", np.int64),  # address of [key heads, rows, groups, D] in the cache's dtype
+        ("rows", np.int64),
+        ("spans", np.int64),  # address of the first row of each span, and the number of rows
         ("positions", np.int64),  # addresses of [rows], as in ``step.Batch``
         ("head_bytes", np.int64),
         ("entries", np.int64),  # address of the addresses of the first row's keys and values
         ("entries_stride", np.int64),  # bytes to those of the next row
         ("entry_bytes", np.int64),  # of a query, key or value
-        ("heads", np.int64),
+        ("key_heads", np.int64),
         ("groups", np.int64),  # query heads that share a key head
         ("window", np.int64),  # 0 if there is none
         ("scale", np.float32),
@@ -60,8 +71,6 @@ ATTENTION = np.dtype(
         ("out", np.int64),  # address of [rows, heads, D] float32
     ]
 )
-
-ONE = np.ones(1, np.float32)  # weight of a row in a sum of one row
 
 
 @cache
@@ -84,15 +93,7 @@ def input_task(kind: int) -> int:
                 # the stores of a block end before the next block's numbers begin.
                 rounded = place + 2 * columns
                 elements.store_rounded(kind, row, rounded)
-                sum_rows(
-                    kind,
-                    rows=rounded,
-                    stride=0,
-                    weights=address(ONE),
-                    count=1,
-                    columns=columns,
-                    out=place,
-                )
+                widen_row(kind, rounded, columns, place)
 
     return compiled_task(inputs, kind)
 
@@ -103,7 +104,7 @@ def product_task(kind: int) -> int:
     block of weights.
     """
     x_kind = INPUTS[kind]
-    block_rows = LANES if x_kind == INT8 else 1
+    block_rows = LANES if x_kind == INT8 else BLOCK_ROWS
 
     def product(arguments: int, first: int, end: int) -> None:
         given = array_at(arguments, 1, PROJECTION)[0]
@@ -124,8 +125,9 @@ def product_task(kind: int) -> int:
                 kind,
                 x_kind,
                 w=matrices[matrix].weights + block * matrices[matrix].block_bytes,
+                w_stride=matrices[matrix].block_bytes // block_rows,
                 x=given.inputs,
-                stride=given.inputs_stride,
+                x_stride=given.inputs_stride,
                 rows=given.rows,
                 columns=columns,
                 out=given.out + 4 * (neuron + row),
@@ -138,47 +140,75 @@ def product_task(kind: int) -> int:
 
 @cache
 def attention_task(kind: int) -> int:
-    """Address of the task of attention to a cache of this kind; a piece is a head of a row."""
+    """Address of the task of attention to a cache of this kind; a piece is a key head of a span."""
 
     def attention(arguments: int, begin: int, end: int) -> None:
         given = array_at(arguments, 1, ATTENTION)[0]
+        groups = given.groups
         size = given.entry_bytes // NUMBER_BYTES[kind]
+        all_positions = array_at(given.positions, given.rows, np.int64)
         for piece in range(begin, end):
-            row, head = divmod(piece, given.heads)
-            position = array_at(given.positions + 8 * row, 1, np.int64)[0]
-            head_bytes = array_at(given.head_bytes + 8 * row, 1, np.int64)[0]
+            span, head = divmod(piece, given.key_heads)
+            row, end_row = array_at(given.spans + 8 * span, 2, np.int64)
+            positions = all_positions[row:end_row]
+            ends = positions + 1
+            begins = np.maximum(0, ends - given.window) if given.window else np.zeros_like(ends)
+            first = begins[0]
             keys, values = array_at(given.entries + row * given.entries_stride, 2, np.int64)
-            first = max(0, position + 1 - given.window) if given.window else 0
-            skipped = head // given.groups * head_bytes + first * given.entry_bytes
-            scores = np.empty(position + 1 - first, np.float32)
-            attended = array_at(given.out + piece * size * 4, size, np.float32)
-            # The query plays the row of weights, the keys play the inputs.
-            dot(
-                kind,
-                kind,
-                w=given.queries + piece * given.entry_bytes,
-                x=keys + skipped,
-                stride=given.entry_bytes,
-                rows=len(scores),
-                columns=size,
-                out=address(scores),
-                out_stride=4,
-                count=1,
-            )
-            scores *= given.scale
-            if given.soft_cap:
-                elements.soft_cap(scores, given.soft_cap)
-            elements.exponentials(scores)
-            sum_rows(
-                kind,
-                rows=values + skipped,
-                stride=given.entry_bytes,
-                weights=address(scores),
-                count=len(scores),
-                columns=size,
-                out=address(attended),
-            )
-            # after the sum: Numba frees an array behind its last use by name
-            attended /= elements.total(scores)
+            head_bytes = array_at(given.head_bytes + 8 * row, 1, np.int64)[0]
+            skipped = head * head_bytes + first * given.entry_bytes
+            queries = given.queries + (head * given.rows + row) * groups * given.entry_bytes
+            scores = np.empty((len(ends), groups, ends[-1] - first), np.float32)
+            for key in range(0, scores.shape[2], BLOCK_ROWS):
+                # The keys play the weights, the queries play the inputs.
+                dot(
+                    kind,
+                    kind,
+                    w=keys + skipped + key * given.entry_bytes,
+                    w_stride=given.entry_bytes,
+                    x=queries,
+                    x_stride=given.entry_bytes,
+                    rows=len(ends) * groups,
+                    columns=size,
+                    out=address(scores) + 4 * key,
+                    out_stride=scores.strides[1],
+                    count=min(BLOCK_ROWS, scores.shape[2] - key),
+                )
+            for query in range(len(ends)):
+                for group in range(groups):
+                    own = scores[query, group, begins[query] - first : ends[query] - first]
+                    own *= given.scale
+                    if given.soft_cap:
+                        elements.soft_cap(own, given.soft_cap)
+                    elements.exponentials(own)
+            attended = np.zeros((len(ends), groups, size), np.float32)
+            # Between two beginnings or ends, the same queries attend to all positions.
+            position = first
+            attending = 0  # queries up to here have begun
+            for query in range(len(ends)):
+                while position < ends[query]:
+                    while attending < len(ends) and begins[attending] <= position:
+                        attending += 1
+                    stop = ends[query]
+                    if attending < len(ends):
+                        stop = min(stop, begins[attending])
+                    add_rows(
+                        kind,
+                        rows=values + head * head_bytes + position * given.entry_bytes,
+                        stride=given.entry_bytes,
+                        count=stop - position,
+                        columns=size,
+                        weights=address(scores[query]) + 4 * (position - first),
+                        weights_stride=scores.strides[1],
+                        out=address(attended[query]),
+                        sums=(attending - query) * groups,
+                    )
+                    position = stop
+            for query in range(len(ends)):
+                for group in range(groups):
+                    own = scores[query, group, begins[query] - first : ends[query] - first]
+                    number = ((row + query) * given.key_heads + head) * groups + group
+                    out = array_at(given.out + number * size * 4, size, np.float32)
+                    out[:] = attended[query, group] / elements.total(own)
 
     return compiled_task(attention, kind)

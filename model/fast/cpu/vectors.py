@@ -58,6 +58,11 @@ class Value:
     def __lt__(self, other: Value) -> Value:
         return Value(self.builder, self.builder.icmp_signed("<", self.raw, other.raw))
 
+    def smaller(self, number: int) -> Value:
+        """Smaller of this integer and a constant."""
+        other = self.constant(number)
+        return (self < other).select(self, other)
+
     def select(self, a: Value, b: Value) -> Value:
         """Value ``a`` where this one is true, else ``b``."""
         return Value(self.builder, self.builder.select(self.raw, a.raw, b.raw))
@@ -66,10 +71,11 @@ class Value:
         """Same bits as another type."""
         return Value(self.builder, self.builder.bitcast(self.raw, kind))
 
-    def shuffle(self, lanes: list[int]) -> Value:
-        """Vector of these lanes."""
+    def shuffle(self, lanes: list[int], other: Value | None = None) -> Value:
+        """Vector of these lanes, counted on in ``other``."""
         numbers = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
-        return Value(self.builder, self.builder.shuffle_vector(self.raw, self.raw, numbers))
+        more = (other or self).raw
+        return Value(self.builder, self.builder.shuffle_vector(self.raw, more, numbers))
 
     def call(self, name: str, result: ir.Type, *more: Value | ir.Constant) -> Value:
         """Result of an LLVM intrinsic, called with this value and ``more``."""
@@ -112,9 +118,9 @@ def instruction(
 class Sum:
     """Sum of products, as 16 partial sums in float32 that LLVM keeps in a register."""
 
-    def __init__(self, builder: ir.IRBuilder) -> None:
-        zeros = ir.Constant(FLOATS, [0.0] * LANES)
-        self.place = Value(builder, cgutils.alloca_once_value(builder, zeros))
+    def __init__(self, builder: ir.IRBuilder, start: Value | None = None) -> None:
+        raw = start.raw if start else ir.Constant(FLOATS, [0.0] * LANES)
+        self.place = Value(builder, cgutils.alloca_once_value(builder, raw))
 
     @property
     def value(self) -> Value:
@@ -169,13 +175,17 @@ def store(address: Value, value: Value, count: Value | None = None) -> None:
     if count is None:
         place.builder.store(value.raw, place.raw, align=1)
         return
-    name = f"llvm.masked.store.v{LANES}f32.p0"
-    value.call(name, ir.VoidType(), place, ir.Constant(I32, 1), first_lanes(LANES, count))
+    lanes = value.raw.type.count
+    name = f"llvm.masked.store.v{lanes}f32.p0"
+    value.call(name, ir.VoidType(), place, ir.Constant(I32, 1), first_lanes(lanes, count))
 
 
 def prefetch(address: Value) -> None:
-    """Bring the cache line of an address into all caches."""
-    settings = [ir.Constant(I32, each) for each in (0, 3, 1)]  # to read, in all caches, data
+    """Bring the cache line of an address into the second cache.
+
+    The first would be too near: fewer of its lines than of the second's can be on their way.
+    """
+    settings = [ir.Constant(I32, each) for each in (0, 2, 1)]  # to read, from level 2 on, data
     pointer(address, I8).call("llvm.prefetch.p0", ir.VoidType(), *settings)
 
 
@@ -192,10 +202,28 @@ def broadcast(value: Value, lanes: int = LANES) -> Value:
     return Value(value.builder, first).shuffle([0] * lanes)
 
 
-def add_lanes(values: Value) -> Value:
-    """Sum of 16 lanes: one half is added to the other until a single lane remains."""
-    lanes = LANES
-    while lanes > 1:
-        lanes //= 2
-        values = values.shuffle(list(range(lanes))) + values.shuffle(list(range(lanes, 2 * lanes)))
-    return Value(values.builder, values.builder.extract_element(values.raw, ir.Constant(I32, 0)))
+def add_lanes(vectors: list[Value]) -> Value:
+    """Sum of the lanes of each of 1, 2, 4, 8 or 16 vectors, as one vector with a lane for each.
+
+    The upper half of a sum's lanes is added to its lower half until a single lane remains. From
+    then on two vectors share a register, so many sums take little longer than one.
+    """
+    width = LANES  # of a sum in each vector
+    while width > 1:
+        lanes = vectors[0].raw.type.count
+        sources = (0, lanes) if len(vectors) > 1 else (0,)
+        half = width // 2
+        lower = [
+            first + source + lane
+            for first in range(0, lanes, width)
+            for source in sources
+            for lane in range(half)
+        ]
+        upper = [lane + half for lane in lower]
+        pairs = (len(vectors) + 1) // 2
+        vectors = [
+            a.shuffle(lower, b) + a.shuffle(upper, b)
+            for a, b in zip(vectors[:pairs], vectors[-pairs:], strict=True)
+        ]
+        width = half
+    return vectors[0]
