@@ -106,7 +106,7 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
     found = {}
     for name, way in ways.items():
         found[name] = setting.drafting(way, setting.params)
-        found[name].preparation.finish()
+        found[name].preparation.work()
         if name not in WITHOUT_ADAPTIVE:
             found[name + ADAPTIVE] = setting.drafting(replace(way, adaptive=True), setting.params)
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays

@@ -99,7 +99,7 @@ def add_noise(model: Decoder, texts: Sequence[Continuation], seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     ids = [text.prompt + text.written for text in texts]
-    covariances = input_squares(model, ids, lambda x: x.T @ x)
+    *_, covariances = input_squares(model, ids, lambda x: x.T @ x)
     for name, weight in matrices(model).items():
         vectors = torch.linalg.eigh(covariances[name].cpu())[1]  # by rising eigenvalue
         weak = vectors[:, : len(vectors) // 2]

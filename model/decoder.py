@@ -13,7 +13,7 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import Evaluate, Quantised, evaluate_grid, quantise
+from model.quantise import Quantised, quantise
 from model.twins import NewProduct, Twins
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -90,15 +90,12 @@ class Decoder(Steps, nn.Module):
         self,
         *,
         attend: Callable[..., Tensor] = attend_causally,
-        evaluate_grid: Evaluate = evaluate_grid,
         new_product: NewProduct | None = None,
     ) -> None:
         """Set the functions that ``model.fast`` replaces by faster ones: the attention of prompts,
-        the grids of weights in four bits, and the low-bit products of ``Twins``. By default they
-        are the readable ones.
+        and the low-bit products of ``Twins``. By default they are the readable ones.
         """
         self.attend = attend
-        self.evaluate_grid = evaluate_grid
         self.twins = Twins(self, new_product)
 
     def prepare(self, plan: LayerPlan) -> None:
@@ -115,7 +112,7 @@ class Decoder(Steps, nn.Module):
 
     def rounded(self, product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
         """Rounded weights of a linear layer or an embedding, by the importance of its inputs."""
-        return quantise(product.weight, bits, self.importance.get(product), self.evaluate_grid)
+        return quantise(product.weight, bits, self.importance.get(product))
 
     @property
     def device(self) -> torch.device:

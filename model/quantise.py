@@ -16,8 +16,8 @@ least squares.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,6 @@ GROUP = 32  # weights that share scale and zero, in four bits
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
-
-# Signature of ``evaluate_grid``.
-Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,29 +52,26 @@ class Quantised:
         return torch.addcmul(zero, self.codes, scale).to(dtype)
 
 
-def evaluate_grid(
-    weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, levels: int
-) -> tuple[Tensor, Tensor]:
-    """Codes of a grid, and means over each group: of the squared error, the codes, their squares,
-    code times weight.
+def weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
+    """Weighted sum over the last dimension, from the first to the last number.
 
-    Codes, 0 to ``levels``, have the shape of ``weight`` ``[rows, groups, 32]``; ``scale`` and
-    ``zero`` are ``[rows, groups]``, the means ``[4, rows, groups]``. ``importance`` ``[groups,
-    32]`` sums to 1 per group.
+    The order is part of the definition: compiled rounding (``model.fast``) finds the same bits.
     """
+    return reduce(torch.add, (values * shares).unbind(-1))
+
+
+def codes_of(weight: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
+    """Codes 0 to ``levels`` of weights ``[..., 32]``, as floats; scale and zero are ``[...]``."""
     inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
-    codes = ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, levels)
-    error = (codes * scale[..., None] + zero[..., None] - weight).square_()
-    means = [(each * importance).sum(-1) for each in (error, codes, codes.square(), codes * weight)]
-    return codes.to(torch.uint8), torch.stack(means)
+    return ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, levels)
 
 
-def round_groups(
-    weight: Tensor, importance: Tensor, bits: int, evaluate: Evaluate
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale and zero of the least weighted error; shapes as in ``evaluate_grid``."""
+def round_groups(weight: Tensor, shares: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[rows, groups, 32]`` of weights of this shape, and scale and zero ``[rows, groups]``,
+    of the least weighted error; ``shares`` ``[groups, 32]`` sum to 1 per group.
+    """
     levels = 2**bits - 1
-    mean = (weight * importance).sum(-1)
+    mean = weighted_sum(weight, shares)
     low, high = torch.aminmax(weight, dim=-1)
     found = []
     for cut in CUTS:
@@ -87,55 +81,55 @@ def round_groups(
             # Rounded first, so that the codes compensate for it.
             scale = scale.bfloat16().float()
             zero = zero.bfloat16().float()
-            error, mean_code, mean_square, mean_product = evaluate(
-                weight, importance, scale, zero, levels
-            )[1]
-            found.append(torch.stack((error, scale, zero)))
+            codes = codes_of(weight, scale, zero, levels)
+            error = (codes * scale[..., None] + zero[..., None] - weight).square_()
+            found.append(torch.stack((weighted_sum(error, shares), scale, zero)))
             # A line through the points (code, weight): scale is its slope, zero its height at code
             # 0.
-            spread = mean_square - mean_code.square()
-            scale = torch.where(spread > 0, (mean_product - mean_code * mean) / spread, scale)
+            mean_code = weighted_sum(codes, shares)
+            spread = weighted_sum(codes.square(), shares) - mean_code.square()
+            slope = (weighted_sum(codes * weight, shares) - mean_code * mean) / spread
+            scale = torch.where(spread > 0, slope, scale)
             zero = mean - scale * mean_code
     errors, scales, zeros = torch.stack(found, 1)
     best = errors.argmin(0, keepdim=True)
     scale = scales.gather(0, best)[0]
     zero = zeros.gather(0, best)[0]
-    return evaluate(weight, importance, scale, zero, levels)[0], scale, zero
+    return codes_of(weight, scale, zero, levels).to(torch.uint8), scale, zero
+
+
+def shares_of(importance: Tensor | None, columns: int, device: torch.device) -> Tensor:
+    """Share of each column in the error of its group of 32, ``[groups, 32]`` float32, by the
+    ``importance`` ``[columns]``: all alike without it. Columns beyond the last have none.
+    """
+    if importance is None:
+        importance = torch.ones(columns)
+    importance = importance.to(device).float()
+    # With zero importance scale and zero would be undefined. A common factor changes nothing.
+    importance = importance / importance.mean().clamp(min=1e-30) + 1e-4
+    importance = F.pad(importance, (0, -columns % GROUP)).view(-1, GROUP)
+    return importance / importance.sum(1, keepdim=True)
 
 
 @torch.no_grad()
-def quantise(
-    weight: Tensor,
-    bits: int,
-    importance: Tensor | None = None,
-    evaluate: Evaluate = evaluate_grid,
-) -> Quantised:
+def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Quantised:
     """Rounded ``[out, in]`` weights, in codes of 4 or 8 bits.
 
     ``importance`` ``[in]`` is the mean square of each input, 1 by default. The weighted squared
     error of a group is at most that of half an even step per weight, from its least to its largest
     weight, plus the rounding of scale and zero to bfloat16. A last group of fewer than 32 columns
-    has its own scale. ``evaluate`` may be a faster function of the same values.
+    has its own scale.
     """
     columns = weight.shape[1]
     if bits == 8:
         scale = torch.linalg.vector_norm(weight.float(), math.inf, 1, keepdim=True) / 127
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
         return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
-    padding = -columns % GROUP
-    importance = (
-        torch.ones(columns, device=weight.device)
-        if importance is None
-        else importance.to(weight.device)
-    )
-    # With zero importance scale and zero would be undefined. A common factor changes nothing.
-    importance = importance.float() / importance.mean().clamp(min=1e-30) + 1e-4
-    importance = F.pad(importance, (0, padding)).view(-1, GROUP)
-    importance = importance / importance.sum(1, keepdim=True)
+    shares = shares_of(importance, columns, weight.device)
     found = []
     for part in weight.split(max(1, CHUNK // columns)):
-        part = F.pad(part.float(), (0, padding), mode="replicate").unflatten(1, (-1, GROUP))
-        found.append(round_groups(part.contiguous(), importance, bits, evaluate))
+        part = F.pad(part.float(), (0, -columns % GROUP), mode="replicate")
+        found.append(round_groups(part.unflatten(1, (-1, GROUP)), shares, bits))
     codes, scale, zero = map(torch.cat, zip(*found, strict=True))
     return Quantised(
         codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits

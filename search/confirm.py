@@ -71,7 +71,7 @@ def confirm(
     """
     drafts = [by_plan(setting, fit_head(plan, setting.model.fast_bits)) for plan in plans]
     for draft in drafts:
-        draft.preparation.finish()
+        draft.preparation.work()
     prompts = [text.prompt for text in held_out]
     verify, steps = measure_costs(setting, prompts, drafts)
     ways = [plain(setting.model), *drafts]

@@ -3,6 +3,7 @@ its low-bit copies are rounded; and these copies, made or kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from cli.command_line import say
 from decoding.run.prompt import encode_prompt
 from model import Decoder, LayerPlan, fast, quantise
+from model.layers import layer_positions
 from model.places import version
 from weights.kept import KeptTensors
 from weights.tokenizer import Tokenizer
@@ -33,41 +35,49 @@ def linear_layers(model: Decoder) -> dict[str, nn.Module]:
     return layers | {"head": model.lm_head or model.embed_tokens}
 
 
-@torch.inference_mode()
 def input_squares(
     model: Decoder,
     texts: Sequence[Sequence[int]],
     square: Callable[[Tensor], Tensor] = lambda x: x.square().sum(0),
-) -> dict[str, Tensor]:
+) -> Iterator[dict[str, Tensor]]:
     """Mean square ``[in]`` float32 of each input of every linear layer on these texts of token ids,
-    by the layer's name.
+    by the layer's name: what is found so far, after each block and text. The last is complete.
 
     ``square`` may be another sum over the rows of float32 inputs ``[n, in]``.
     """
-    sums: dict[str, Tensor | float] = dict.fromkeys(linear_layers(model), 0.0)
+    names = {layer: name for name, layer in linear_layers(model).items()}
+    means: dict[str, Tensor] = {}
+    count = sum(map(len, texts))
 
     def add(name: str, x: Tensor) -> None:
-        sums[name] = sums[name] + square(x.float().flatten(0, -2))
+        means[name] = means.get(name, 0) + square(x.float().flatten(0, -2)) / count
 
-    with ExitStack() as hooks:
-        for name, layer in linear_layers(model).items():
-            if name != "head":
-                hook = layer.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
-                hooks.enter_context(hook)
-        for text in texts:
-            ids = torch.tensor([[*text]], device=model.device)
-            add("head", model.norm(model.hidden(ids)))
-    count = sum(map(len, texts))
-    return {name: total / count for name, total in sums.items()}
+    for text in texts:
+        with torch.inference_mode():
+            x = model.embed(torch.tensor([[*text]], device=model.device))
+            positions = layer_positions(model.config, 0, len(text), x)
+        for block, place in zip(model.layers, positions, strict=True):
+            with torch.inference_mode(), ExitStack() as hooks:
+                for part in filter(names.get, block.modules()):
+                    name = names[part]
+                    hook = part.register_forward_pre_hook(lambda _, x, name=name: add(name, x[0]))
+                    hooks.enter_context(hook)
+                x = block(x, place, None, attention=True, mlp=True)
+            yield means
+        with torch.inference_mode():
+            add("head", model.norm(x))
+        yield means
 
 
 def low_bit_steps(
     model: Decoder, plan: LayerPlan, kept: KeptTensors, tokenizer: Tokenizer
 ) -> Iterator[None]:
-    """Get a plan's low-bit copies into memory, in steps of one matrix or one calibration text.
+    """Get a plan's low-bit copies into memory, in short steps: of a few million weights, or of one
+    block that reads one calibration text.
 
-    Those that are kept are mapped, all before the first step. The others are made and kept. A text
-    may be written between two steps, but not drafted under the plan.
+    Those that are kept are mapped, all before the first step. The others are made, and each is
+    kept as soon as it is made, by a thread of its own. A text may be written between two steps, but
+    not drafted under the plan.
     """
     if not model.keeps_copies:  # ``prepare`` makes them
         yield from importance_steps(model, kept, tokenizer)
@@ -85,9 +95,10 @@ def low_bit_steps(
     say("making this checkpoint's low-bit copies, kept for later runs")
     if any(bits == 4 for _, bits in missing):  # rounded by the importance of inputs
         yield from importance_steps(model, kept, tokenizer)
-    for layer, bits in missing:
-        kept.write(f"{names[layer]}.{bits}", model.make_copy(layer, bits))
-        yield
+    with ThreadPoolExecutor(1, "keeping copies") as writer:
+        for layer, bits in missing:
+            yield from model.make_copy(layer, bits)
+            writer.submit(kept.write, f"{names[layer]}.{bits}", model.low_bits[layer, bits])
     kept.drop_oldest()
 
 
@@ -97,7 +108,7 @@ def kept_of(model: Decoder, folder: Path) -> KeptTensors:
 
 
 def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) -> Iterator[None]:
-    """Set the model's ``importance`` of every linear layer's inputs, in steps of one text: the mean
+    """Set the model's ``importance`` of every linear layer's inputs, in short steps: the mean
     square over the prompts, or what is kept of it.
     """
     layers = linear_layers(model)
@@ -105,13 +116,10 @@ def importance_steps(model: Decoder, kept: KeptTensors, tokenizer: Tokenizer) ->
         return
     found = kept.read("importance")
     if found is None:
-        means = []
-        for prompt in PROMPTS:
-            ids = encode_prompt(tokenizer, prompt)[: model.max_positions]
-            squares = input_squares(model, [ids])
-            means.append(torch.cat([squares[name].cpu() for name in layers]))
+        prompts = [encode_prompt(tokenizer, prompt)[: model.max_positions] for prompt in PROMPTS]
+        for squares in input_squares(model, prompts):  # noqa: B007  (the last is complete)
             yield
-        found = torch.stack(means).mean(0)
+        found = torch.cat([squares[name].cpu() for name in layers])
         kept.write("importance", found)
     parts = found.view(torch.float32).split([layer.weight.shape[1] for layer in layers.values()])
     model.importance.update(zip(layers.values(), parts, strict=True))

@@ -198,9 +198,9 @@ def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
         raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
     drafting = DRAFTERS.get(options.kind, class_of_user)(options, setting)
     if options.kind == "auto" and setting.model.device.type == "cpu":
-        drafting.preparation.do_piece()  # others while a text is written: see ``BestOf``
+        drafting.preparation.work(0)  # others while a text is written: see ``BestOf``
     else:
-        drafting.preparation.finish()
+        drafting.preparation.work()
     return drafting
 
 

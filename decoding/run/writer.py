@@ -5,9 +5,11 @@ A ``Drafting`` is the way a text is written, a drafter with its policy; a ``Samp
 and so time the same.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as shortened
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from model import Decoder, KVCache, LayerPlan
 from model.clock import now
 
 GAMMA = 4  # tokens drafted per round by default
+PREPARING = 0.1  # share of a round's time for the preparation of drafts behind it
 LEAST_WARM_UP = 4  # tokens written before anything is timed
 
 Reader = Callable[[Round, float], None]  # called with each round and the seconds of decoding so far
@@ -42,16 +45,13 @@ class Preparation:
     pieces: Iterator[None]
     is_done: bool = False
 
-    def do_piece(self) -> None:
-        """Do the next piece, if any is left."""
-        for _ in self.pieces:
-            return
-        self.is_done = True
-
-    def finish(self) -> None:
-        """Do all pieces that are left."""
+    def work(self, seconds: float = math.inf) -> None:
+        """Do pieces for this long, or until none is left; at least one."""
+        end = perf_counter() + seconds
         while not self.is_done:
-            self.do_piece()
+            self.is_done = next(self.pieces, self) is self
+            if perf_counter() >= end:
+                return
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Writer:
         if has_clock:
             policy.grant_clock(drafting.past, self.shares_steps)
         else:
-            drafting.preparation.finish()
+            drafting.preparation.work()
         policy, randomness, verify = self.decide(
             (policy, coupling.randomness(self.model.device), coupling.verify)
         )
@@ -286,7 +286,7 @@ class Writer:
                 observer(*records.pop())
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
-            drafting.preparation.do_piece()
+            drafting.preparation.work(PREPARING * seconds)
             began = self.clock()
             shared = self.shares_steps()
 
@@ -300,7 +300,7 @@ class Writer:
         There are enough for a draft of full length and the token after it, as far as the cache
         reaches. Low-bit copies are made first.
         """
-        drafting.preparation.finish()
+        drafting.preparation.work()
         wanted = max(LEAST_WARM_UP, drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
         for way in (drafting, self.plain):

@@ -63,7 +63,7 @@ class Worker:
         self.arrived = threading.Event()
         request = session.request
         drafting = session.setting.drafting(request.draft, request.params)
-        drafting.preparation.finish()  # no client waits for it
+        drafting.preparation.work()  # no client waits for it
         plan = drafting.plan
         widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
         # of the low-bit copies that requests may ask for

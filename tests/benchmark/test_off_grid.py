@@ -35,7 +35,8 @@ def test_the_noise_is_orthogonal_to_the_directions_that_inputs_use_most() -> Non
     """Products with the inputs' strongest direction do not change."""
     model, clean = noised(0), tiny_model("llama")
     ids = [text.prompt + text.written for text in TEXTS]
-    for name, covariance in input_squares(clean, ids, lambda x: x.T @ x).items():
+    *_, covariances = input_squares(clean, ids, lambda x: x.T @ x)
+    for name, covariance in covariances.items():
         if name != "head":
             strongest = torch.linalg.eigh(covariance)[1][:, -1].to(clean.dtype)
             change = (

@@ -1,16 +1,19 @@
 """Quantisation: error bounds of weights and inputs, and edge cases."""
 
+from collections.abc import Generator
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import model.quantise
 from model.plan import LOW_BITS
 from model.quantise import GROUP, quantise, round_inputs
 
 AFFINE = (4, 6)
+LANES = 16  # rows of a block
 
 
 def weights(rows: int, columns: int, seed: int) -> Tensor:
@@ -105,20 +108,56 @@ def test_inputs_are_rounded_with_a_scale_per_group(columns: int, seed: int) -> N
     assert torch.equal(round_inputs(torch.zeros(1, 40)), torch.zeros(1, 40))
 
 
-@pytest.mark.parametrize("bits", AFFINE)
-def test_compiled_rounding_is_as_good_as_the_readable_one(bits: int) -> None:
+def unpacked(copy: Tensor, bits: int, rows: int, columns: int) -> tuple[Tensor, ...]:
+    """Codes ``[rows, columns]``, scales and zeros of a copy in the layout drawn in ``dot``."""
+    groups = -(-columns // GROUP)
+    if bits == 8:
+        codes = copy[:, : -4 * LANES].reshape(-1, groups, 8, LANES, 4)
+        scales = copy[:, -4 * LANES :].reshape(-1).view(torch.float32)[:rows, None]
+        zeros = torch.zeros_like(scales)
+    else:
+        found = copy.view(len(copy), groups, -1)
+        low, high = found[..., :256] & 15, found[..., :256] >> 4
+        codes = torch.stack((low, high), 2).view(-1, groups, 8, LANES, 4)
+        numbers = found[..., 256:].reshape(-1, groups, 4 * LANES).view(torch.bfloat16)
+        scales, zeros = (
+            each.transpose(1, 2).reshape(-1, groups)[:rows] for each in numbers.chunk(2, 2)
+        )
+    codes = codes.permute(0, 3, 1, 2, 4).reshape(-1, groups * GROUP)[:rows, :columns]
+    return (codes.int() - 128 * (bits == 8)).to(torch.int8), scales, zeros
+
+
+@pytest.mark.parametrize("bits", LOW_BITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows,columns", [(48, 64), (33, 100), (5, 31)])
+def test_compiled_rounding_has_the_bits_of_the_readable_one(
+    bits: int, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """Also of rows of zeros, of groups whose weights are all equal, and in several pieces."""
     pytest.importorskip("numba", reason="rounding is compiled by numba: pip install numba")
     from model.fast.cpu import rounding
 
-    weight, importance = (
-        weights(40, 100, 3),
-        torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01,
-    )
-    errors = []
-    for evaluate in (model.quantise.evaluate_grid, rounding.evaluate_grid):
-        found = quantise(weight, bits, importance, evaluate)
-        errors.append(
-            groups((found.dequantised(torch.float32) - weight).square() * importance).sum(2)
-        )
-        assert found.codes.max() == 2**bits - 1
-    torch.testing.assert_close(*errors, rtol=1e-3, atol=1e-7)
+    weight = weights(rows, columns, 3)
+    weight[1] = 0
+    weight[2, :GROUP] = 0.25
+    importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)) + 0.01
+    expected = quantise(weight.to(dtype), bits, importance)
+    with patch.object(rounding, "PIECE", 1):
+        copies = Ended(rounding.pack(weight.to(dtype), bits, importance))
+    assert copies.count == -(-rows // LANES)
+    codes, scale, zero = unpacked(copies.result, bits, rows, columns)
+    assert torch.equal(codes, expected.codes.to(torch.int8))
+    assert torch.equal(scale, expected.scale)
+    assert torch.equal(zero, expected.zero)
+
+
+class Ended:
+    """A generator that has ended: the number of its pieces, and its result."""
+
+    def __init__(self, pieces: Generator[None, None, Tensor]) -> None:
+        self.count = 0
+        for _ in self.run(pieces):
+            self.count += 1
+
+    def run(self, pieces: Generator[None, None, Tensor]) -> Generator[None, None, None]:
+        self.result = yield from pieces

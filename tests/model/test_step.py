@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ numba = pytest.importorskip(
 from numba.np.ufunc import parallel  # noqa: E402
 
 from model.fast.cpu import dot, elements, kernels  # noqa: E402
-from model.fast.cpu.decoder import FastDecoder, packed  # noqa: E402
+from model.fast.cpu.decoder import FastDecoder  # noqa: E402
+from model.fast.cpu.rounding import pack  # noqa: E402
 from model.fast.cpu.step import step as compiled_step  # noqa: E402
 from model.quantise import quantise, round_inputs  # noqa: E402
 
@@ -338,6 +339,15 @@ def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
             assert np.array_equal(some, found[row : row + 1 + row % 3, :count])
 
 
+def result_of(pieces: Generator[None, None, torch.Tensor]) -> torch.Tensor:
+    """Result that a generator returns."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
 @pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
 def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kind: int) -> None:
     @numba.njit
@@ -350,8 +360,9 @@ def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kin
     multiply = dots(kind, dot.INT8)
     for columns in (5, 64, 200):
         for count in (1, 13, 16):
-            x, rounded = random_matrix(7, columns), quantise(random_matrix(count, columns), bits)
-            operand, width = packed(rounded), -(-columns // 32) * 32
+            x, weight = random_matrix(7, columns), random_matrix(count, columns)
+            rounded, width = quantise(weight, bits), -(-columns // 32) * 32
+            operand = result_of(pack(weight, bits, None))
             inputs = rounded_inputs(x.numpy())
             low = multiply(operand.data_ptr(), 0, inputs, width, count)
             exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T

@@ -5,24 +5,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
-from model.fast.cpu.dot import BF16, BLOCK_ROWS, F16, F32, GROUP, LOW_BITS
+from model.fast.cpu.dot import BLOCK_ROWS, LOW_BITS
 from model.fast.cpu.flash import attend_by_flash
 from model.fast.cpu.kernels import KERNELS
-from model.fast.cpu.rounding import evaluate_grid
+from model.fast.cpu.rounding import KINDS, pack
 from model.fast.cpu.step import MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import MATRIX, attention_task, input_task, product_task
 from model.fast.cpu.vectors import LANES
 from model.layers import RMSNorm, rotary_table
 from model.plan import FULL, LayerPlan
-from model.quantise import Quantised
 
-KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 MOST_ROWS = 64  # tokens per step
 
 
@@ -43,7 +40,7 @@ class FastDecoder(PreparedDecoder):
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
-        model.use(attend=attend_by_flash, evaluate_grid=evaluate_grid)
+        model.use(attend=attend_by_flash)
         self.kind = KINDS[model.dtype]
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
@@ -70,11 +67,12 @@ class FastDecoder(PreparedDecoder):
                 yield block.get_submodule(name), attention if number <= O else mlp
         yield self.model.lm_head or self.model.embed_tokens, plan.head
 
-    @torch.no_grad()
-    def make_copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Tensor:
-        """Make the low-bit copy of one weight, by the importance of its inputs: see ``packed``."""
-        self.low_bits[product, bits] = packed(self.rounded(product, bits))
-        return self.low_bits[product, bits]
+    def make_copy(self, product: nn.Linear | nn.Embedding, bits: int) -> Iterator[None]:
+        """Make the low-bit copy of one weight, by the importance of its inputs, in pieces of a
+        millisecond or two: see ``pack``.
+        """
+        importance = self.importance.get(product)
+        self.low_bits[product, bits] = yield from pack(product.weight.detach(), bits, importance)
 
     def take_copy(self, product: nn.Linear | nn.Embedding, bits: int, content: Tensor) -> None:
         """Use the bytes ``[n]`` uint8 of a copy that was made before."""
@@ -124,7 +122,7 @@ class FastDecoder(PreparedDecoder):
         if made is not None and made.cos.shape[1] >= positions:
             return made
         for missing in self.missing_copies(plan):
-            self.make_copy(*missing)
+            list(self.make_copy(*missing))
         model = self.model
         config = model.config
         size = 1 << (positions - 1).bit_length()
@@ -203,28 +201,3 @@ def rows_of(tokens: Tensor, cache: KVCache, start: int) -> Batch:
         entries=cache.addresses.numpy().repeat(count, 0),
         head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
     )
-
-
-def packed(rounded: Quantised) -> Tensor:
-    """Codes with their scales, uint8 ``[blocks, bytes]``, in the layout drawn in ``dot``.
-
-    A block is 16 rows, padded with rows of zeros.
-    """
-    out, columns = rounded.codes.shape
-    codes = F.pad(rounded.codes, (0, -columns % GROUP, 0, -out % LANES))
-    # [blocks, groups, vectors, bytes]
-    codes = codes.view(-1, LANES, codes.shape[1] // GROUP, GROUP // 4, 4)
-    codes = codes.permute(0, 2, 3, 1, 4).flatten(3)
-    scales, zeros = (
-        F.pad(each, (0, 0, 0, -out % LANES))
-        .view(len(codes), LANES, -1)
-        .transpose(1, 2)
-        .contiguous()
-        for each in (rounded.scale, rounded.zero)
-    )
-    if rounded.bits == 8:
-        plus_128 = codes.flatten(1).view(torch.uint8) + 128
-        return torch.cat((plus_128, scales.flatten(1).view(torch.uint8)), 1)
-    low, high = codes.chunk(2, 2)
-    both = (low | high << 4).flatten(2)
-    return torch.cat((both, scales.view(torch.uint8), zeros.view(torch.uint8)), 2).flatten(1)

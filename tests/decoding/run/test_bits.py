@@ -65,7 +65,7 @@ def test_importance_is_the_mean_square_of_a_layers_inputs(
 ) -> None:
     assert all(len(text.written) + text.unused == TOKENS for text in few)
     ids = [text.prompt + text.written for text in few]
-    found = input_squares(model, ids)
+    *_, found = input_squares(model, ids)
     assert set(found) == set(linear_layers(model))
     inputs = []
     model.layers[1].mlp.down_proj.register_forward_pre_hook(
@@ -111,7 +111,7 @@ def test_kept_copies_are_those_that_were_made_and_give_the_same_logits(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, steps = prepared(tokenizer)
-    assert steps == len(PROMPTS) + len(copies_of(made))
+    assert steps == len(PROMPTS) * (made.num_layers + 1) + len(copies_of(made))
     assert "kept for later runs" in capsys.readouterr().err
     read, steps = prepared(tokenizer)
     assert steps == 0 and not capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
     setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
     drafting = setting.drafting(DraftOptions("auto"), GREEDY)
-    drafting.preparation.finish()
+    drafting.preparation.work()
     assert drafting.plan is None and not model.low_bits
 
 
@@ -215,7 +215,7 @@ def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     folder.chmod(0o555)
     setting = Setting(folder, model, tokenizer, GREEDY, 64)
-    setting.drafting(DraftOptions(kind), GREEDY).preparation.finish()
+    setting.drafting(DraftOptions(kind), GREEDY).preparation.work()
     folder.chmod(0o755)
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
@@ -238,7 +238,7 @@ def drafting_and_writer(model: Decoder, tokenizer: Tokenizer) -> tuple[Drafting,
 def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
     model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One piece of the work is done between two rounds."""
+    """A little of the work is done between two rounds."""
     drafting, writer = drafting_and_writer(model, tokenizer)
     assert not drafting.preparation.is_done
     policy = drafting.new_policy()
@@ -251,7 +251,7 @@ def test_a_text_that_no_draft_can_change_begins_before_the_copies_are_made(
     watched = replace(drafting, new_policy=lambda: policy)
     first = write(watched)
     assert "low bits" not in offers[0]
-    drafting.preparation.finish()
+    drafting.preparation.work()
     assert first == write(watched) == write(writer.plain)
     assert "low bits" in offers[-1]
 
