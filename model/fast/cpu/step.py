@@ -22,6 +22,7 @@ MATRICES = [f"self_attn.{letter}_proj" for letter in "qkvo"] + [
     f"mlp.{name}_proj" for name in ("gate", "up", "down")
 ]
 SPAN_QUERIES = 16  # of rows and heads that attend together
+ROUNDED = 1 << 13  # inputs that a thread rounds at least
 PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
@@ -85,7 +86,7 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     given.matrices = address(matrices)
     given.out = address(out)
     given.out_stride = out.strides[0]
-    team.run(board, matrices[0].input_task, rows, 1)
+    team.run(board, matrices[0].input_task, rows, ROUNDED // columns + 1)
     least = PIECE // matrices[0].block_bytes + 1
     team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least)
     inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
