@@ -16,6 +16,8 @@ LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)  # the sum of both is log 2, the first without rounding
 LN2_LOW = np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
+# negative infinity in an order of integers: negative numbers have all bits but the sign flipped
+LOWEST = np.int32(-0x7F800001)
 LARGEST_EXPONENT = np.float32(88.0)
 
 
@@ -87,12 +89,12 @@ def store_rounded(kind: int, numbers: np.ndarray, place: int) -> None:
 
 
 @compiled()
-def exponentials(scores: np.ndarray) -> None:
+def exponentials(scores: np.ndarray) -> float:
     """Exponentials of ``scores`` less the largest, in place: a softmax but for its divisor, which
-    is their total.
+    is their total. Returns the largest, the smallest number if there are no scores.
     """
     bits = scores.view(np.int32)
-    largest_bits = np.int32(-(2**31))
+    largest_bits = LOWEST
     for index in range(len(scores)):  # as integers of the same order: float maxima do not vectorise
         ordered = bits[index] ^ ((bits[index] >> np.int32(31)) & np.int32(0x7FFFFFFF))
         largest_bits = max(largest_bits, ordered)
@@ -100,6 +102,7 @@ def exponentials(scores: np.ndarray) -> None:
     largest = np.int32(largest_bits).view(np.float32)
     for index in range(len(scores)):
         scores[index] = exponential(scores[index] - largest)
+    return largest
 
 
 @compiled()
