@@ -345,6 +345,21 @@ def add_rows(
     in_tiles(sums, add_to_tile)
 
 
+@instruction(types.float32(*[types.int64] * 3), constants=1)
+def add_numbers(builder: ir.IRBuilder, power: int, place: Value, count: Value) -> Value:
+    """Sum of ``count`` float32 numbers at a place, or in the second power of their squares."""
+    total = Sum(builder)
+
+    def add_vector(first: Value, end: Value | None) -> None:
+        numbers = read(F32, place, first, None if end is None else end - first)
+        factors = numbers if power == 2 else numbers.constant(1.0)
+        total.add(fused_multiply_add, numbers, factors)
+
+    in_blocks(count, LANES, add_vector)
+    sums = add_lanes([total.value])
+    return Value(builder, builder.extract_element(sums.raw, ir.Constant(I32, 0)))
+
+
 @instruction(types.void(*[types.int64] * 4))
 def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
     """Numbers of a row of this kind as float32."""

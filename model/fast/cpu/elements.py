@@ -9,14 +9,15 @@ processor.
 import numpy as np
 from numba import uint32
 
-from model.fast.cpu.dot import BF16, F32, GROUP
-from model.fast.cpu.kernels import array_at, compiled
-from model.fast.cpu.vectors import LANES
+from model.fast.cpu.dot import BF16, F32, GROUP, add_numbers
+from model.fast.cpu.kernels import address, array_at, compiled
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH = np.float32(0.693359375)  # the sum of both is log 2, the first without rounding
 LN2_LOW = np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fraction: adding it rounds
+# negative infinity in an order of integers: negative numbers have all bits but the sign flipped
+LOWEST = np.int32(-0x7F800001)
 LARGEST_EXPONENT = np.float32(88.0)
 
 
@@ -88,40 +89,30 @@ def store_rounded(kind: int, numbers: np.ndarray, place: int) -> None:
 
 
 @compiled()
-def total(numbers: np.ndarray) -> float:
-    """Sum of ``numbers`` in a fixed order: every 16th number first, then the 16 sums."""
-    lanes = np.zeros(LANES, np.float32)
-    whole = len(numbers) // LANES * LANES
-    for first in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[lane] += numbers[first + lane]
-    for index in range(whole, len(numbers)):
-        lanes[index - whole] += numbers[index]
-    return lanes.sum()
-
-
-@compiled()
-def exponentials(scores: np.ndarray) -> None:
+def exponentials(scores: np.ndarray) -> float:
     """Exponentials of ``scores`` less the largest, in place: a softmax but for its divisor, which
-    is their total.
+    is their total. Returns the largest, the smallest number if there are no scores.
     """
-    largest = np.float32(-np.inf)
-    for index in range(len(scores)):
-        largest = scores[index] if scores[index] > largest else largest
+    bits = scores.view(np.int32)
+    largest_bits = LOWEST
+    for index in range(len(scores)):  # as integers of the same order: float maxima do not vectorise
+        ordered = bits[index] ^ ((bits[index] >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        largest_bits = max(largest_bits, ordered)
+    largest_bits ^= (largest_bits >> np.int32(31)) & np.int32(0x7FFFFFFF)
+    largest = np.int32(largest_bits).view(np.float32)
     for index in range(len(scores)):
         scores[index] = exponential(scores[index] - largest)
+    return largest
 
 
 @compiled()
 def normalise(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """RMSNorm (arXiv 1910.07467) of each row ``[rows, size]``, scaled by ``weight`` ``[size]``."""
     size = x.shape[1]
-    squares = np.empty(size, np.float32)
     out = np.empty_like(x)
     for row in range(len(x)):
-        for column in range(size):
-            squares[column] = x[row, column] * x[row, column]
-        inverse = np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps)
+        squares = add_numbers(2, address(x[row]), size)
+        inverse = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
         for column in range(size):
             out[row, column] = x[row, column] * inverse * weight[column]
     return out

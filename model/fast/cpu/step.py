@@ -14,14 +14,16 @@ import numpy as np
 from model.fast.cpu import elements, team
 from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
 from model.fast.cpu.kernels import address, array_at, compiled
-from model.fast.cpu.tasks import ATTENTION, PROJECTION
+from model.fast.cpu.tasks import ATTENTION, CHUNK, PROJECTION
 
 # Matrices of a layer, and their names in a block.
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741
 MATRICES = [f"self_attn.{letter}_proj" for letter in "qkvo"] + [
     f"mlp.{name}_proj" for name in ("gate", "up", "down")
 ]
-SPAN_QUERIES = 16  # of rows and heads that attend together
+SPAN_QUERIES = 12  # of rows and heads that attend together
+SCORES = 1 << 11  # of attention, that a thread computes at least
+ROUNDED = 1 << 13  # inputs that a thread rounds at least
 PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
@@ -85,7 +87,7 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     given.matrices = address(matrices)
     given.out = address(out)
     given.out_stride = out.strides[0]
-    team.run(board, matrices[0].input_task, rows, 1)
+    team.run(board, matrices[0].input_task, rows, ROUNDED // columns + 1)
     least = PIECE // matrices[0].block_bytes + 1
     team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least)
     inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
@@ -116,8 +118,12 @@ def attend_to_cache(
     ``queries`` ``[key heads, rows, groups, bytes]`` in the cache's dtype -> ``[rows, H · D]``.
     """
     key_heads, rows, groups, entry_bytes = queries.shape
-    out = np.empty((rows, weights.matrices[layer, Q].neurons), np.float32)
-    spans = spans_of(batch, max(1, SPAN_QUERIES // groups))
+    size = weights.matrices[layer, Q].neurons // (key_heads * groups)
+    most_rows = max(1, SPAN_QUERIES // groups)
+    spans = spans_of(batch, most_rows)
+    positions = batch.positions.max() + 1
+    chunks = (positions + CHUNK - 1) // CHUNK
+    parts = np.empty((rows, key_heads * groups, chunks, size + 2), np.float32)
     given = team.arguments_on(board, ATTENTION)[0]
     given.queries = address(queries)
     given.rows = rows
@@ -128,13 +134,35 @@ def attend_to_cache(
     given.entries_stride = batch.entries.strides[0]
     given.entry_bytes = entry_bytes
     given.key_heads = key_heads
+    given.chunks = chunks
     given.groups = groups
     given.window = weights.windows[layer]
     given.scale = weights.attention_scale
     given.soft_cap = weights.attention_soft_cap
-    given.out = address(out)
-    team.run(board, weights.attention_task, (len(spans) - 1) * key_heads, 1)
+    given.out = address(parts)
+    least = SCORES // (min(positions, CHUNK) * min(rows, most_rows) * groups) + 1
+    team.run(board, weights.attention_task, (len(spans) - 1) * key_heads * chunks, least)
     spans[0] = 0  # keeps them until here: Numba frees an array behind its last use by name
+    return joined(parts).reshape(rows, -1)
+
+
+@compiled()
+def joined(parts: np.ndarray) -> np.ndarray:
+    """Attention ``[rows, H, D]`` to all chunks, of the results of ``attention_task`` for each."""
+    rows, heads, chunks, numbers = parts.shape
+    size = numbers - 2
+    out = np.zeros((rows, heads, size), np.float32)
+    for row in range(rows):
+        for head in range(heads):
+            largest = parts[row, head, :, size + 1].max()
+            total = np.float32(0)
+            for chunk in range(chunks):
+                part = parts[row, head, chunk]
+                factor = elements.exponential(part[size + 1] - largest)
+                total += part[size] * factor
+                for index in range(size):
+                    out[row, head, index] += part[index] * factor
+            out[row, head] /= total
     return out
 
 

@@ -16,6 +16,7 @@ from model.fast.cpu.dot import (
     INPUTS,
     INT8,
     NUMBER_BYTES,
+    add_numbers,
     add_rows,
     dot,
     widen_row,
@@ -52,7 +53,8 @@ PROJECTION = np.dtype(
     ]
 )
 
-# Arguments of ``attention_task``. A span is rows of one text, at positions that follow each other.
+# Arguments of ``attention_task``. A span is rows of one text at positions that follow each other, a
+# chunk is ``CHUNK`` positions of a text.
 ATTENTION = np.dtype(
     [
         ("queries", np.int64),  # address of [key heads, rows, groups, D] in the cache's dtype
@@ -64,13 +66,15 @@ ATTENTION = np.dtype(
         ("entries_stride", np.int64),  # bytes to those of the next row
         ("entry_bytes", np.int64),  # of a query, key or value
         ("key_heads", np.int64),
+        ("chunks", np.int64),
         ("groups", np.int64),  # query heads that share a key head
         ("window", np.int64),  # 0 if there is none
         ("scale", np.float32),
         ("soft_cap", np.float32),  # 0 if there is none
-        ("out", np.int64),  # address of [rows, heads, D] float32
+        ("out", np.int64),  # address of [rows, heads, chunks, D + 2] float32
     ]
 )
+CHUNK = 512
 
 
 @cache
@@ -140,19 +144,31 @@ def product_task(kind: int) -> int:
 
 @cache
 def attention_task(kind: int) -> int:
-    """Address of the task of attention to a cache of this kind; a piece is a key head of a span."""
+    """Address of the task of attention to a cache of this kind; a piece is a chunk of a span's key
+    head.
+
+    For each query it stores a weighted sum of values, the sum of these weights, and the largest
+    score: the weights are exponentials of the scores less this score.
+    """
 
     def attention(arguments: int, begin: int, end: int) -> None:
         given = array_at(arguments, 1, ATTENTION)[0]
         groups = given.groups
         size = given.entry_bytes // NUMBER_BYTES[kind]
+        stored = array_at(
+            given.out, given.rows * given.key_heads * groups * given.chunks * (size + 2), np.float32
+        ).reshape(given.rows, given.key_heads, groups, given.chunks, size + 2)
         all_positions = array_at(given.positions, given.rows, np.int64)
         for piece in range(begin, end):
-            span, head = divmod(piece, given.key_heads)
+            rest, chunk = divmod(piece, given.chunks)
+            span, head = divmod(rest, given.key_heads)
             row, end_row = array_at(given.spans + 8 * span, 2, np.int64)
             positions = all_positions[row:end_row]
-            ends = positions + 1
-            begins = np.maximum(0, ends - given.window) if given.window else np.zeros_like(ends)
+            ends = np.minimum(positions + 1, (chunk + 1) * CHUNK)
+            begins = np.full_like(ends, chunk * CHUNK)
+            if given.window:
+                begins = np.minimum(np.maximum(begins, positions + 1 - given.window), ends)
+            ends = np.maximum(ends, begins)
             first = begins[0]
             keys, values = array_at(given.entries + row * given.entries_stride, 2, np.int64)
             head_bytes = array_at(given.head_bytes + 8 * row, 1, np.int64)[0]
@@ -180,7 +196,9 @@ def attention_task(kind: int) -> int:
                     own *= given.scale
                     if given.soft_cap:
                         elements.soft_cap(own, given.soft_cap)
-                    elements.exponentials(own)
+                    found = stored[row + query, head, group, chunk]
+                    found[size + 1] = elements.exponentials(own)
+                    found[size] = add_numbers(1, address(own), len(own))
             attended = np.zeros((len(ends), groups, size), np.float32)
             # Between two beginnings or ends, the same queries attend to all positions.
             position = first
@@ -205,10 +223,9 @@ def attention_task(kind: int) -> int:
                     )
                     position = stop
             for query in range(len(ends)):
-                for group in range(groups):
-                    own = scores[query, group, begins[query] - first : ends[query] - first]
-                    number = ((row + query) * given.key_heads + head) * groups + group
-                    out = array_at(given.out + number * size * 4, size, np.float32)
-                    out[:] = attended[query, group] / elements.total(own)
+                stored[row + query, head, :, chunk, :size] = attended[query]
+            scores[:0] = (
+                0  # keeps them until here: Numba frees an array behind its last use by name
+            )
 
     return compiled_task(attention, kind)
