@@ -17,18 +17,20 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from benchmark.contenders import LIBRARIES, PACKAGES, Bench, find_drafts, library_contenders
 from benchmark.off_grid import off_grid_folder
 from benchmark.picture import PANELS, picture
 from benchmark.sections import SECTIONS
+from benchmark.shapes import NAMED, measure_shape, plot_shapes
 from cli.command_line import run_command, say
 from cli.device import machine, pick_device
-from cli.files import check_place, write_json
+from cli.files import check_place, read_json, write_json
 from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
-from cli.table import table
+from cli.table import Row, table
 from decoding.run.chooser import Setting
 from decoding.run.prompt import encode_prompt
 from decoding.run.writer import GAMMA
@@ -46,6 +48,12 @@ STORIES = 24  # prompts of the kind "stories"
 OPTIONS: Groups = {
     "": {
         "--model": MODEL,
+        "--shape": {
+            "action": "append",
+            "metavar": "NAME",
+            "help": "measure random weights of this shape instead, repeatable: a config.json, or"
+            f" {', '.join(read_json(NAMED))}",
+        },
         "--draft-model": {
             "metavar": "DIR",
             "help": "also draft with this model, of the same vocabulary",
@@ -119,7 +127,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if options.against and options.temperature:
         raise InputError("--against measures greedy texts: leave out --temperature")
     if options.plot and (
-        options.plot.suffix not in (".svg", ".png") or not PANELS.keys() & options.only
+        options.plot.suffix not in (".svg", ".png")
+        or not (options.shape or PANELS.keys() & options.only)
     ):
         raise InputError(
             f"--plot needs a name that ends in .svg or .png, and the section {' or '.join(PANELS)}"
@@ -159,28 +168,48 @@ def prepare(options: argparse.Namespace) -> Bench:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measure the sections, print their tables, and write the files asked for."""
-    bench = prepare(options)
-    model = bench.setting.model
-    report = {}
+    """Measure the sections, or the shapes, print their tables, and write the files asked for."""
+    device = pick_device(options.device)
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(model.device),
+        "machine": machine(device),
         "versions": {name: metadata.version(PACKAGES[name]) for name in options.against},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    out.print(
-        f"{shown_name(bench.setting.folder)} in {model.dtype}; {about['machine']}", markup=False
-    )
+    report = measure_shapes(options, device, out) if options.shape else measure(options, out)
+    if options.json:
+        write_json(options.json, {"about": about} | report)
+    if options.plot:
+        draw = plot_shapes if options.shape else picture
+        write_picture(lambda: draw(report), options.plot)
+
+
+def measure(options: argparse.Namespace, out: Console) -> dict[str, list[Row]]:
+    """Tables of the sections asked for, each printed when it is measured."""
+    bench = prepare(options)
+    model = bench.setting.model
+    report = {}
+    about = f"{shown_name(bench.setting.folder)} in {model.dtype}; {machine(model.device)}"
+    out.print(about, markup=False)
     for name, section in SECTIONS.items():
         if name in options.only:
             report[name] = section(bench)
             out.print("", section.__doc__.splitlines()[0], table(report[name]), sep="\n")
-    if options.json:
-        write_json(options.json, {"about": about} | report)
-    if options.plot:
-        write_picture(lambda: picture(report), options.plot)
+    return report
+
+
+def measure_shapes(
+    options: argparse.Namespace, device: torch.device, out: Console
+) -> dict[str, list[Row]]:
+    """Rows of the shapes, each printed when it is measured, one value per line."""
+    dtype = DTYPES.get(options.dtype, torch.bfloat16)
+    rows = []
+    for shape in options.shape:
+        rows.append(measure_shape(shape, dtype, device))
+        shown = [{"of the shape": name, "value": value} for name, value in rows[-1].items()]
+        out.print(table(shown, f"{shape} in {dtype}; {machine(device)}"))
+    return {"shapes": rows}
 
 
 def main(arguments: list[str] | None = None) -> int:

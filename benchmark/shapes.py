@@ -1,0 +1,208 @@
+"""Costs of models of any size, measured with random weights in the shape of a config.
+
+Times and memory do not depend on the values of the weights. The acceptance rate does, so speed-ups
+are computed for several. A shape is a name in ``shapes.json`` or the ``config.json`` of a model.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from matplotlib.figure import Figure
+
+from benchmark.sections import take_turns
+from cli.files import read_json
+from cli.table import Row
+from decoding.randomness import KeyedRandomness, Place
+from decoding.sampling import SamplingParams, distribution
+from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
+from model.clock import now
+from model.fast import accelerate
+from search.costs import CostTable, predicted_speedup
+from weights.memory import (
+    LONGEST_DRAFT,
+    bytes_read,
+    check_fits,
+    estimate,
+    has_memory_for,
+    low_bit_bytes,
+    parameter_count,
+)
+
+NAMED = Path(__file__).with_name("shapes.json")
+ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
+POSITION = 128  # of the steps that are timed
+PROMPTS = (256, 2048)  # tokens before a first token
+ROWS = (1, 2, 4, 6, 8, 9, 16)
+REPEATS = 7
+EXIT = 0.25  # share of the layers that an early exit runs
+RANDOM_NUMBERS = 1 << 20  # repeated in every weight
+CLEAR_PEAK = Path("/proc/self/clear_refs")  # of Linux: "5" sets the peak to the present size
+FLOOR_BYTES = 1 << 28  # read to measure the speed of the memory
+PEAKED = 4.0  # standard deviation of logits of an entropy like that of text
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def config_of(shape: str) -> ModelConfig:
+    """Config of a named shape, or of a ``config.json``. Raises InputError for an unknown name."""
+    named = read_json(NAMED)
+    if shape not in named and not Path(shape).is_file():
+        raise InputError(
+            f"no shape is called {shape!r:.80}: give {', '.join(named)} or a config.json"
+        )
+    return parse_config(named[shape] if shape in named else read_json(Path(shape)))
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Model with random weights: the same numbers again and again, which are made fast."""
+    with torch.device("meta"):
+        model = build(config)
+    numbers = torch.randn(RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0))
+    numbers = (numbers * 0.5 * config.hidden_size**-0.5).to(device, dtype)
+    state = {}
+    for name, parameter in model.named_parameters():
+        state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+        for part in state[name].view(-1).split(RANDOM_NUMBERS):
+            part.copy_(numbers[: len(part)])
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+@torch.inference_mode()
+def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> Row:
+    """Row of a shape: its costs, its memory, and the speed-ups that follow from the costs.
+
+    Raises InputError where its weights do not fit into memory.
+    """
+    config = config_of(shape)
+    layers = config.num_layers
+    positions = max(PROMPTS) + max(ROWS)
+    low_bits = LayerPlan.full(layers).in_bits(4)
+    expected = partial(estimate, config, dtype, positions, prompt=max(PROMPTS), fast_on=device)
+    check_fits(expected(), device)
+    before = process_bytes("rss")
+    with suppress(OSError):
+        CLEAR_PEAK.write_text("5")
+    began = now(device)
+    model = accelerate(random_model(config, dtype, device))
+    cache = model.new_cache(positions)
+    step_of(model, cache, 1, None, 0)()
+    row: Row = {
+        "shape": shape,
+        "parameters, 10⁶": parameter_count(config) / 1e6,
+        "start, s": now(device) - began,
+    }
+    copied = bool(model.fast_bits) and has_memory_for(model, [low_bits])
+    if copied:
+        began = now(device)
+        model.prepare(low_bits)
+        row["copies, s"] = now(device) - began
+        row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
+    row |= measured_steps(model, cache, low_bits, copied)
+    for count in PROMPTS:
+        began = now(device)
+        model.prefill(torch.zeros(1, count - 1, dtype=torch.int64, device=device), cache)
+        step_of(model, cache, 1, None, count - 1)()
+        row[f"first token after {count}, s"] = now(device) - began
+    if device.type == "cpu":
+        row["peak, GB"] = (process_bytes("peak") - before) / 1e9
+        row["estimate, GB"] = expected(plan=low_bits if copied else None).total / 1e9
+    return row
+
+
+def process_bytes(kind: str) -> int:
+    """Memory of this process: "rss", the present, or "peak", the most since the peak was cleared
+    (where the system cannot tell, the present).
+    """
+    with suppress(OSError, StopIteration):
+        if kind == "peak":
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return psutil.Process().memory_info().rss
+
+
+def step_of(
+    model: Decoder, cache: KVCache, rows: int, plan: LayerPlan | None, start: int = POSITION
+) -> Callable[[], torch.Tensor]:
+    """A step of some rows under a plan, from a position on."""
+    tokens = torch.zeros(1, rows, dtype=torch.int64, device=model.device)
+    return lambda: model(tokens, cache, start, plan)
+
+
+def measured_steps(model: Decoder, cache: KVCache, low_bits: LayerPlan, copied: bool) -> Row:
+    """Times of steps, in turns: of one row beside its floor, and in its units those of more rows,
+    of drafts, and of sampling a token; and the speed-ups that follow.
+    """
+    layers = model.num_layers
+    early = LayerPlan.early_exit(layers, max(1, round(EXIT * layers)))
+    drafts = {"exit": early}
+    if copied:
+        drafts = {"low bits": low_bits, "exit": early, "exit in low bits": early.in_bits(4)}
+    cache.claim(range(layers), 0, POSITION)  # which a step attends to
+    steps = [step_of(model, cache, rows, None) for rows in ROWS]
+    steps += [step_of(model, cache, 1, plan) for plan in drafts.values()]
+    steps.append(partial(sample, PEAKED * torch.randn(1, model.vocab_size, device=model.device)))
+    block = torch.ones(FLOOR_BYTES // 4, device=model.device)
+    steps.append(block.sum)
+    seconds = [statistics.median(each) for each in take_turns(steps, REPEATS, model.device)]
+    one = seconds[0]
+    size = bytes_read(model.config, LayerPlan.full(layers), model.dtype.itemsize)
+    floor = seconds[-1] * size / FLOOR_BYTES
+    costs = [each / one for each in seconds]
+    verify = interpolated(costs[: len(ROWS)])
+    row = {
+        "step, ms": 1e3 * one,
+        "GB/s of the memory": FLOOR_BYTES / seconds[-1] / 1e9,
+        "step, of its floor": one / floor,
+        **{f"{rows} rows": cost for rows, cost in zip(ROWS[1:], costs[1:], strict=False)},
+    }
+    for name, draft in zip(drafts, costs[len(ROWS) :], strict=False):
+        row[name] = draft
+        row |= {f"{name} at {a}": best_speedup(a, CostTable(draft, verify)) for a in ACCEPTANCES}
+    return row | {"sampling": costs[-2]}
+
+
+def sample(logits: torch.Tensor) -> torch.Tensor:
+    """A token of the race by temperature and top-p, as a round draws it."""
+    probs = distribution(logits, torch.zeros(0, dtype=torch.int64), SAMPLED)
+    return KeyedRandomness(0, logits.device).draw(probs[0], Place(0))
+
+
+def interpolated(costs: Sequence[float]) -> list[float]:
+    """Costs of steps of 1, 2, 3 ... rows, linear between those of ``ROWS``."""
+    steps = []
+    for rows in range(1, LONGEST_DRAFT + 2):
+        above = next(place for place, each in enumerate(ROWS) if each >= rows)
+        share = (ROWS[above] - rows) / (ROWS[above] - ROWS[above - 1]) if rows > 1 else 0.0
+        steps.append(share * costs[above - 1] + (1 - share) * costs[above])
+    return steps
+
+
+def best_speedup(acceptance: float, costs: CostTable) -> float:
+    """Expected speed-up over plain decoding with the best draft length."""
+    return max(
+        predicted_speedup(acceptance, length, costs) for length in range(1, LONGEST_DRAFT + 1)
+    )
+
+
+def plot_shapes(report: dict[str, list[Row]]) -> Figure:
+    """Picture of the computed speed-ups by size: a panel per draft, a line per acceptance rate."""
+    rows = report["shapes"]
+    drafts = [name for name in ("low bits", "exit", "exit in low bits") if name in rows[0]]
+    figure = Figure(figsize=(3.4 * len(drafts) + 0.6, 3.4))
+    panels = figure.subplots(1, len(drafts), sharey=True, squeeze=False)[0]
+    for name, axes in zip(drafts, panels, strict=True):
+        shown = [row for row in rows if name in row]
+        sizes = [row["parameters, 10⁶"] for row in shown]
+        for acceptance in ACCEPTANCES:
+            speeds = [row[f"{name} at {acceptance}"] for row in shown]
+            axes.plot(sizes, speeds, marker="o", label=f"α = {acceptance}")
+        axes.axhline(1, linestyle="--", linewidth=1)
+        axes.set(title=name, xlabel="parameters, 10⁶", xscale="log")
+    panels[0].set_ylabel("speed-up, computed")
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
