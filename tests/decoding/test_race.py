@@ -63,8 +63,8 @@ def no_three_alike(tokens: Sequence[int]) -> Tensor:
 POLICIES = {
     "fixed": lambda: FixedLength(2),
     "adaptive": lambda: AdaptiveExit(0.55, 2, step=0.3),
-    "break-even": lambda: OneOffer(0.45, 2, memory=0.5, pause=1),
-    "best": lambda: BreakEven({"model": 0.45, "known": 0.45}, 2, memory=0.5, pause=1),
+    "break-even": lambda: OneOffer(0.45, 2, memory=0.5),
+    "best": lambda: BreakEven({"model": 0.45, "known": 0.45}, 2, memory=0.5),
     "gate": lambda: ConfidenceGate(FixedLength(2), 0.5),
 }
 REQUESTS = {
