@@ -2,8 +2,9 @@
 
 A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
 drafted token adds: its draft step, and its share of the verification. It writes
-1 + α + ... + α^k expected tokens (arXiv 2211.17192, equation 1), where α is the probability that a
-drafted token is accepted if those before it were.
+1 + α₁ + α₁α₂ + ... + α₁···αₖ expected tokens (arXiv 2211.17192, equation 1, where all α are equal).
+Here αⱼ is the probability that the j-th drafted token is accepted if those before it were. It
+mostly grows with j, as texts have easy and hard passages, and so favours longer drafts.
 The speed-up is their ratio; where none is above 1, the round is plain.
 
 α and s are learned while the text is written. That is a bandit with a known structure: all lengths
@@ -13,8 +14,9 @@ of a draft share its α and its s. ``BreakEven`` decides by the estimates in ``P
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from statistics import median_low
 from typing import NamedTuple
 
@@ -121,9 +123,9 @@ class BreakEven(Policy):
         """
         return self.past.slopes.get(name, self.first_slopes[name])
 
-    def acceptance(self, kind: str) -> float:
-        """Estimate of α of a kind of draft."""
-        return self.past.rate(kind, self.priors.get(kind, self.PRIOR_RATE))
+    def acceptance(self, kind: str) -> Iterator[float]:
+        """Estimates of α₁, α₂ ... of a kind of draft, without end."""
+        return self.past.rates(kind, self.priors.get(kind, self.PRIOR_RATE))
 
     def draft_length(self) -> int:
         """0 where no drafter is asked for an offer: drafts saved nothing lately, and the allowance
@@ -181,16 +183,18 @@ class BreakEven(Policy):
         guess adds less than the one before it. So the first length without a gain ends the search,
         and where no length gains the draft has one guess.
         """
-        rate = self.acceptance(offer.kind)
         slope = self.slope(slope_of(offer))
         longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
         tokens = 1.0
+        reached = 1.0  # the probability that all guesses are accepted
         best = None
-        for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
+        lengths = range(1, min(self.gamma, longest - offer.forced) + 1)
+        for guesses, rate in zip(lengths, self.acceptance(offer.kind), strict=False):
             extra = guesses * slope + self._reading(offer, guesses)
             if extra > self.credit:
                 break
-            tokens += rate**guesses
+            reached *= rate
+            tokens += reached
             draft = PossibleDraft(offer, guesses, tokens, 1 + extra)
             if best and draft.speedup() <= best.speedup():
                 break
@@ -234,11 +238,11 @@ class BreakEven(Policy):
             if offer.tokens:
                 equal = common_prefix(offer.tokens, emitted)
                 rejected = equal < min(len(offer.tokens), len(emitted))
-                self.past.learn_rate(
+                self.past.learn_rates(
                     offer.kind, max(0, equal - offer.forced), rejected, self.memory
                 )
             elif self.guessed and offer is self.taken:
-                self.past.learn_rate(offer.kind, accepted, accepted < self.guessed, self.memory)
+                self.past.learn_rates(offer.kind, accepted, accepted < self.guessed, self.memory)
 
     def _cost_of_forced(self) -> float:
         """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,
@@ -330,10 +334,10 @@ class PlainTime:
 class Past:
     """Estimates from past rounds, of one text or, where these have a clock, of several.
 
-    ``seen``: the tokens of recent rounds accepted and judged, by kind of draft. The tokens behind a
-    rejected one are not judged. ``slopes``: by the name of a model's offer, and of ``KNOWN``
-    tokens. ``saved``: plain rounds that recent rounds saved for which drafters were asked; it
-    begins above 0, so that one bad draft decides nothing.
+    ``seen``: the tokens of recent rounds accepted and judged, by kind of draft and place in it. The
+    tokens behind a rejected one are not judged. ``slopes``: by the name of a model's offer, and of
+    ``KNOWN`` tokens. ``saved``: plain rounds that recent rounds saved for which drafters were
+    asked; it begins above 0, so that one bad draft decides nothing.
     """
 
     PRIOR_WEIGHT = 4.0  # of the first α, in tokens
@@ -342,24 +346,31 @@ class Past:
     FADE = 0.98  # the part of its distance to the first value that a slope keeps, per round
     STALE = 64  # rounds after which T is measured again
 
-    seen: dict[str, tuple[float, float]] = field(default_factory=dict)
+    seen: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
     saved: float = 2.0
     allowance: float = 0.3
     rounds_since_plain: int = 0
 
-    def rate(self, kind: str, prior: float) -> float:
-        """Estimate of α of a kind of draft."""
-        accepted, judged = self.seen.get(kind, (0.0, 0.0))
-        return (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
-
-    def learn_rate(self, kind: str, accepted: int, rejected: bool, memory: float) -> None:
-        """Add a round: the tokens accepted, and whether one was rejected behind them. The rounds
-        before it count ``memory`` times what they did.
+    def rates(self, kind: str, prior: float) -> Iterator[float]:
+        """Estimates of α₁, α₂ ... of a kind of draft; the estimate of each is the prior of the
+        next.
         """
-        before = self.seen.get(kind, (0.0, 0.0))
-        judged = accepted + rejected
-        self.seen[kind] = (memory * before[0] + accepted, memory * before[1] + judged)
+        for accepted, judged in self.seen.get(kind, ()):
+            prior = (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
+            yield prior
+        yield from repeat(prior)
+
+    def learn_rates(self, kind: str, accepted: int, rejected: bool, memory: float) -> None:
+        """Add a round: the tokens accepted, and whether one was rejected behind them. Earlier
+        tokens at the same places count ``memory`` times what they did.
+        """
+        seen = self.seen.setdefault(kind, [])
+        for place in range(accepted + rejected):
+            if place == len(seen):
+                seen.append((0.0, 0.0))
+            before, judged = seen[place]
+            seen[place] = (memory * before + (place < accepted), memory * judged + 1)
 
     def learn_slope(self, name: str, estimate: float, measured: float) -> None:
         """Add a measurement to the estimate of a slope: their geometric mean, where the measurement

@@ -48,7 +48,7 @@ LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY = 0.8  # its first threshold
 START_SAMPLED = 0.5
 ROUND_OVERHEAD = 20e6  # work beside the weights, per round or draft step, in bytes read meanwhile
-VERIFY_SLOPE = 0.09  # of a plain round, for each drafted token that it verifies
+VERIFY_SLOPE = 0.03  # of a plain round, for each drafted token that it verifies
 # kinds whose draft length the options may set
 LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
 USEFUL_WITH = {  # kinds of draft on which an option has an effect; "class" is one of the user

@@ -1,8 +1,10 @@
 """Draft-length policies follow their formulas, and break-even the times of its rounds."""
 
+import copy
 import math
 from collections.abc import Iterable
-from itertools import count
+from itertools import accumulate, count, islice
+from operator import mul
 from random import Random
 from typing import Any
 
@@ -97,7 +99,7 @@ def test_break_even_follows_the_five_rounds_of_its_docstring() -> None:
     policy.past.allowance = 0.04
     rows = []
     for number, accepted in enumerate([0, 0, 0, 1, 0], 1):
-        rate = policy.acceptance("model")
+        rate = next(policy.acceptance("model"))
         allowance = policy.past.allowance
         _, drafted = policy.choose([MODEL])
         policy.observe(a_round(drafted, accepted))
@@ -117,8 +119,9 @@ def test_break_even_takes_the_length_with_the_largest_expected_speedup(
     drafted(policy, [accepted] * 60)
     policy.credit = math.inf
     policy.past.allowance = 0.0
-    rate = policy.acceptance("model")
-    speedups = [speedup(rate, slope, length) for length in range(5)]
+    rates = policy.acceptance("model")
+    reached = [1.0, *accumulate(islice(rates, 4), mul)]
+    speedups = [sum(reached[: length + 1]) / (1 + length * slope) for length in range(5)]
     assert speedups[policy.choose([MODEL])[1]] == max(speedups)
 
 
@@ -141,7 +144,7 @@ def test_break_even_learns_of_a_lookup_that_was_not_taken() -> None:
         for _ in range(30):
             policy.choose([offer])
             policy.observe(Round(0, [], 0, [5]))
-        return policy.acceptance(offer.kind)
+        return next(policy.acceptance(offer.kind))
 
     right = Offer("lookup", "lookup 1", [5, 6, 7, 8])
     wrong = Offer("lookup", "lookup 3", [1, 1, 1, 1])
@@ -243,9 +246,9 @@ def test_a_text_begins_with_the_past_of_the_text_before_where_it_has_a_clock() -
     past = Past()
     write(with_clock(0.2, past), 60, 0.9, accepts=0)
     later = with_clock(0.2, past)
-    assert later.acceptance("model") < 0.5 and later.slope("model") > 0.3
+    assert next(later.acceptance("model")) < 0.5 and later.slope("model") > 0.3
     alone = BreakEven({"model": 0.2})
-    assert alone.acceptance("model") == 0.7 and alone.slope("model") == 0.2
+    assert next(alone.acceptance("model")) == 0.7 and alone.slope("model") == 0.2
 
 
 def test_break_even_drafts_nothing_where_texts_share_steps() -> None:
@@ -326,7 +329,7 @@ def test_nothing_is_learned_of_offers_from_a_round_whose_drafters_were_not_asked
     policy = BreakEven({"known": 0.05})
     policy.choose([Offer("lookup", "lookup 2", [0, 0])])
     policy.observe(a_round(2, 2))
-    learned = dict(policy.past.seen)
+    learned = copy.deepcopy(policy.past.seen)
     policy.observe(a_round(0, 0))
     assert learned and policy.past.seen == learned
 
@@ -396,6 +399,6 @@ def test_forced_tokens_cost_the_slope_of_a_known_one_and_teach_no_acceptance(
         Round(5, [7, 7, 0, 1], 3, [7, 7, 0, 9], forced=[True, True, False, False, False])
     )
     assert policy.credit == pytest.approx(4 * (1 + BreakEven.SHARE) - cost)
-    assert policy.past.seen[offer.kind] == (1, 2)
+    assert policy.past.seen[offer.kind] == [(1, 1), (0, 1)]
     policy.observe_time(2.2)
     assert policy.slope(slope_of(offer)) == pytest.approx((before * slope) ** 0.5)
