@@ -38,6 +38,10 @@ VERIFY_COST = 1.1  # of a verification
 # The example of docs/search.md: a text, and the probability that each token is kept if drafted.
 TEXT = {"The": 0.9, "fox": 0.8, "ran": 0.5, "home": 0.9, "at": 0.7, "night": 0.9}
 GAMMA = 2  # tokens that a round drafts there
+# The example of docs/speed.md: rows of a tile, vectors of a row of weights, and the one being read.
+ROWS = 4
+COLUMNS = 8
+COLUMN = 2
 
 
 def sheet(height: float, left: float, right: float, top: float) -> Axes:
@@ -205,6 +209,35 @@ def programme() -> Figure:
     return explained(axes.figure, arrows)
 
 
+def tile() -> Figure:
+    """A tile of the CPU step; and two blocks of weights in memory, of which one is read by columns
+    while the next one is prefetched in the order of addresses.
+    """
+    axes = sheet(2.9, -1.9, 22.6, 5.8)
+    tiles(axes, 1.2, 4.5, [(f"x{number}", 1, AMBER) for number in range(ROWS)], "inputs  ")
+    for row in range(ROWS):
+        y = 3.3 - row
+        tiles(axes, 0, y, [(f"w{row}", 1, BLUE)])
+        tiles(axes, 1.2, y, [("Σ", 1, GREEN)] * ROWS)
+        read = [BLUE if column == COLUMN else RULE for column in range(COLUMNS)]
+        tiles(axes, 8, y, [("", 0.8, colour) for colour in read], f"row {row}")
+        first = row * COLUMNS
+        before, now = ROWS * COLUMN, ROWS * (COLUMN + 1)
+        places = range(first, first + COLUMNS)
+        colours = [
+            DARK_GREEN if before <= at < now else GREEN if at < now else RULE for at in places
+        ]
+        tiles(axes, 15.8, y, [("", 0.8, colour) for colour in colours])
+    for x, title in ((0, "16 sums, in registers"), (8, "this block"), (15.8, "the next block")):
+        axes.text(x, -0.1, title, va="top", color=MUTED)
+    colours = {
+        "read in this turn": BLUE,
+        "prefetched in it": DARK_GREEN,
+        "prefetched before": GREEN,
+    }
+    return explained(axes.figure, colours)
+
+
 def auto() -> Figure:
     """The rounds of a text under ``--draft auto``. ``auto.json`` holds them, with their command."""
     rounds = json.loads((FOLDER / "auto.json").read_text(encoding="utf-8"))["rounds"]
@@ -217,7 +250,7 @@ def auto() -> Figure:
     return explained(axes.figure, VERDICTS)
 
 
-PICTURES = (rules, timeline, speedup, cache, race, programme, auto)
+PICTURES = (rules, timeline, speedup, cache, race, programme, tile, auto)
 
 
 def write_all(folder: Path = FOLDER) -> None:
