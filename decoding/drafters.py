@@ -207,7 +207,8 @@ class ModelDrafter:
             ):
                 break
             # Constraints read the token in any case. Without them a GPU would have to synchronise.
-            if text.constraints and int(token) in text.rules.eos_ids:
+            is_read = text.constraints or token.device.type == "cpu"
+            if is_read and int(token) in text.rules.eos_ids:
                 break
         return draft.finished()
 

@@ -241,7 +241,7 @@ def tile() -> Figure:
 def auto() -> Figure:
     """The rounds of a text under ``--draft auto``. ``auto.json`` holds them, with their command."""
     rounds = json.loads((FOLDER / "auto.json").read_text(encoding="utf-8"))["rounds"]
-    axes = sheet(4.2, -10, 58, len(rounds))
+    axes = sheet(4.4, -10, 53, len(rounds))
     for row, round in enumerate(reversed(rounds)):
         parts = [
             (text, 2 + 1.1 * len(text), VERDICTS[verdict]) for text, verdict in round["tokens"]
