@@ -39,7 +39,7 @@ from model import InputError
 from model.fast import accelerate
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
-from weights.load import DTYPES, load_model, model_folder, shown_name
+from weights.load import DTYPES, load_model, model_folder, pick_dtype, shown_name
 from weights.tokenizer import Tokenizer
 
 STORIES = 24  # prompts of the kind "stories"
@@ -144,7 +144,8 @@ def prepare(options: argparse.Namespace) -> Bench:
     if options.off_grid:
         folder = off_grid_folder(folder)
     tokenizer = Tokenizer(folder)
-    model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    device = pick_device(options.device)
+    model = accelerate(load_model(folder, pick_dtype(options.dtype, folder, device), device))
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
     texts = {**PROMPTS, "stories": stories}
     prompts = [

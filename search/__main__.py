@@ -48,7 +48,7 @@ from search.study import (
     texts_and_costs,
 )
 from search.texts import read_prompts, split_texts
-from weights.load import DTYPES, load_model, model_fingerprint, model_folder
+from weights.load import DTYPES, load_model, model_fingerprint, model_folder, pick_dtype
 from weights.tokenizer import Tokenizer
 
 VERSION = 6  # of the journal
@@ -179,7 +179,8 @@ def load_setting(options: argparse.Namespace, folder: Path) -> Setting:
     """The loaded target, which rounds to low bits as ``generate.py`` does."""
     params = SamplingParams(options.temperature)
     tokenizer = Tokenizer(folder)
-    model = accelerate(load_model(folder, DTYPES.get(options.dtype), pick_device(options.device)))
+    device = pick_device(options.device)
+    model = accelerate(load_model(folder, pick_dtype(options.dtype, folder, device), device))
     setting = Setting(folder, model, tokenizer, params, model.max_positions, options.coupling)
     if model.fast_bits:
         list(importance_steps(model, setting.kept, tokenizer))

@@ -19,6 +19,7 @@ from torch import Tensor
 from cli.command_line import say
 from cli.files import explaining, read_json
 from model import Decoder, InputError, ModelConfig, build, parse_config
+from model.fast import multiplies_bf16
 from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
@@ -101,6 +102,24 @@ def model_folder(name: str, revision: str | None = None) -> Path:
     )
 
 
+def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
+    """Dtype of a name in DTYPES. "auto" is the checkpoint's, but where the device only emulates
+    bfloat16 it is float16, or float32 for Gemma, whose activations exceed float16's range.
+
+    A line says so, also where bfloat16 was asked for there.
+    """
+    dtype = DTYPES.get(name) or stored_dtype(folder)
+    if dtype != torch.bfloat16 or multiplies_bf16(device):
+        return dtype
+    slow = f"{torch.cuda.get_device_name(device)} only emulates bfloat16"
+    if name in DTYPES:
+        say(f"{slow}: --dtype float16 is faster")
+        return dtype
+    narrow = read_config(folder).block == "gemma2"
+    say(f"{slow}: the model runs in {'float32' if narrow else 'float16'}")
+    return torch.float32 if narrow else torch.float16
+
+
 def load_model(
     folder: Path,
     dtype: torch.dtype | None = None,
@@ -128,10 +147,11 @@ def load_model(
         if shard:
             model = build(shard.local)
     dtype = dtype or stored[EMBEDDING].dtype
-    state = {
-        name: tensor.read(shard.cut(name) if shard else None).to(device, dtype)
-        for name, tensor in stored.items()
-    }
+    state = {}
+    for name, tensor in stored.items():
+        state[name] = tensor.read(shard.cut(name) if shard else None).to(device, dtype)
+        if dtype == torch.float16 != tensor.dtype and not state[name].isfinite().all():
+            raise InputError(f"{folder}: numbers of {name} exceed float16: give --dtype float32")
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
 

@@ -26,7 +26,7 @@ from decoding.verify import Coupling
 from model import InputError
 from model.fast import gpu_bits, why_not_compiled
 from model.plan import LOW_BITS
-from weights.load import DTYPES, model_folder, read_config, shown_name, stored_dtype
+from weights.load import model_folder, pick_dtype, read_config, shown_name
 from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
 
@@ -137,7 +137,7 @@ class Request:
         self.name = shown_name(self.folder)
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
-        self.dtype = DTYPES.get(options.dtype) or stored_dtype(self.folder)
+        self.dtype = pick_dtype(options.dtype, self.folder, self.device)
         self.prompt = ""
         self.ids: list[int] = []
         has_prompt = options.prompt is not None or options.prompt_file is not None

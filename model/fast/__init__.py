@@ -53,17 +53,17 @@ class PreparedDecoder(Steps):
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecoder:
     """Model of the same weights whose steps are fast on its device.
 
-    Without ``compiled`` nothing is compiled or captured. Where there are no faster steps, the model
-    itself is returned, unchanged; a line on stderr says so if only Numba is missing. Elsewhere the
-    model is changed too (``Decoder.use``): it reads prompts and rounds weights by faster functions.
+    Without ``compiled``, and where there are no faster steps, the model itself is returned,
+    unchanged; a line on stderr says so if only Numba is missing. Elsewhere the model is changed too
+    (``Decoder.use``): it reads prompts and rounds weights by faster functions.
     """
-    if model.device.type == "mps":
+    if model.device.type == "mps" or not compiled:
         return model
     if model.device.type != "cpu":
         from model.fast.gpu import StaticDecoder
 
-        return StaticDecoder(model, model.device.type == "cuda" and compiled)
-    if model.dtype == torch.float64 or not compiled:
+        return StaticDecoder(model, model.device.type == "cuda")
+    if model.dtype == torch.float64:
         return model
     if reason := why_not_compiled():
         print(
@@ -76,9 +76,20 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
     return FastDecoder(model)
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 itself: all but NVIDIA GPUs below compute capability
+    8.0, such as T4, V100 and RTX 20xx.
+
+    Those emulate it, slower than float16 by far, and torch's compiler and four-bit kernel refuse
+    it.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Numbers of bits for which torch has a kernel on a GPU: tinygemm's, of bf16 inputs."""
-    return (4,) if device.type == "cuda" and dtype == torch.bfloat16 else ()
+    has_kernel = device.type == "cuda" and dtype == torch.bfloat16 and multiplies_bf16(device)
+    return (4,) if has_kernel else ()
 
 
 def static_capacity(positions: int) -> int:

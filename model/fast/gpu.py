@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch
@@ -227,7 +228,8 @@ class StaticDecoder(PreparedDecoder):
     """``Decoder`` with static steps for a single text. Prompts are the decoder's.
 
     With ``compiled`` its steps are compiled and captured, which needs CUDA. If a step fails (no
-    compiler, an old GPU, no memory), later steps are the readable blocks'; ``trouble`` says why.
+    compiler, an old GPU, no memory), in the middle of a text too, it and later ones are the
+    readable blocks'; ``trouble`` says why.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
@@ -279,11 +281,20 @@ class StaticDecoder(PreparedDecoder):
         if step is None:
             return self.model(tokens, cache, start, plan)
         logits = []
-        for part in tokens.split(step.rows, 1):
-            cache.claim(step.plan.attention_layers, start, part.shape[1])
-            logits.append(step(part, start))
-            start += part.shape[1]
+        try:
+            for first, part in zip(count(start, step.rows), tokens.split(step.rows, 1)):
+                cache.claim(step.plan.attention_layers, first, part.shape[1])
+                logits.append(step(part, first))
+        except RuntimeError as error:  # of a driver or an allocator; entries are written again
+            self._give_up(error)
+            return self.model(tokens, cache, start, plan)
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+    def _give_up(self, error: Exception) -> None:
+        """Note why later steps are the readable blocks'."""
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        self.trouble = f"steps run without CUDA graphs: {line:.300}"
+        self.why_rows_vary = Steps.why_rows_vary
 
     @torch.inference_mode()
     def step_of(self, cache: KVCache, plan: LayerPlan | None = None) -> StaticStep | None:
@@ -295,9 +306,7 @@ class StaticDecoder(PreparedDecoder):
             try:
                 static.steps[plan] = self._new_step(static.cache, plan)
             except Exception as error:  # of compilers, drivers, allocators
-                line = " ".join(f"{type(error).__name__}: {error}".split())
-                self.trouble = f"steps run without CUDA graphs: {line:.300}"
-                self.why_rows_vary = Steps.why_rows_vary
+                self._give_up(error)
         return static.steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:

@@ -195,3 +195,16 @@ def test_steps_whose_rows_depend_on_each_other_are_reported() -> None:
     with torch.inference_mode():
         model(torch.tensor([[1, 2, 3]]), model.new_cache(20), 0)
     assert model.trouble is None and "alone" in model.why_rows_vary
+
+
+def test_a_step_that_fails_in_the_middle_of_a_text_costs_speed_and_not_the_text() -> None:
+    """As where a driver or an allocator fails."""
+    model, tokens = static(), torch.arange(9)[None] % VOCAB
+    with torch.inference_mode():
+        cache = model.new_cache(20)
+        found = [model(tokens[:, :4], cache, 0)]
+        model.step_of(cache).run = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+        found += [model(tokens[:, at : at + 1], cache, at) for at in range(4, 9)]
+        expected = model.model(tokens, model.model.new_cache(20), 0)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-10)
+    assert "CUDA out of memory" in model.trouble and cache.lengths == [9] * 3

@@ -21,6 +21,7 @@ from torch import Tensor
 from decoding.run import plan_file
 from decoding.run.plan_file import DraftPlan, read_plan
 from model import InputError, LayerPlan
+from model.fast import gpu_bits
 from model.parallel import Cut, Shard
 from tests.configs import LLAMA3_ROPE
 from tests.folders import GEMMA2, LLAMA, random_state, write_folder
@@ -29,7 +30,7 @@ from tests.peak import held_bytes
 from tests.ranks import part_of
 from tests.refusal import line_of, refusal
 from weights import load
-from weights.load import StoredTensor, load_model, model_folder
+from weights.load import StoredTensor, load_model, model_folder, pick_dtype
 from weights.memory import estimate
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -456,3 +457,39 @@ def test_a_model_that_is_fetched_says_how(tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copytree(load.WEIGHTS / "configs", tmp_path / "configs")
     monkeypatch.setattr(load, "WEIGHTS", tmp_path)
     assert f"fetch it: python -m weights.fetch {name}" in refusal(model_folder, name)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("config", [SMALL, SMALL_GEMMA2], ids=["llama", "gemma2"])
+def test_a_gpu_that_emulates_bfloat16_gets_another_dtype_and_no_four_bit_kernel(
+    capability: tuple[int, int],
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gemma's activations exceed the range of float16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    folder = write_weights(tmp_path, config, random_state(config, dtype=torch.bfloat16))
+    device = torch.device("cuda")
+    is_old = capability < (8, 0)
+    narrow = torch.float16 if config is SMALL else torch.float32
+    assert pick_dtype("auto", folder, device) == (narrow if is_old else torch.bfloat16)
+    assert gpu_bits(device, torch.bfloat16) == (() if is_old else (4,))
+    said = capsys.readouterr().err
+    expected = f"[Tesla T4 only emulates bfloat16: the model runs in {narrow}]\n"
+    assert said == (expected.replace("torch.", "") if is_old else "")
+    assert pick_dtype("bfloat16", folder, device) == torch.bfloat16, "done as asked"
+    assert bool(capsys.readouterr().err) is is_old
+    assert pick_dtype("auto", folder, torch.device("cpu")) == torch.bfloat16
+
+
+def test_numbers_that_exceed_float16_are_refused_by_name(tmp_path: Path) -> None:
+    state = random_state(SMALL, dtype=torch.bfloat16)
+    state[UP][0, 0] = 1e5
+    folder = write_weights(tmp_path, SMALL, state)
+    assert f"numbers of {UP.removeprefix('model.')} exceed float16" in refusal(
+        load_model, folder, torch.float16
+    )
+    assert load_model(folder, torch.float32).dtype == torch.float32
