@@ -53,18 +53,26 @@ clean:
 # The shell receives the prompt through the environment, so that quotes in it stay quotes ($ is written $$).
 export PROMPT
 
+# A step of the installation: one line says what it does, and its output goes into a file, which the
+# line of a failure names.
+LOG := .venv/install.log
+quietly = @mkdir -p .venv; echo "$(1)"; $(2) >>$(LOG) 2>&1 || { tail -n 3 $(LOG); \
+	echo "this step failed: all of its output is in $(LOG)"; exit 1; }
+install = $(BIN)/python -m pip install --disable-pip-version-check
+
 .venv/ready: requirements.txt
-	@echo "installing torch and other libraries: 0.4 GB with torch for CPUs, some gigabytes with torch for GPUs"
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(call quietly,making .venv,$(PYTHON) -m venv .venv)
+	$(call quietly,installing torch and other libraries (0.4 GB with torch for CPUs; gigabytes for GPUs),\
+		$(install) -r requirements.txt)
 	@touch $@
 
 .venv/ready-serve: .venv/ready requirements-serve.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt
+	$(call quietly,installing what the server needs,$(install) -r requirements-serve.txt)
 	@touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt requirements-serve.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-serve.txt -r requirements-dev.txt
+	$(call quietly,installing what the tests need,\
+		$(install) -r requirements-serve.txt -r requirements-dev.txt)
 	@touch $@
 
 $(WEIGHTS): | .venv/ready
