@@ -26,8 +26,10 @@ import generate
 from decoding.drafters import ModelDrafter
 from decoding.grammar import GrammarConstraint
 from decoding.policies import AdaptiveExit
-from decoding.proof.judge import Setup, bias
-from decoding.proof.plain_law import Request
+from decoding.proof.enumeration import total_variation
+from decoding.proof.foreign import law_of
+from decoding.proof.judge import Setup, bias, run_loop
+from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TableModel
 from decoding.randomness import SeededRandomness
 from decoding.rounds import Statistics
@@ -142,6 +144,31 @@ def kills(mutant: Mutant) -> bool:
     return False
 
 
+def judged(mutant: Mutant) -> float | None:
+    """Distance to plain sampling's law that the judge of foreign code finds for the loop with the
+    mutant and with its production randomness, on the request of the mutant's proof; None where
+    another test kills it.
+    """
+    if mutant.killer.__name__.startswith("test_") and mutant.row not in RANDOM_NUMBERS:
+        return None
+    distances = [0.0]
+
+    def judge(model: TableModel, request: Request, setup: Setup) -> float:
+        found = law_of(lambda: run_loop(model, request, setup, SeededRandomness(0)))
+        distances.append(total_variation(found.probs, plain_law(model, request)))
+        return distances[-1]
+
+    with applied(mutant), mock.patch(f"{__name__}.bias", judge):
+        try:
+            if mutant.row in RANDOM_NUMBERS:
+                judge(table(), LONG, Setup())
+            else:
+                mutant.killer()
+        except AssertionError:  # also of a loop that writes too many tokens
+            return distances[-1] or 1.0
+    return distances[-1]
+
+
 SAMPLED = Request()
 GREEDY = Request(params=SamplingParams(0.0))
 FILTERED = Request(params=SamplingParams(0.7, top_k=2))
@@ -149,6 +176,7 @@ PENALISED = Request(params=SamplingParams(1.0, repetition_penalty=1.5))
 ENDING = Request(max_new_tokens=3, eos_ids=frozenset({1}))
 LONG = Request(max_new_tokens=3)
 ADAPTIVE = Setup(policy=lambda: AdaptiveExit(0.45, 2))
+RANDOM_NUMBERS = (5, 8, 32)  # mutants of ``SeededRandomness``
 S, R = decoding.speculate, decoding.verify
 SELF_DRAFT = test_drafters.test_a_self_draft_reads_the_targets_entries_at_the_right_positions
 NO_HOLE = test_drafters.test_a_draft_models_cache_has_no_hole_after_any_round
@@ -500,14 +528,18 @@ NOT_OURS = {  # row: defect, and why it cannot arise here
 
 
 def table_rows(killed: Callable[[Mutant], bool]) -> Iterator[str]:
-    """Table of defects in Markdown, each with the test that fails with it."""
-    yield "| # | defect | put into | caught by |"
-    yield "|---|---|---|---|"
+    """Table of defects in Markdown, each with the test that fails with it, and the distance that
+    the judge of foreign code finds.
+    """
+    yield "| # | defect | put into | caught by | judged |"
+    yield "|---|---|---|---|---|"
     for mutant in MUTANTS:
         verdict = f"`{mutant.killer.__name__}`" if killed(mutant) else "**nothing**"
-        yield f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} |"
+        distance = judged(mutant)
+        shown = "" if distance is None else f"{distance:.2g}" if distance > EXACT else "0"
+        yield f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} | {shown} |"
     for row, (defect, reason) in NOT_OURS.items():
-        yield f"| {row} | {defect} | nothing | {reason} |"
+        yield f"| {row} | {defect} | nothing | {reason} | |"
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ POLICIES: list[Callable[[], Policy]] = [
     lambda: FixedLength(2),
     lambda: FixedLength(3),
     lambda: AdaptiveExit(0.45, 3, step=0.3, threshold_memory=0.5),
-    lambda: BreakEven({"model": 0.45, "known": 0.1}, 3, memory=0.5, pause=1),
+    lambda: BreakEven({"model": 0.45, "known": 0.1}, 3, memory=0.5),
 ]
 
 

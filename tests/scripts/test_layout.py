@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "cli": {"model.errors"},
     "weights": {"model", "cli"},
     "decoding": {"model"},
-    "decoding.proof": {"model", "decoding"},
+    "decoding.proof": {"model", "cli", "decoding"},
     "decoding.run": {"model", "cli", "weights", "decoding"},
     "decoding.show": {"model", "cli", "weights", "decoding", "decoding.run"},
     "decoding.serve": {"model", "cli", "weights", "decoding", "decoding.run", "decoding.show"},

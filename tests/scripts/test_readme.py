@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import benchmark.__main__
+import decoding.proof.__main__
 import generate
 import search.__main__
 import train
@@ -72,6 +73,7 @@ def helps() -> str:
         search.__main__,
         training.corpus.__main__,
         fetch,
+        decoding.proof.__main__,
     ):
         with redirect_stdout(said), pytest.raises(SystemExit):
             command.main(["--help"])

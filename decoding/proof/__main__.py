@@ -1,0 +1,98 @@
+"""Distance between the laws of two functions that draw randomly: plain and speculative sampling.
+
+Each is FILE.py:FUNCTION, called without arguments, and returns a text. See docs/judge.md.
+"""
+
+if __name__ == "__main__":  # before anything that takes long to import
+    from cli.start import start
+
+    start()
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from cli.command_line import run_command
+from cli.files import explaining
+from cli.options import Groups, parser_of, within
+from cli.table import table
+from decoding.proof.foreign import PATHS, Comparison, Law, law_of
+from model.errors import InputError
+
+OPTIONS: Groups = {
+    "": {
+        "plain": {"metavar": "FILE.py:PLAIN", "help": "plain sampling of a text"},
+        "speculative": {"metavar": "FILE.py:SPECULATIVE", "help": "what should have the same law"},
+        "--bound": {
+            "type": within(float, 0),
+            "default": 1e-6,
+            "metavar": "TV",
+            "help": "largest total variation of equal laws: above it the exit code is 1",
+        },
+        "--paths": {
+            "type": within(int, 1),
+            "default": PATHS,
+            "metavar": "N",
+            "help": "most paths of draws that are enumerated; a law of more is sampled",
+        },
+    },
+}
+
+
+def function_of(name: str) -> Callable[[], Any]:
+    """The function of FILE.py:FUNCTION. Raises InputError where there is none."""
+    file, _, function = name.rpartition(":")
+    if not os.path.isfile(file):
+        raise InputError(f"{name!r:.200} must be FILE.py:FUNCTION, of a file that is there")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # as when the file is run
+    with explaining(f"{file} cannot be run", (Exception, SystemExit)):
+        found = runpy.run_path(file).get(function)
+    if not callable(found):
+        raise InputError(f"{file} has no function {function}")
+    return found
+
+
+def shown_law(name: str, paths: int) -> Law:
+    """Law of a function, with a bar of the probability of the paths so far."""
+    function = function_of(name)
+    hidden = not sys.stderr.isatty()
+    with (
+        Progress(console=Console(stderr=True), transient=True, disable=hidden) as bar,
+        explaining(f"{name} failed", (Exception, SystemExit)),
+    ):
+        task = bar.add_task(f"every outcome of {name.rpartition(':')[2]}", total=1.0)
+        return law_of(function, paths, lambda weight: bar.advance(task, weight))
+
+
+def judge(plain: str, speculative: str, bound: float, paths: int) -> int:
+    """Print the distance of two laws, and where they differ the results that differ most; returns 1
+    there.
+    """
+    found = Comparison(shown_law(plain, paths), shown_law(speculative, paths))
+    counts = f"{found.plain.paths} and {found.speculative.paths} paths"
+    how = "enumerated" if not found.error else f"sampled: up to {found.error:.2g} by chance"
+    print(f"total variation {found.distance:.3g} ({counts}, {how})")
+    if found.distance <= bound + found.error:
+        return 0
+    rows = [
+        {"text": str(text), "plain": f"{p:.6f}", "speculative": f"{q:.6f}"}
+        for text, p, q in found.worst()
+    ]
+    Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
+    return 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(
+        OPTIONS, prog="python -m decoding.proof", description=__doc__.splitlines()[0]
+    )
+    return run_command(lambda: judge(**vars(parser.parse_args(arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

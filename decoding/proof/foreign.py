@@ -1,0 +1,477 @@
+"""Law of unchanged code that draws by the random functions of torch, Python and NumPy.
+
+    law_of(lambda: sample(model, prompt, 3))
+
+While the function runs, random functions are replaced. A draw of a token is a fork of the paths
+that ``enumeration`` walks. Other random numbers stand for themselves until they decide something:
+
+    torch.rand, uniform_, random.random     u     a comparison splits the interval of u
+    exponential_, -log u                    E     argmax of probs / E draws by probs
+    -log E                                  G     argmax of logits + G draws by softmax(logits)
+
+Each element has a number of its own, and keeps it in views and copies, so that code which uses one
+random number twice has the law that follows from that. Whatever cannot be enumerated is refused by
+name: any other use of such a number, other random functions, races that share noise. Comparisons
+are of real numbers, so a u that is exactly 0 is not seen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from decoding.proof.enumeration import Enumerator, total_variation
+from decoding.randomness import Place
+from model.errors import InputError
+
+PATHS = 100_000  # enumerated before the law is sampled instead
+CLOSE = 1e-12  # relative difference of two numbers that rounding makes
+CONFIDENCE = 0.99  # of the error of a sampled law
+UNIFORM = "u"
+LOG_UNIFORM = "log u"
+EXPONENTIAL = "E"
+LOG_EXPONENTIAL = "log E"
+GUMBEL = "G"
+RACE = "a race"
+# kind of the result, by function and kind of the argument
+BECOMES = {
+    ("log", UNIFORM): LOG_UNIFORM,
+    ("neg", LOG_UNIFORM): EXPONENTIAL,
+    ("log", EXPONENTIAL): LOG_EXPONENTIAL,
+    ("neg", LOG_EXPONENTIAL): GUMBEL,
+}
+LESS = ("lt", "le", "less", "less_equal")
+GREATER = ("gt", "ge", "greater", "greater_equal")
+# functions that move elements and do not change them
+MOVES = (
+    *(
+        "getitem",
+        "view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "flatten",
+        "expand",
+        "select",
+        "narrow",
+    ),
+    *("index_select", "gather", "take", "clone", "contiguous", "detach", "transpose", "permute"),
+    *("item", "cpu", "to", "float", "double", "half", "bfloat16", "type", "type_as"),
+)
+CONVERSIONS = MOVES[MOVES.index("item") :]
+ASKS = ("size", "dim", "numel", "len", "get", "is_floating_point", "ndimension", "stride")
+# of torch, beside those that are replaced
+REFUSED = (
+    *("randn", "randn_like", "normal", "normal_", "randint", "randint_like", "random_", "randperm"),
+    *("poisson", "binomial", "geometric_", "cauchy_", "log_normal_", "gumbel_softmax"),
+)
+PYTHON_REFUSED = ("choice", "choices", "sample", "shuffle", "randint", "randrange", "gauss")
+NUMPY_UNIFORM = ("random", "random_sample", "rand")
+NUMPY_REFUSED = ("choice", "randint", "randn", "normal", "multinomial", "shuffle", "default_rng")
+
+
+class Refused(InputError):
+    """Error of code whose law cannot be enumerated."""
+
+
+class Noise(Tensor):
+    """Random numbers that are not yet known: their ``kind``, and the ``ids`` of the elements, a
+    tensor of the same shape. A race also has the ``weights`` by which its argmax draws.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    kind: str
+    ids: Tensor
+    weights: Tensor
+    factor: Tensor | float  # by which a u was multiplied
+
+
+def as_noise(data: Tensor, kind: str, ids: Tensor) -> Noise:
+    """The tensor itself as noise, so that functions which write into a tensor can be replaced."""
+    data.__class__ = Noise
+    data.kind = kind
+    data.ids = ids
+    data.factor = 1.0
+    return data
+
+
+class Walk(Enumerator):
+    """Enumerator of paths on which uniform numbers are known to lie in parts of (0, 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[float, float]] = []  # of each uniform number, or of another one
+        self.raced: set[int] = set()  # the numbers that decided a race
+
+    def fresh(self, data: Tensor, kind: str) -> Noise:
+        """Noise of new numbers in the shape of a tensor."""
+        first = len(self.parts)
+        self.parts += [(0.0, 1.0)] * data.numel()
+        return as_noise(data, kind, torch.arange(first, len(self.parts)).view(data.shape))
+
+    def is_below(self, number: int, threshold: float) -> bool:
+        """Whether a uniform number is below a threshold, which splits its part."""
+        low, high = self.parts[number]
+        split = min(max(threshold, low), high)
+        sides = [
+            ((split - low) / (high - low), (True, (low, split))),
+            ((high - split) / (high - low), (False, (split, high))),
+        ]
+        below, self.parts[number] = self._choose([side for side in sides if side[0] > 0])
+        return below
+
+    def next_path(self) -> bool:
+        self.parts = []
+        self.raced = set()
+        return super().next_path()
+
+
+class SampledWalk(Walk):
+    """Walk whose outcomes are drawn, for laws of too many paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = random.Random(0)
+
+    def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
+        weights = [weight for weight, _ in outcomes]
+        return outcomes[self.source.choices(range(len(outcomes)), weights)[0]][1]
+
+
+class Replaced(TorchFunctionMode):
+    """Mode in which the random functions of torch are those of a walk."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.walk = walk
+
+    def __torch_function__(
+        self, function: Any, types: Any, given: tuple = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        name = function.__name__
+        if draw := DRAWS.get(name):
+            return draw(self.walk, function, *given, **named)
+        if name in REFUSED:
+            raise Refused(
+                f"torch's {name} cannot be enumerated (models are to be made before the run)"
+            )
+        noisy = [each for each in (*given, *named.values()) if isinstance(each, Noise)]
+        if not noisy:
+            return function(*given, **named)
+        if named.get("out") is None:
+            # float(u) is no conversion of a tensor
+            plain = name if name == "__float__" else name.strip("_")
+            found = use(self.walk, plain, function, given, named)
+            if found is not NotImplemented:
+                return found
+        raise Refused(f"{name} of {noisy[0].kind}, a random number, cannot be enumerated")
+
+
+def multinomial(
+    walk: Walk,
+    function: Callable[..., Tensor],
+    probs: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    **unused: Any,
+) -> Tensor:
+    """``torch.multinomial``: a fork per row and sample, over the tokens of positive probability."""
+    if not (probs.sum(-1) > 0).all():
+        return function(probs, num_samples, replacement)  # raises torch's error
+    drawn = []
+    for row in probs.reshape(-1, probs.shape[-1]):
+        left = row.clone()
+        for _ in range(num_samples):
+            token = walk.draw(left, Place(0))
+            drawn.append(token)
+            if not replacement:
+                left[token] = 0
+    return torch.stack(drawn).view(*probs.shape[:-1], num_samples)
+
+
+def bernoulli(
+    walk: Walk, function: Callable[..., Tensor], data: Tensor, p: Any = None, **unused: Any
+) -> Tensor:
+    """``torch.bernoulli`` and its forms as methods: a fork per element."""
+    probs = data if p is None else torch.as_tensor(p, dtype=torch.float64).expand(data.shape)
+    tossed = [walk.accept(each[None]) for each in probs.reshape(-1)]
+    result = torch.cat([torch.zeros(0, dtype=torch.bool), *tossed]).view(data.shape).to(data.dtype)
+    return data.copy_(result) if function.__name__.endswith("_") else result
+
+
+def uniform(walk: Walk, function: Callable[..., Tensor], *given: Any, **named: Any) -> Noise:
+    """``torch.rand``, ``rand_like`` and ``uniform_`` from 0 to 1."""
+    bounds = named.get("from", 0), named.get("to", 1), *given[1:3]
+    if function.__name__ == "uniform_" and not {*bounds} <= {0, 1}:
+        raise Refused("uniform_ cannot be enumerated but from 0 to 1")
+    return walk.fresh(function(*given, **named), UNIFORM)
+
+
+def exponential(
+    walk: Walk, function: Callable[..., Tensor], data: Tensor, *rate: float, **named: Any
+) -> Noise:
+    """``exponential_`` of any rate: it does not change which token wins."""
+    return walk.fresh(function(data, *rate, **named), EXPONENTIAL)
+
+
+DRAWS: dict[str, Callable[..., Any]] = {
+    "multinomial": multinomial,
+    "bernoulli": bernoulli,
+    "bernoulli_": bernoulli,
+    "rand": uniform,
+    "rand_like": uniform,
+    "uniform_": uniform,
+    "exponential_": exponential,
+}
+
+
+def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Result of a function of noise, NotImplemented where it is none that can be enumerated."""
+    first, *others = given
+    if name in ASKS:
+        found = function(*given, **named)
+        return moved(first, function, others, named) if isinstance(found, Tensor) else found
+    if name in MOVES and isinstance(first, Noise):
+        return first if name in CONVERSIONS else moved(first, function, others, named)
+    if name in LESS + GREATER:
+        return compare(walk, first, others[0], is_less=name in LESS)
+    if isinstance(first, Noise) and (name, first.kind) in BECOMES:
+        return as_noise(torch.empty(first.shape), BECOMES[name, first.kind], first.ids)
+    if name == "argmax" and first.kind == RACE:
+        return winners(walk, first, *others, **named)
+    if len(given) == 2:
+        return combine(walk, name, first, others[0])
+    return NotImplemented
+
+
+def moved(noise: Noise, function: Any, others: Sequence[Any], named: dict[str, Any]) -> Noise:
+    """Noise whose elements were moved."""
+    if noise.kind == RACE:
+        return NotImplemented
+    ids = function(noise.ids, *others, **named)
+    made = as_noise(torch.empty(ids.shape), noise.kind, ids)
+    made.factor = noise.factor
+    return made
+
+
+def compare(walk: Walk, left: Any, right: Any, *, is_less: bool) -> Tensor:
+    """Result of a comparison, bool: each element of a u is compared with its threshold."""
+    noise, other = (left, right) if isinstance(left, Noise) else (right, left)
+    if isinstance(other, Noise) or noise.kind not in (UNIFORM, LOG_UNIFORM):
+        return NotImplemented
+    thresholds = torch.as_tensor(other, dtype=torch.float64)
+    if noise.kind == LOG_UNIFORM:
+        thresholds = thresholds.exp()
+    ids, thresholds = torch.broadcast_tensors(noise.ids, thresholds / noise.factor)
+    asks_below = is_less == (noise is left)
+    results = [
+        not math.isnan(threshold) and walk.is_below(number, threshold) == asks_below
+        for number, threshold in zip(
+            ids.flatten().tolist(), thresholds.flatten().tolist(), strict=True
+        )
+    ]
+    return torch.tensor(results, dtype=torch.bool).view(ids.shape)
+
+
+def combine(walk: Walk, name: str, left: Any, right: Any) -> Any:
+    """A race of probs / E or logits + G; u · a, at most a number that is just below a; the place of
+    u · a in a sorted tensor.
+    """
+    kinds = [each.kind if isinstance(each, Noise) else None for each in (left, right)]
+    if name in ("truediv", "div", "divide") and kinds == [None, EXPONENTIAL]:
+        return race(right, left)
+    if name in ("add", "radd") and GUMBEL in kinds and None in kinds:
+        noise, logits = (left, right) if kinds[0] else (right, left)
+        return race(noise, torch.as_tensor(logits).double().softmax(-1))
+    if name in ("mul", "rmul", "multiply") and UNIFORM in kinds and None in kinds:
+        noise, factor = (left, right) if kinds[0] else (right, left)
+        made = as_noise(torch.empty(noise.shape), UNIFORM, noise.ids)
+        made.factor = noise.factor * torch.as_tensor(factor, dtype=torch.float64)
+        return made
+    if name == "minimum" and kinds == [UNIFORM, None]:
+        return left if (right >= left.factor * (1 - CLOSE)).all() else NotImplemented
+    if name == "searchsorted" and kinds == [None, UNIFORM]:
+        ids = right.ids.reshape(-1, right.ids.shape[-1])
+        rows = (left / right.factor).expand(*right.ids.shape[:-1], -1).reshape(len(ids), -1)
+        places = [
+            sum(not walk.is_below(number, threshold) for threshold in row.tolist())
+            for row, numbers in zip(rows, ids.tolist(), strict=True)
+            for number in numbers
+        ]
+        return torch.tensor(places).view(right.ids.shape)
+    return NotImplemented
+
+
+def race(noise: Noise, weights: Any) -> Noise:
+    """A race of one number per weight."""
+    if noise.ids.shape != torch.as_tensor(weights).shape:
+        return NotImplemented
+    made = as_noise(torch.empty(noise.shape), RACE, noise.ids)
+    made.weights = weights
+    return made
+
+
+def winners(walk: Walk, noise: Noise, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Argmax of a race over the last dimension: a fork per row, by the weights.
+
+    Raises Refused where one of its numbers has decided something before.
+    """
+    if dim not in (-1, noise.dim() - 1) and noise.dim() > 1:
+        return NotImplemented
+    numbers = set(noise.ids.flatten().tolist())
+    known = any(walk.parts[number] != (0.0, 1.0) for number in numbers)
+    if known or numbers & walk.raced or len(numbers) < noise.ids.numel():
+        raise Refused("two draws share a random number: races that are not independent")
+    walk.raced |= numbers
+    rows = noise.weights.reshape(-1, noise.weights.shape[-1])
+    drawn = torch.stack([walk.draw(row, Place(0)) for row in rows]).view(noise.ids.shape[:-1])
+    return drawn[..., None] if keepdim else drawn
+
+
+@contextmanager
+def replaced(walk: Walk) -> Iterator[None]:
+    """Context in which all random functions are those of the walk, or refused."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*given: Any, **named: Any) -> Any:
+            raise Refused(f"{name} cannot be enumerated")
+
+        return refuse
+
+    def uniforms(*shape: Any) -> Noise:
+        return walk.fresh(torch.empty(*shape), UNIFORM)
+
+    def seed(*given: Any) -> None:
+        """Before the first draw a seed changes no law; later, numbers repeat."""
+        if walk.forks or walk.parts:
+            raise Refused("torch.manual_seed behind a draw cannot be enumerated: numbers repeat")
+
+    new: dict[tuple[Any, str], Callable[..., Any]] = {(random, "random"): lambda: uniforms(())}
+    new[torch, "manual_seed"] = seed
+    new |= {(np.random, name): lambda *shape: uniforms(shape) for name in NUMPY_UNIFORM}
+    new |= {(random, name): refusing(f"random.{name}") for name in PYTHON_REFUSED}
+    new |= {(np.random, name): refusing(f"numpy.random.{name}") for name in NUMPY_REFUSED}
+    with ExitStack() as stack:
+        for (owner, name), function in new.items():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield
+
+
+@dataclass(frozen=True)
+class Law:
+    """Probabilities of the results of some code, found on this number of ``paths``.
+
+    ``error`` is 0 for an enumerated law; for a sampled one, the total variation to the true law
+    that it exceeds with probability 1 - ``CONFIDENCE``.
+    """
+
+    probs: dict[Hashable, float]
+    paths: int
+    error: float = 0.0
+
+
+def law_of(
+    run: Callable[[], Any],
+    paths: int = PATHS,
+    progress: Callable[[float], object] = lambda weight: None,
+) -> Law:
+    """Law of the result of ``run``, which must begin from the same state at each call.
+
+    Tensors and lists count as tuples. ``progress`` is called with the probability of each path.
+    Above this number of paths as many runs are sampled instead: the error bound is that of
+    Weissman et al. 2003 for the L1 deviation. Raises Refused for code that cannot be enumerated.
+    """
+    walk = Walk()
+    probs: defaultdict[Hashable, float] = defaultdict(float)
+    for count in range(1, paths + 1):
+        probs[result_of(run, walk)] += walk.weight
+        progress(walk.weight)
+        if not walk.next_path():
+            return Law(dict(probs), count)
+    walk = SampledWalk()
+    probs.clear()
+    for _ in range(paths):
+        probs[result_of(run, walk)] += 1 / paths
+        walk.next_path()
+    deviation = len(probs) * math.log(2) - math.log(1 - CONFIDENCE)
+    return Law(dict(probs), paths, math.sqrt(deviation / (2 * paths)))
+
+
+def result_of(run: Callable[[], Any], walk: Walk) -> Hashable:
+    """Result of a run on the walk's path."""
+    with replaced(walk), Replaced(walk):
+        return hashable(run())
+
+
+def hashable(result: Any) -> Hashable:
+    """The result with tensors, arrays and lists as tuples."""
+    if isinstance(result, Tensor | np.ndarray):
+        result = result.tolist()
+    return tuple(map(hashable, result)) if isinstance(result, list | tuple) else result
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Laws of plain and of speculative code, and their total variation."""
+
+    plain: Law
+    speculative: Law
+
+    @property
+    def distance(self) -> float:
+        return total_variation(self.plain.probs, self.speculative.probs)
+
+    @property
+    def error(self) -> float:
+        """Bound on the error of the distance: 0 where both laws were enumerated."""
+        return self.plain.error + self.speculative.error
+
+    def worst(self, count: int = 5) -> list[tuple[Hashable, float, float]]:
+        """Results that differ most: the result, its plain and its speculative probability."""
+        plain = self.plain.probs
+        other = self.speculative.probs
+        pairs = [(key, plain.get(key, 0.0), other.get(key, 0.0)) for key in {**plain, **other}]
+        return sorted(pairs, key=lambda pair: -abs(pair[1] - pair[2]))[:count]
+
+
+def assert_lossless(
+    plain: Callable[[], Any], speculative: Callable[[], Any], bound: float = 1e-6
+) -> None:
+    """Assert that two functions have the same law, up to a total variation of ``bound``."""
+    found = Comparison(law_of(plain), law_of(speculative))
+    differing = "; ".join(f"{key}: {p:.6g}, not {q:.6g}" for key, p, q in found.worst(3))
+    assert found.distance <= bound + found.error, (
+        f"the laws have a total variation of {found.distance:.3g}: {differing}"
+    )
+
+
+def first_difference(
+    plain: Sequence[int], speculative: Sequence[int], logits: Callable[[list[int]], Tensor]
+) -> str | None:
+    """A line on the first token in which two greedy texts differ, with the gap between the logits
+    of both; None where they are equal.
+
+    ``logits`` gives those after some tokens of the text, ``[vocab]``. A gap of rounding's size
+    tells of kernels that round differently, a larger one of a wrong rule.
+    """
+    if list(plain) == list(speculative):
+        return None
+    shorter = min(len(plain), len(speculative))
+    at = next((at for at in range(shorter) if plain[at] != speculative[at]), shorter)
+    if at == shorter:
+        return f"one text ends after {at} tokens, the other goes on"
+    scores = logits(list(plain[:at])).double()
+    gap = (scores[plain[at]] - scores[speculative[at]]).item()
+    return f"token {at} is {plain[at]}, not {speculative[at]}: their logits differ by {gap:.3g}"

@@ -1,0 +1,1 @@
+"""Adapters of other libraries for the judge: functions that write a short text."""

@@ -1,0 +1,260 @@
+"""The judge of foreign code: laws by hand, refusals, this project's own loop, and transformers."""
+
+import importlib
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+
+import decoding.proof.__main__ as command
+from decoding.proof.foreign import (
+    Comparison,
+    Refused,
+    assert_lossless,
+    first_difference,
+    law_of,
+    total_variation,
+)
+from decoding.proof.judge import Setup, run_loop
+from decoding.proof.plain_law import Request, plain_law
+from decoding.randomness import SeededRandomness
+from decoding.sampling import SamplingParams
+from tests.decoding.proof.foreign import bigrams
+from tests.decoding.proof.foreign.of_transformers import ASSISTED, SETS, write
+from tests.mutants import MUTANTS, Mutant, judged, table
+
+P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+Q = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
+LOGITS = P.log()
+
+
+def speculative(residual: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], int]:
+    """One token by a draft from Q, as a user would write it."""
+
+    def run() -> int:
+        drafted = torch.multinomial(Q, 1)
+        if torch.rand(1) < P[drafted] / Q[drafted]:
+            return drafted.item()
+        return torch.multinomial(residual(P, Q), 1).item()
+
+    return run
+
+
+EXACT = speculative(lambda p, q: (p - q).clamp(min=0))
+WRONG = speculative(lambda p, q: p)
+DRAWS: dict[str, Callable[[], Any]] = {
+    "multinomial": lambda: torch.multinomial(P, 1)[0],
+    "a method": lambda: P.multinomial(1).item(),
+    "Categorical": lambda: Categorical(P).sample(),
+    "Categorical of logits": lambda: Categorical(logits=LOGITS).sample().item(),
+    "race": lambda: torch.argmax(P / torch.empty_like(P).exponential_(1), dim=-1),
+    "race of uniforms": lambda: (P / -torch.log(torch.rand_like(P))).argmax(-1),
+    "Gumbel": lambda: (LOGITS + -torch.log(-torch.log(torch.rand(3)))).argmax(),
+    "Gumbel of exponentials": lambda: (-torch.empty(3).exponential_().log() + LOGITS).argmax(),
+    "inverse distribution": lambda: torch.searchsorted(P.cumsum(0), torch.rand(1), right=True)[0],
+    "first sum above": lambda: (P.cumsum(0) > torch.rand(())).int().argmax(),
+    "Python": lambda: 0 if (u := random.random()) < 0.5 else 1 if u < 0.8 else 2,
+    "NumPy": lambda: int((np.random.rand(1)[0] >= P.cumsum(0)).sum()),
+    "speculative": EXACT,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_by_any_of_these_functions_has_its_law(name: str) -> None:
+    law = law_of(DRAWS[name])
+    assert law.error == 0
+    assert law.probs == pytest.approx({0: 0.5, 1: 0.3, 2: 0.2}, abs=1e-7)
+
+
+def test_random_functions_are_those_of_the_libraries_again_after_a_law() -> None:
+    before = random.random, np.random.rand, torch.rand(1).__class__
+    law_of(EXACT)
+    with pytest.raises(ZeroDivisionError):
+        law_of(lambda: 1 / 0)
+    assert (random.random, np.random.rand, torch.rand(1).__class__) == before
+
+
+def test_a_number_that_decides_twice_decides_alike() -> None:
+    def run() -> tuple[bool, bool]:
+        u = torch.rand(2)
+        return bool(u[0] < 0.5), bool(u.clone()[0] < 0.25)
+
+    assert law_of(run).probs == {(True, True): 0.25, (True, False): 0.25, (False, False): 0.5}
+
+
+def test_rows_and_samples_are_independent() -> None:
+    rows = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
+    law = law_of(lambda: torch.multinomial(rows, 1))
+    assert law.probs[((1,), (0,))] == pytest.approx(0.125) and law.paths == 4
+    both = law_of(lambda: torch.multinomial(P, 2).tolist())
+    assert both.probs[(0, 1)] == pytest.approx(0.5 * 0.3 / 0.5)
+    tossed = law_of(lambda: torch.bernoulli(torch.tensor([0.5, 0.25])))
+    assert tossed.probs[(1.0, 0.0)] == pytest.approx(0.375)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda: torch.randn(3).argmax(), "torch's randn"),
+        (lambda: torch.rand(3).sum() < 1, "sum of u"),
+        (lambda: float(torch.rand(1)), "__float__ of u"),
+        (lambda: (torch.rand(3) + 1e-9).log(), "add of u"),
+        (lambda: (P / torch.empty(3).exponential_()).topk(1), "topk of a race"),
+        (lambda: random.choice([1, 2]), "random.choice"),
+        (lambda: (torch.rand(1), torch.manual_seed(0)), "manual_seed behind a draw"),
+        (lambda: np.random.default_rng(), "numpy.random.default_rng"),
+        (lambda: torch.empty(2).uniform_(0, 2), "uniform_ cannot be enumerated but from 0 to 1"),
+    ],
+)
+def test_code_that_cannot_be_enumerated_is_refused_by_name(
+    run: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        law_of(run)
+
+
+def test_races_that_share_their_noise_are_refused() -> None:
+    def run() -> list[int]:
+        noise = torch.empty(3).exponential_()
+        return [(P / noise).argmax().item(), (Q / noise).argmax().item()]
+
+    with pytest.raises(Refused, match="not independent"):
+        law_of(run)
+
+
+def test_a_law_of_too_many_paths_is_sampled_with_an_error_that_holds() -> None:
+    run = lambda: torch.multinomial(P, 6, replacement=True)[:2]  # noqa: E731
+    law = law_of(run, paths=700)
+    exact = {(a, b): (P[a] * P[b]).item() for a in range(3) for b in range(3)}
+    assert 0 < total_variation(law.probs, exact) < law.error < 0.1
+
+
+def test_a_residual_that_is_p_is_found_with_the_results_that_differ_most() -> None:
+    """A drafted token is rejected half of the time, and a is drawn too rarely then."""
+    found = Comparison(law_of(lambda: torch.multinomial(P, 1).item()), law_of(WRONG))
+    assert found.distance == pytest.approx(0.5 * 0.3)
+    assert {key for key, *_ in found.worst(2)} == {0, 1}
+    with pytest.raises(AssertionError, match=r"total variation of 0.15: .*1: 0.3, not 0.45"):
+        assert_lossless(lambda: torch.multinomial(P, 1).item(), WRONG)
+    assert_lossless(lambda: torch.multinomial(P, 1).item(), EXACT)
+
+
+def test_the_first_difference_of_two_texts_is_told_with_the_gap_of_their_logits() -> None:
+    table = torch.tensor([[0.0, 2.0, 1.5]]).expand(5, 3)
+    said = first_difference([1, 1, 2], [1, 2, 2], lambda tokens: table[len(tokens)])
+    assert said == "token 1 is 1, not 2: their logits differ by 0.5"
+    assert first_difference([1], [1], lambda tokens: table[0]) is None
+    assert "one text ends after 1" in first_difference([1], [1, 2], lambda tokens: table[0])
+
+
+# This project's loop, with the randomness of production
+
+REQUESTS = {
+    "sampled": Request(max_new_tokens=3),
+    "filtered": Request(params=SamplingParams(0.7, top_k=2), max_new_tokens=3),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_loop_with_its_own_random_numbers_has_plain_samplings_law(name: str) -> None:
+    model, request = table(), REQUESTS[name]
+    law = law_of(lambda: run_loop(model, request, Setup(), SeededRandomness(0)))
+    assert total_variation(law.probs, plain_law(model, request)) < 1e-9
+    assert law.paths > 30
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.row}: {mutant.defect}")
+def test_the_judge_sees_every_defect_that_changes_a_law(mutant: Mutant) -> None:
+    """But for u = 0, which has probability 0 there, and for streams with a seed in common."""
+    distance = judged(mutant)
+    assert distance is None or (distance > 1e-6) == (mutant.row not in (5, 32))
+
+
+# transformers, unchanged
+
+FAST = ("top-k", "top-p", "min-p", "n-grams", "suppressed tokens", "end of text")
+
+
+@pytest.mark.parametrize("draft", ASSISTED)
+@pytest.mark.parametrize(
+    "parameters",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.prove) for name in SETS],
+)
+def test_assisted_generation_of_transformers_has_its_plain_samplings_law(
+    parameters: str, draft: str
+) -> None:
+    """Its logits are float32, so the laws differ by rounding."""
+    assert_lossless(lambda: write(parameters), lambda: write(parameters, **ASSISTED[draft]))
+
+
+# Clones that a reader names
+
+CLONES = {
+    "GPT_FAST": ("of_gpt_fast", "speculative"),
+    "LLM_SPECULATIVE_SAMPLING": ("of_llm_speculative_sampling", "without_cache"),
+    "ROMSTO": ("of_romsto", "speculative"),
+}
+
+
+@pytest.mark.parametrize("variable", CLONES)
+def test_a_clone_has_plain_samplings_law(variable: str) -> None:
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no clone: see docs/judge.md")
+    module, function = CLONES[variable]
+    adapter = importlib.import_module(f"tests.decoding.proof.foreign.{module}")
+    assert_lossless(bigrams.plain, getattr(adapter, function))
+
+
+# The command
+
+USERS = """
+import torch
+P = torch.tensor([0.5, 0.3, 0.2])
+Q = torch.tensor([0.1, 0.8, 0.1])
+
+def plain():
+    return torch.multinomial(P, 1).item()
+
+def wrong():
+    drafted = torch.multinomial(Q, 1)
+    if torch.rand(1) < P[drafted] / Q[drafted]:
+        return drafted.item()
+    return torch.multinomial(P, 1).item()
+
+def noisy():
+    return torch.randn(3).argmax().item()
+
+def broken():
+    return 1 / 0
+"""
+
+
+def test_the_command_prints_the_distance_and_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "users.py"
+    file.write_text(USERS)
+
+    def run(*names: str) -> tuple[int, str]:
+        """Exit code and output of the command on functions of the file."""
+        status = command.main([f"{file}:{name}" for name in names])
+        return status, " ".join("".join(capsys.readouterr()).split())
+
+    status, said = run("plain", "wrong")
+    assert status == 1 and "total variation 0.15 (3 and 6 paths, enumerated)" in said
+    assert "0.300000 │ 0.450000" in said
+    assert run("plain", "plain") == (0, "total variation 0 (3 and 3 paths, enumerated)")
+    status, said = run("plain", "noisy")
+    assert status == 2 and "randn cannot be enumerated" in said and "Traceback" not in said
+    status, said = run("plain", "broken")
+    assert status == 2 and "division by zero" in said and "Traceback" not in said
+    status, said = run("plain", "missing")
+    assert status == 2 and "has no function missing" in said
+    assert command.main(["nothing.py:a", "b"]) == 2
