@@ -45,10 +45,12 @@ def test_every_linked_file_and_section_exists(document: Path, link: str) -> None
     target = document.parent / path if path else document
     assert target.exists()
     if anchor:
-        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-        assert anchor in [
-            re.sub(r"[^a-z0-9 -]", "", each.lower()).strip().replace(" ", "-") for each in headings
+        content = target.read_text(encoding="utf-8")
+        headings = [
+            re.sub(r"[^a-z0-9 -]", "", each.lower()).strip().replace(" ", "-")
+            for each in re.findall(r"^#+ (.*)$", content, re.MULTILINE)
         ]
+        assert anchor in headings + re.findall(r'<section id="(\w+)"', content)
 
 
 @pytest.mark.parametrize(
