@@ -4,8 +4,8 @@ the rhythm that was measured.
 ``Lane`` lays the tokens of a text out: in lines and columns of characters, and in seconds of
 decoding. ``Canvas`` draws them: in pixels, and in percent of the animation's period. CSS alone
 animates it, so that it plays in an ``<img>``. Each piece of text is an element that appears at one
-moment and may disappear at a later one. Where nothing can move, the picture shows the end of the
-run.
+moment and may disappear at a later one. Each period begins with the end of the run, which is also
+shown where nothing can move; then both texts vanish and are written again.
 """
 
 import codecs
@@ -22,8 +22,8 @@ from decoding.run.streaming import Labels, visible
 # Rounds of a text, each with the seconds of decoding until its end.
 Timeline = Sequence[tuple[Round, float]]
 
-MOST_TOKENS = 128  # of a text that are shown: all of a long one would be a large file
-PAUSE = 3.0  # seconds between the end and the beginning
+MOST_TOKENS = 64  # of a text that are shown: of more the picture would be high, and a large file
+PAUSE = 3.0  # seconds in which the finished texts are shown, before they vanish and behind the run
 SHORTEST = 10.0  # seconds: a run that was faster is shown in slow motion
 SLOWER = (1, 2, 5, 10, 20, 50, 100)  # times that slow motion may be slower than the run
 LEAST_DRAFTING = 0.2  # share of a round's time in which its draft appears
@@ -153,6 +153,7 @@ class Canvas:
 
     def __init__(self, title: str, height: float, slower: int, period: float) -> None:
         self.percent = 100 * slower / period  # of the period, per second of the run
+        self.begin = 100 * PAUSE / period  # of the run
         self.moments: dict[str, str] = {}  # keyframes: their name
         self.svg = Element(
             "svg",
@@ -198,9 +199,13 @@ class Canvas:
 
     def moment(self, piece: Piece) -> str:
         """Name of the keyframes by which a piece appears and disappears."""
-        frames = f"0%{{opacity:0}}{self.percent * piece.begin:.2f}%{{opacity:1}}"
-        if piece.end is not None:
-            frames += f"{self.percent * piece.end:.2f}%{{opacity:0}}"
+        begin = self.begin + self.percent * piece.begin
+        frames = f"{begin:.2f}%{{opacity:1}}"
+        if piece.end is None:
+            frames = f"0%{{opacity:1}}{self.begin:.2f}%{{opacity:0}}{frames}"
+        else:
+            end = self.begin + self.percent * piece.end
+            frames = f"0%{{opacity:0}}{frames}{end:.2f}%{{opacity:0}}"
         return self.moments.setdefault(frames, f"m{len(self.moments)}")
 
     def finish(self) -> str:
@@ -227,7 +232,7 @@ def render_picture(
     below_top = middle + 58  # below the draft's heading of two lines
     bottom = below_top + DRAFT_LINE * below.lines
     right = WIDTH - MARGIN
-    period = round(slower * last + PAUSE, 3)
+    period = round(slower * last + 2 * PAUSE, 3)
     canvas = Canvas(
         f"{title}: plain decoding beside drafting by {draft}", bottom + 48, slower, period
     )

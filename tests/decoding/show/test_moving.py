@@ -14,7 +14,7 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 
 from decoding.rounds import Round
 from decoding.run.streaming import Labels, visible
-from decoding.show.moving import MARGIN, MOST_TOKENS, WIDTH, Timeline, render_picture
+from decoding.show.moving import MARGIN, MOST_TOKENS, PAUSE, WIDTH, Timeline, render_picture
 from tests.commands import Run
 from tests.folders import write_folder
 
@@ -77,19 +77,27 @@ def test_every_token_of_both_texts_appears() -> None:
 
 
 def test_times_are_those_of_the_run() -> None:
-    """In slow motion, where the slower text took less than ten seconds."""
+    """In slow motion, where the slower text took less than ten seconds, and behind the finished
+    texts.
+    """
     svg = picture()
     plain, drafted = lanes(svg)
-    assert float(found_in_style(svg, r"animation: ([\d.]+)s")) == 2 * 8 + 3
+    period = PAUSE + 2 * 8 + PAUSE
+    assert float(found_in_style(svg, r"animation: ([\d.]+)s")) == period
+
+    def at(seconds: float) -> float:
+        """Share of the period that is over then."""
+        return (PAUSE + 2 * seconds) / period
+
     for piece, (_, seconds) in zip(of_kind(plain, "own"), PLAIN, strict=True):
-        assert moments(svg, piece)[-1] == pytest.approx(2 * seconds / 19, abs=1e-4)
+        assert moments(svg, piece)[-1] == pytest.approx(at(seconds), abs=1e-4)
     # The first round: a verification takes as long as a plain step, the draft's tokens the rest.
     for number, piece in enumerate(of_kind(drafted, "drafted")[:4], 1):
-        drawn_and_judged = [2 * number / 4 / 19, 2 * 2 / 19]
+        drawn_and_judged = [at(number / 4), at(2)]
         assert moments(svg, piece) == pytest.approx(drawn_and_judged, abs=1e-4)
     struck = of_kind(drafted, "rejected")
-    assert moments(svg, struck[0]) == pytest.approx([2 * 2 / 19, 2 * 5.5 / 19], abs=1e-4)
-    assert moments(svg, struck[-1])[-1] == pytest.approx(2 * 5.5 / 19, abs=1e-4)
+    assert moments(svg, struck[0]) == pytest.approx([at(2), at(5.5)], abs=1e-4)
+    assert moments(svg, struck[-1])[-1] == pytest.approx(at(5.5), abs=1e-4)
 
 
 def test_speeds_and_a_legend_are_told() -> None:
@@ -127,7 +135,7 @@ def test_nothing_runs_nothing_is_loaded_and_nothing_leaves_the_card() -> None:
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:
-    long = [(Round(at, [], 0, [at % 2]), 0.1 * (at + 1)) for at in range(2 * MOST_TOKENS)]
+    long = [(Round(at, [], 0, [at % 2]), 0.2 * (at + 1)) for at in range(2 * MOST_TOKENS)]
     svg = picture(plain=long, drafted=long)
     assert [len(lane) for lane in lanes(svg)] == [MOST_TOKENS] * 2
     cut = f"in real time; the first {MOST_TOKENS} of {2 * MOST_TOKENS} tokens"
@@ -163,13 +171,20 @@ def test_it_moves_in_a_browser_unless_the_reader_wants_it_still(
     )
     browser.get(file.as_uri())
     drafted = ["the", "fox", "the", "]]>"]
-    for milliseconds, pieces in ((3500, drafted), (4500, [*drafted, "</text><script>"])):
+    browser.execute_script(at, 100)
+    finished = browser.execute_script(shown)
+    assert len(finished) == len(PIECES) + 1, "the first frame is the end"
+    for milliseconds, pieces in (
+        (3010, []),
+        (6500, drafted),
+        (7500, [*drafted, "</text><script>"]),
+    ):
         browser.execute_script(at, milliseconds)
         assert browser.execute_script(shown) == pieces
     still = [{"name": "prefers-reduced-motion", "value": "reduce"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": still})
     assert browser.execute_script("return document.getAnimations().length") == 0
-    assert len(browser.execute_script(shown)) == len(PIECES) + 1
+    assert browser.execute_script(shown) == finished
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
