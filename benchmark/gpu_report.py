@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from cli.command_line import run_command, say
+from cli.device import machine
 from cli.files import write_text
 from cli.options import MODEL, Groups, parser_of
 
@@ -50,8 +51,11 @@ def parts(model: str) -> list[tuple[str, list[str], int]]:
     ]
 
 
-def section(title: str, command: list[str], seconds: int) -> str:
-    """Markdown of a part: how its command ended, and its output, also where it failed."""
+def section(title: str, command: list[str], seconds: int) -> tuple[bool, str]:
+    """Whether a part worked, and its Markdown: how its command ended, and its output, also where it
+    failed.
+    """
+    worked = False
     try:
         done = subprocess.run(
             command,
@@ -61,6 +65,7 @@ def section(title: str, command: list[str], seconds: int) -> str:
             check=False,
         )
         end = f"ended with status {done.returncode}"
+        worked = done.returncode == 0
         output = done.stdout
     except subprocess.TimeoutExpired as error:
         end = f"was stopped after {seconds} seconds"
@@ -69,7 +74,7 @@ def section(title: str, command: list[str], seconds: int) -> str:
         end = "could not start"
         output = str(error).encode()
     shown = (output or b"").decode(errors="replace").strip()
-    return f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
+    return worked, f"## {title}\n\n`{shlex.join(command)}` {end}.\n\n```text\n{shown}\n```\n"
 
 
 def report(model: str, out: Path) -> None:
@@ -79,11 +84,19 @@ def report(model: str, out: Path) -> None:
         for title, command, seconds in parts(model):
             print(f"  {title}, up to {seconds} seconds: {shlex.join(command)}")
         return
-    sections = ["# Report of a GPU\n"]
+    ended: dict[bool, list[str]] = {True: [], False: []}
+    sections = []
     for title, command, seconds in parts(model):
         say(f"{title}: up to {seconds} seconds")
-        sections.append(section(title, command, seconds))
-        write_text(out, "\n".join(sections))  # so that a report that is cut off is there too
+        worked, found = section(title, command, seconds)
+        ended[worked].append(title)
+        sections.append(found)
+        top = (
+            f"# Report of a GPU\n\n* device: {machine(torch.device('cuda'))}\n"
+            f"* worked: {', '.join(ended[True]) or 'nothing'}\n"
+            f"* failed: {', '.join(ended[False]) or 'nothing'}\n"
+        )
+        write_text(out, "\n".join([top, *sections]))  # so that a report that is cut off is there
 
 
 def main(arguments: list[str] | None = None) -> int:
