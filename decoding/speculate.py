@@ -108,11 +108,11 @@ def read_verdict(
     """
     p = probs.take(accepted * probs.shape[1] + token)
     # as one tensor at least float32, exact for ids below 2²⁴
-    facts = [*draft.tokens, accepted, token, p]
+    facts = [draft.tokens, accepted[None], token[None], p[None]]
     if policy.reads_target_confidence:
         row = logits.index_select(0, accepted[None])[0]
-        facts.append(torch.softmax(row.float(), dim=-1).take(token))
-    read = torch.stack(facts).tolist()
+        facts.append(torch.softmax(row.float(), dim=-1).take(token[None]))
+    read = torch.cat(facts).tolist()
     *drafted, count, number = map(int, read[: len(draft.tokens) + 2])
     probability, *confidence = read[len(draft.tokens) + 2 :]
     return Verdict(

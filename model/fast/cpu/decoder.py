@@ -111,9 +111,12 @@ class FastDecoder(PreparedDecoder):
         for first in range(0, len(batch.tokens), MOST_ROWS):
             rows = Batch(*(each[first : first + MOST_ROWS] for each in batch))
             parts.append(step(weights, rows))
-        logits = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
-        by_call = logits.split([tokens.numel() for tokens, _, _ in calls])
-        return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
+        logits = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        ends = np.cumsum([tokens.numel() for tokens, _, _ in calls])
+        return [
+            torch.from_numpy(logits[end - tokens.numel() : end]).view(*tokens.shape, -1)
+            for end, (tokens, _, _) in zip(ends, calls, strict=True)
+        ]
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
