@@ -68,11 +68,14 @@ def distribution(
         # The smaller of the score and -inf or inf: vectorised, unlike masked_fill. A NaN stays.
         ceiling = allowed.view(torch.uint8).to(scores.dtype).sub_(0.5).mul_(math.inf)
         scores = torch.minimum(scores, ceiling)
-    # Subtracting the largest score changes no probability, and prevents overflow at a tiny
-    # temperature.
-    temperature = min(max(params.temperature, torch.finfo(wide).tiny), torch.finfo(wide).max)
+    temperature = None
+    if params.temperature:
+        # Subtracting the largest score changes no probability, and prevents overflow at a tiny
+        # temperature.
+        limits = torch.finfo(wide)
+        temperature = min(max(params.temperature, limits.tiny), limits.max)
     filters = (
-        temperature if params.temperature else None,
+        temperature,
         params.top_p if params.top_p < 1 else None,
         params.min_p or None,
         float(min(params.top_k, logits.shape[-1])) or None,
@@ -135,7 +138,6 @@ def filtered(
     return scores
 
 
-@np.errstate(over="ignore")  # a score far below the largest, divided by a tiny temperature
 def probabilities_by_few(
     scores: np.ndarray,
     temperature: float | None,
@@ -156,7 +158,9 @@ def probabilities_by_few(
         if temperature is None:
             kept[likeliest] = 1
             continue
-        scaled = (row - row[likeliest]) / temperature
+        # a score far below the largest, divided by a tiny temperature
+        with np.errstate(over="ignore"):
+            scaled = (row - row[likeliest]) / temperature
         ids, mass = candidates(scaled, top_p, min_p, top_k)
         few = filtered(torch.from_numpy(scaled[ids]), top_p and top_p / mass, min_p, top_k)
         kept[ids] = few.softmax(-1).numpy()

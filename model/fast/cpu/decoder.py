@@ -42,6 +42,7 @@ class FastDecoder(PreparedDecoder):
         super().__init__(model)
         model.use(attend=attend_by_flash)
         self.kind = KINDS[model.dtype]
+        self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
         self.low_bits: dict[tuple[nn.Module, int], Tensor] = {}  # packed copies of weights
         self.biases: dict[nn.Module, Tensor] = {}  # in float32
@@ -50,7 +51,8 @@ class FastDecoder(PreparedDecoder):
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now."""
-        self._weights(plan, 1)
+        if plan not in self.plans:
+            self._weights(plan, 1)
 
     def missing_copies(self, plan: LayerPlan) -> list[tuple[nn.Linear | nn.Embedding, int]]:
         """Weights, each with its bits, whose low-bit copies a plan needs and that are not made."""
@@ -88,7 +90,10 @@ class FastDecoder(PreparedDecoder):
         """Logits ``[batch, T, vocab]`` float32 after tokens ``[batch, T]`` from ``start`` on."""
         if cache is None:
             return self.model(tokens, cache, start, plan)
-        return self.together([(tokens, cache, start)], plan)[0]
+        plan = plan or self.full
+        cache.claim(plan.attention_layers, start, tokens.shape[1])
+        logits = self._run(rows_of(tokens, cache, start), plan, cache.capacity)
+        return torch.from_numpy(logits).view(*tokens.shape, -1)
 
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
@@ -97,33 +102,29 @@ class FastDecoder(PreparedDecoder):
 
         Each call has its own cache. The logits of a call have the same bits as alone.
         """
-        plan = plan or LayerPlan.full(self.model.num_layers)
+        plan = plan or self.full
         for tokens, cache, start in calls:
             cache.claim(plan.attention_layers, start, tokens.shape[1])
         batches = [rows_of(*call) for call in calls]
-        batch = (
-            batches[0]
-            if len(batches) == 1
-            else Batch(*map(np.concatenate, zip(*batches, strict=True)))
-        )
-        weights = self._weights(plan, max(cache.capacity for _, cache, _ in calls))
+        batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
+        logits = self._run(batch, plan, max(cache.capacity for _, cache, _ in calls))
+        by_call = torch.from_numpy(logits).split([tokens.numel() for tokens, _, _ in calls])
+        return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
+
+    def _run(self, batch: Batch, plan: LayerPlan, positions: int) -> np.ndarray:
+        """Logits ``[rows, vocab]`` of rows whose caches have up to this number of positions."""
+        weights = self.plans.get(plan)
+        if weights is None or weights.cos.shape[1] < positions:
+            weights = self._weights(plan, positions)
         parts = []
         for first in range(0, len(batch.tokens), MOST_ROWS):
             rows = Batch(*(each[first : first + MOST_ROWS] for each in batch))
             parts.append(step(weights, rows))
-        logits = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        ends = np.cumsum([tokens.numel() for tokens, _, _ in calls])
-        return [
-            torch.from_numpy(logits[end - tokens.numel() : end]).view(*tokens.shape, -1)
-            for end, (tokens, _, _) in zip(ends, calls, strict=True)
-        ]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
-        """Arguments of the step for a plan, with rotary angles for these positions at least."""
-        made = self.plans.get(plan)
-        if made is not None and made.cos.shape[1] >= positions:
-            return made
+        """New arguments of the step for a plan, with rotary angles for these positions at least."""
         for missing in self.missing_copies(plan):
             list(self.make_copy(*missing))
         model = self.model
