@@ -244,8 +244,8 @@ MUTANTS = [
         "temperature 0 is a division by 1e-10",
         S,
         "distribution",
-        "temperature if params.temperature else None",
-        "temperature if params.temperature else 1e-10",
+        "temperature = None",
+        "temperature = 1e-10",
         law(GREEDY, ties=True),
     ),
     Mutant(
