@@ -102,16 +102,15 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> Row:
         model.prepare(low_bits)
         row["copies, s"] = now(device) - began
         row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
-    row |= measured_steps(model, cache, low_bits, copied)
     for count in PROMPTS:
         began = now(device)
         model.prefill(torch.zeros(1, count - 1, dtype=torch.int64, device=device), cache)
         step_of(model, cache, 1, None, count - 1)()
         row[f"first token after {count}, s"] = now(device) - began
-    if device.type == "cpu":
+    if device.type == "cpu":  # before the block that measures the memory's speed
         row["peak, GB"] = (process_bytes("peak") - before) / 1e9
         row["estimate, GB"] = expected(plan=low_bits if copied else None).total / 1e9
-    return row
+    return row | measured_steps(model, cache, low_bits, copied)
 
 
 def process_bytes(kind: str) -> int:

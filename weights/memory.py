@@ -24,6 +24,7 @@ CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container
 LOGIT_COPIES = 4
 LOGIT_COPIES_GPU = 7
 GPU_BUFFERS = 256 << 20  # bytes: workspaces of cuBLAS, buffers of captured steps
+CPU_BUFFERS = 160 << 20  # bytes: the compiled step, its compiler, and libraries loaded when used
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def estimate(
     )
     # Of a layer the MLP takes the most: three tensors of each width at once.
     widest = max(each.hidden_size + each.intermediate_size for each in models)
+    buffers = 0
+    if fast_on is not None:
+        buffers = GPU_BUFFERS if on_gpu else CPU_BUFFERS
     layer = 3 * min(prompt, PREFILL_CHUNK) * widest * dtype.itemsize
     rows = min(longest_draft + 1, max(1, positions - prompt))
     copies = LOGIT_COPIES_GPU if on_gpu else LOGIT_COPIES
@@ -75,7 +79,7 @@ def estimate(
     return Memory(
         weights=sum(map(parameter_count, models)) * dtype.itemsize,
         cache=keys_and_values * entries * dtype.itemsize,
-        workspace=max(layer, logits) + GPU_BUFFERS * on_gpu,
+        workspace=max(layer, logits) + buffers,
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
     )
@@ -111,9 +115,7 @@ def low_bit_bytes(config: ModelConfig, plan: LayerPlan) -> int:
 def has_memory_for(model: Decoder, plans: Iterable[LayerPlan]) -> bool:
     """Whether the low-bit copies of these plans, if they have any, fit into the free memory."""
     copies = sum(low_bit_bytes(model.config, plan) for plan in plans)
-    # Besides the copies, a matrix is rounded in float32.
-    rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    return not copies or copies + rounding < free_bytes(model.device)
+    return not copies or copies < free_bytes(model.device)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -14,12 +14,15 @@ from tests.commands import Run
 from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
-NAMES = ("tiny-llama", "tiny-gemma2")
+EXITS = {  # after about a quarter and a half of the layers
+    "small-llama": (4, 8),
+    "tiny-llama": (6, 12),
+    "tiny-gemma2": (6, 12),
+}
 PROMPT = "Write a short story about a fox."
-EARLY, MIDDLE = 6, 12  # exits of their 24 layers
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=EXITS)
 def folder(request: pytest.FixtureRequest) -> Path:
     return model_folder(request.param)
 
@@ -42,13 +45,13 @@ def test_logits_and_tokens_of_a_shipped_model_are_those_of_transformers(folder: 
 def test_a_shipped_model_writes_by_name_and_drafting_changes_nothing(
     folder: Path, run: Run
 ) -> None:
-    other = next(name for name in NAMES if name != folder.name)
+    other = next(name for name in reversed(EXITS) if name != folder.name)
     options = [PROMPT, "--model", folder.name, "--dtype", "float32", "--max-new-tokens", "40"]
     text = run(*options, "--json", "--draft", "none").result["text"]
     assert sum(word.isalpha() and word.isascii() for word in text.split()) > 15
     for draft in (
         ["skip", "--gamma", "4"],
-        ["exit", "--exit-layer", EARLY],
+        ["exit", "--exit-layer", EXITS[folder.name][0]],
         ["model", "--draft-model", other],
     ):
         result = run(*options, "--json", "--draft", *draft).result
@@ -67,7 +70,7 @@ def test_early_layers_of_a_shipped_model_speak_better_the_deeper_the_exit(folder
         .float()
         .mean()
         .item()
-        for layer in (1, EARLY, MIDDLE, model.num_layers)
+        for layer in (1, *EXITS[folder.name], model.num_layers)
     ]
     assert agreement == sorted(agreement) and agreement[1] > 0.6 and agreement[-1] == 1
 
