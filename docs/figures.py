@@ -38,6 +38,13 @@ VERIFY_COST = 1.1  # of a verification
 # The example of docs/search.md: a text, and the probability that each token is kept if drafted.
 TEXT = {"The": 0.9, "fox": 0.8, "ran": 0.5, "home": 0.9, "at": 0.7, "night": 0.9}
 GAMMA = 2  # tokens that a round drafts there
+# Costs in the shape of Llama-3.2-1B (docs/measurements.md): the head's share of a step's bytes, a
+# step of all layers in four bits, and a verified token.
+LAYERS = 16
+HEAD_SHARE = 0.21
+FOUR_BITS = 0.33
+ROW_COST = 0.005
+LONGEST = 12  # tokens of a draft
 # The example of docs/speed.md: rows of a tile, vectors of a row of weights, and the one being read.
 ROWS = 4
 COLUMNS = 8
@@ -133,6 +140,36 @@ def speedup() -> Figure:
     axes.text(0.99, 0.98, "plain decoding", ha="right", va="top", color=MUTED)
     axes.set(xlabel="acceptance α", ylabel="speed-up", xlim=(0, 1), ylim=(0.5, 3.5))
     return explained(figure, {f"c = {cost:g}": colour for cost, colour in colours.items()})
+
+
+def best_speedup(rate: float, cost: float) -> float:
+    """Speed-up of drafts of the best length, where a verified token adds ``ROW_COST``."""
+    verify = [1 + ROW_COST * drafted for drafted in range(LONGEST + 1)]
+    lengths = range(1, LONGEST + 1)
+    return max(predicted_speedup(rate, length, CostTable(cost, verify)) for length in lengths)
+
+
+def border() -> Figure:
+    """Acceptance from which on an early exit is faster than a draft by all layers in four bits, in
+    the shape of Llama-3.2-1B: a line per acceptance of the four-bit draft.
+    """
+    figure = Figure(figsize=(7.5, 3.6))
+    grid = figure.subplots(1, 2, sharey=True)
+    layers = np.arange(1, LAYERS)
+    rates = np.linspace(0, 1, 201)
+    titles = {"exit in 16 bits": 1.0, "exit in four bits too": FOUR_BITS}
+    for axes, (title, share) in zip(grid, titles.items(), strict=True):
+        costs = share * (HEAD_SHARE + (1 - HEAD_SHARE) * layers / LAYERS)
+        for rate, colour in zip((0.8, 0.9, 0.95), ("#2c6fae", "#2f7d5b", RED), strict=True):
+            goal = best_speedup(rate, FOUR_BITS)
+            speeds = np.array([[best_speedup(each, cost) for each in rates] for cost in costs])
+            needed = np.where(speeds[:, -1] >= goal, rates[(speeds >= goal).argmax(1)], np.nan)
+            axes.plot(layers, needed, color=colour, label=f"four bits accepted at {rate:g}")
+        axes.set(title=title, xlabel=f"exit after layer, of {LAYERS}")
+        axes.set(xlim=(0, LAYERS), ylim=(0.4, 1), xticks=range(0, LAYERS + 1, 4))
+    grid[0].set_ylabel("acceptance from which it is faster")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
+    return figure
 
 
 def cache() -> Figure:
@@ -250,7 +287,7 @@ def auto() -> Figure:
     return explained(axes.figure, VERDICTS)
 
 
-PICTURES = (rules, timeline, speedup, cache, race, programme, tile, auto)
+PICTURES = (rules, timeline, speedup, border, cache, race, programme, tile, auto)
 
 
 def write_all(folder: Path = FOLDER) -> None:
