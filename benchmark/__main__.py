@@ -171,14 +171,14 @@ def prepare(options: argparse.Namespace) -> Bench:
 def benchmark(options: argparse.Namespace) -> None:
     """Measure the sections, or the shapes, print their tables, and write the files asked for."""
     device = pick_device(options.device)
+    out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
+    report = measure_shapes(options, device, out) if options.shape else measure(options, out)
     about = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(device),
         "versions": {name: metadata.version(PACKAGES[name]) for name in options.against},
         "options": {name: str(value) for name, value in vars(options).items()},
     }
-    out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    report = measure_shapes(options, device, out) if options.shape else measure(options, out)
     if options.json:
         write_json(options.json, {"about": about} | report)
     if options.plot:

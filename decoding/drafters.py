@@ -207,8 +207,7 @@ class ModelDrafter:
             ):
                 break
             # Constraints read the token in any case. Without them a GPU would have to synchronise.
-            is_read = text.constraints or token.device.type == "cpu"
-            if is_read and int(token) in text.rules.eos_ids:
+            if text.constraints and int(token) in text.rules.eos_ids:
                 break
         return draft.finished()
 

@@ -164,7 +164,7 @@ def border() -> Figure:
             goal = best_speedup(rate, FOUR_BITS)
             speeds = np.array([[best_speedup(each, cost) for each in rates] for cost in costs])
             needed = np.where(speeds[:, -1] >= goal, rates[(speeds >= goal).argmax(1)], np.nan)
-            axes.plot(layers, needed, color=colour, label=f"four bits accepted at {rate:g}")
+            axes.plot(layers, needed, color=colour, label=f"four bits at {rate:g}")
         axes.set(title=title, xlabel=f"exit after layer, of {LAYERS}")
         axes.set(xlim=(0, LAYERS), ylim=(0.4, 1), xticks=range(0, LAYERS + 1, 4))
     grid[0].set_ylabel("acceptance from which it is faster")
@@ -278,7 +278,7 @@ def tile() -> Figure:
 def auto() -> Figure:
     """The rounds of a text under ``--draft auto``. ``auto.json`` holds them, with their command."""
     rounds = json.loads((FOLDER / "auto.json").read_text(encoding="utf-8"))["rounds"]
-    axes = sheet(4.4, -10, 53, len(rounds))
+    axes = sheet(4.4, -10, 66, len(rounds))
     for row, round in enumerate(reversed(rounds)):
         parts = [
             (text, 2 + 1.1 * len(text), VERDICTS[verdict]) for text, verdict in round["tokens"]

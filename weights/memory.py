@@ -30,7 +30,7 @@ CPU_BUFFERS = 160 << 20  # bytes: the compiled step, its compiler, and libraries
 @dataclass(frozen=True)
 class Memory:
     """Bytes: weights, KV cache for ``positions`` tokens, workspace of a step, low-bit copies of the
-    weights.
+    weights, and ``buffers`` of a process whatever it computes.
     """
 
     weights: int
@@ -38,10 +38,11 @@ class Memory:
     workspace: int
     positions: int
     low_bit_copies: int = 0
+    buffers: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.low_bit_copies + self.cache + self.workspace
+        return self.weights + self.low_bit_copies + self.cache + self.workspace + self.buffers
 
 
 def estimate(
@@ -79,9 +80,10 @@ def estimate(
     return Memory(
         weights=sum(map(parameter_count, models)) * dtype.itemsize,
         cache=keys_and_values * entries * dtype.itemsize,
-        workspace=max(layer, logits) + buffers,
+        workspace=max(layer, logits),
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
+        buffers=buffers,
     )
 
 
@@ -147,7 +149,7 @@ def check_fits(
         "weights": memory.weights,
         "low-bit copies": memory.low_bit_copies,
         f"KV cache at {memory.positions} tokens": memory.cache,
-        "workspace": memory.workspace,
+        "workspace": memory.workspace + memory.buffers,
         "low-bit copies (at most, if they fit)": optional_copies,
         "free": free,
     }

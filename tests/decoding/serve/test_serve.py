@@ -29,6 +29,7 @@ from decoding.text import Text
 from tests.calls import recorded
 from tests.commands import Run
 from tests.serving import CONTEXT, Served, events_of, serving, until
+from weights.memory import CPU_BUFFERS
 
 PROMPT = "the hen and the"
 SEEDED = {"temperature": 0.9, "seed": 3, "max_tokens": 24}
@@ -664,7 +665,7 @@ def test_the_context_is_what_there_is_memory_for(
 ) -> None:
     assert context(chat_model, places=4) == CONTEXT and not capsys.readouterr().err
     monkeypatch.setattr(worker, "check_fits", lambda memory, device: None)
-    monkeypatch.setattr(worker, "free_bytes", lambda device: 16_000_000)
+    monkeypatch.setattr(worker, "free_bytes", lambda device: 16_000_000 + CPU_BUFFERS)
     four = context(chat_model, places=4)
     assert 1024 <= four < context(chat_model) <= CONTEXT
     told = f"context: {four} of the model's {CONTEXT} tokens, for each of 4 texts at once"
