@@ -1,6 +1,4 @@
-"""Corpus writer: each row of a batch by its definition, without cache or batch; the file; the
-command.
-"""
+"""Corpus writer: each text by its definition, without cache or batch; the file; the command."""
 
 import json
 import random
@@ -9,12 +7,13 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decoding.randomness import Place
 from decoding.sampling import SamplingParams, distribution
+from decoding.verify import Coupling
 from model import Decoder
 from tests.calls import recorded, status_of
 from tests.folders import VOCAB_SIZE, write_folder
@@ -43,17 +42,16 @@ def sampled(
 
 
 def replayed(
-    model: Decoder, prompt: list[int], params: SamplingParams, numbers: list[float]
+    model: Decoder, prompt: list[int], params: SamplingParams, seed: int, index: int
 ) -> list[int]:
-    """One text by the definition: no cache, no batch, each token the inverse of the cumulative
-    distribution.
-    """
+    """One text by the definition: no cache and no batch."""
     tokens = list(prompt)
-    for number in numbers:
+    randomness = Coupling("race", seed, index).randomness()
+    for position in range(len(prompt), min(len(prompt) + 12, model.max_positions)):
         logits = model(torch.tensor([tokens]))[0, -1:]
-        reached = distribution(logits, torch.tensor(tokens), params)[0].double().cumsum(0)
-        tokens.append(int((reached > number).nonzero()[0]))
-        if tokens[-1] == EOS or len(tokens) == model.max_positions:
+        probs = distribution(logits, torch.tensor(tokens), params)[0]
+        tokens.append(int(randomness.draw(probs, Place(position))))
+        if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]
 
@@ -67,18 +65,14 @@ def replayed(
     ],
     ids=["filtered", "unfiltered", "greedy"],
 )
-def test_each_row_inverts_its_own_distribution_at_its_own_random_numbers(
+def test_each_text_is_its_own_draws_whatever_is_written_beside_it(
     family: str, params: SamplingParams
 ) -> None:
-    """In order: prompts of any length, rows that end early, and rows that fill the context."""
+    """In order: prompts of any length, texts that end early, and texts that fill the context."""
     model = tiny_model(family, vocab=6, seed=3)
-    streams = [np.random.SeedSequence(7, spawn_key=(row,)) for row in range(len(PROMPTS))]
-    numbers = [np.random.default_rng(stream).random(12).tolist() for stream in streams]
-    expected = [
-        replayed(model, prompt, params, row) for prompt, row in zip(PROMPTS, numbers, strict=True)
-    ]
-    for rows in (len(PROMPTS), 1):
-        assert sampled(model, PROMPTS[:rows], params, 12, seed=7) == expected[:rows]
+    expected = [replayed(model, prompt, params, 7, index) for index, prompt in enumerate(PROMPTS)]
+    for texts in (len(PROMPTS), 1):
+        assert sampled(model, PROMPTS[:texts], params, 12, seed=7) == expected[:texts]
     assert len({len(text) for text in expected}) > 2
 
 
