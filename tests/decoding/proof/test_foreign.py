@@ -200,6 +200,9 @@ CLONES = {
     "GPT_FAST": ("of_gpt_fast", "speculative"),
     "LLM_SPECULATIVE_SAMPLING": ("of_llm_speculative_sampling", "without_cache"),
     "ROMSTO": ("of_romsto", "speculative"),
+    "LAYERSKIP": ("of_layerskip", "speculative"),
+    "DRAFT_AND_VERIFY": ("of_draft_and_verify", "speculative"),
+    "SWIFT": ("of_swift", "speculative"),  # with an epsilon of 1e-6
 }
 
 

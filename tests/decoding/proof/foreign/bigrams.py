@@ -25,11 +25,11 @@ def take_out(tops: set[str]) -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def foreign(path_variable: str, module: str) -> ModuleType:
-    """Module of a clone whose folder an environment variable names. Its modules do not replace
-    others of the same names.
+def foreign(path_variable: str, module: str, under: str = "") -> ModuleType:
+    """Module of a clone whose folder an environment variable names, or in a folder ``under`` it.
+    Its modules do not replace others of the same names.
     """
-    folder = os.environ[path_variable]
+    folder = os.path.join(os.environ[path_variable], under)
     tops = {name.removesuffix(".py") for name in os.listdir(folder)}
     ours = take_out(tops)
     sys.path.insert(0, folder)
@@ -56,6 +56,11 @@ class Bigrams:
         return SimpleNamespace(
             logits=self.table.log()[input_ids], past_key_values=[(entries, entries)]
         )
+
+
+def unfiltered(logits: Tensor, **thresholds: Any) -> Tensor:
+    """Logits as they are, for a filter that is off."""
+    return logits
 
 
 def plain() -> tuple[int, ...]:
