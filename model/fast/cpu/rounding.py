@@ -17,15 +17,8 @@ from numba.core import cgutils
 from torch import Tensor
 
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, NUMBER_BYTES, read
-from model.fast.cpu.kernels import array_at, compiled
-from model.fast.cpu.team import (
-    arguments_on,
-    board,
-    compiled_task,
-    one_at_a_time,
-    run,
-    wake_helpers,
-)
+from model.fast.cpu.kernels import array_at
+from model.fast.cpu.team import compiled_task, on_all_threads, run
 from model.fast.cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -275,29 +268,6 @@ def packing_task(kind: int, bits: int) -> int:
     return compiled_task(pack, 10 * bits + kind)
 
 
-@compiled(cache=True, no_cpython_wrapper=False)
-def run_packing(
-    board: np.ndarray,
-    task: int,
-    blocks: int,
-    weights: int,
-    stride: int,
-    groups: int,
-    shares: int,
-    out: int,
-    block_bytes: int,
-) -> None:
-    """Round and write this number of blocks, on all threads."""
-    given = arguments_on(board, PACKING)[0]
-    given.weights = weights
-    given.stride = stride
-    given.groups = groups
-    given.shares = shares
-    given.out = out
-    given.block_bytes = block_bytes
-    run(board, task, blocks, 1)
-
-
 def pack(weight: Tensor, bits: int, importance: Tensor | None) -> Generator[None, None, Tensor]:
     """Low-bit copy of ``[out, in]`` weights, made in pieces: uint8 ``[blocks, bytes]``, in the
     layout drawn in ``dot``.
@@ -319,18 +289,14 @@ def pack(weight: Tensor, bits: int, importance: Tensor | None) -> Generator[None
             )
         part = F.pad(part, (0, 0, 0, -len(part) % LANES)) if len(part) % LANES else part
         kind = KINDS[part.dtype]
-        with one_at_a_time:
-            wake_helpers()
-            run_packing(
-                board,
-                packing_task(kind, bits),
-                len(part) // LANES,
-                part.data_ptr(),
-                part.stride(0) * NUMBER_BYTES[kind],
-                groups,
-                shares.data_ptr(),
-                out[first].data_ptr(),
-                block_bytes,
-            )
+        arguments = (  # in the order of the record
+            part.data_ptr(),
+            part.stride(0) * NUMBER_BYTES[kind],
+            groups,
+            shares.data_ptr(),
+            out[first].data_ptr(),
+            block_bytes,
+        )
+        on_all_threads(run, packing_task(kind, bits), len(part) // LANES, 1, arguments)
         yield
     return out

@@ -1,8 +1,8 @@
 """Tasks of a step, which threads do piece by piece (``team``), for each kind of numbers.
 
 ``step`` calls them by their addresses, so it has none of their code: only the kinds that a model
-and its plans use are ever compiled. It writes the arguments of a task on the board, as a record of
-words, and the task reads them there.
+and its plans use are ever compiled. The arguments of a task are words on the board, which it reads
+as a record.
 """
 
 from functools import cache
@@ -69,8 +69,7 @@ ATTENTION = np.dtype(
         ("chunks", np.int64),
         ("groups", np.int64),  # query heads that share a key head
         ("window", np.int64),  # 0 if there is none
-        ("scale", np.float32),
-        ("soft_cap", np.float32),  # 0 if there is none
+        ("factors", np.int64),  # address of [2] float32: scale, and soft cap or 0
         ("out", np.int64),  # address of [rows, heads, chunks, D + 2] float32
     ]
 )
@@ -154,6 +153,7 @@ def attention_task(kind: int) -> int:
     def attention(arguments: int, begin: int, end: int) -> None:
         given = array_at(arguments, 1, ATTENTION)[0]
         groups = given.groups
+        scale, soft_cap = array_at(given.factors, 2, np.float32)
         size = given.entry_bytes // NUMBER_BYTES[kind]
         stored = array_at(
             given.out, given.rows * given.key_heads * groups * given.chunks * (size + 2), np.float32
@@ -193,9 +193,9 @@ def attention_task(kind: int) -> int:
             for query in range(len(ends)):
                 for group in range(groups):
                     own = scores[query, group, begins[query] - first : ends[query] - first]
-                    own *= given.scale
-                    if given.soft_cap:
-                        elements.soft_cap(own, given.soft_cap)
+                    own *= scale
+                    if soft_cap:
+                        elements.soft_cap(own, soft_cap)
                     found = stored[row + query, head, group, chunk]
                     found[size + 1] = elements.exponentials(own)
                     found[size] = add_numbers(1, address(own), len(own))
