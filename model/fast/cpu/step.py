@@ -13,7 +13,7 @@ import numpy as np
 
 from model.fast.cpu import elements, team
 from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
-from model.fast.cpu.kernels import address, array_at, compiled
+from model.fast.cpu.kernels import address, compiled
 from model.fast.cpu.tasks import CHUNK
 
 # Matrices of a layer, and their names in a block.
@@ -91,22 +91,7 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     least = PIECE // matrices[0].block_bytes + 1
     team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least, arguments)
     inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
-    add_biases(matrices, out)
     return out
-
-
-@compiled()
-def add_biases(matrices: np.ndarray, out: np.ndarray) -> None:
-    """Add the biases of linear layers to ``out`` ``[rows, neurons of all layers]``."""
-    first = 0
-    for matrix in range(len(matrices)):
-        neurons = matrices[matrix].neurons
-        bias = matrices[matrix].bias
-        if bias:
-            biases = array_at(bias, neurons, np.float32)
-            for row in range(len(out)):
-                out[row, first : first + neurons] += biases
-        first += neurons
 
 
 @compiled()

@@ -103,8 +103,8 @@ def input_task(kind: int) -> int:
 
 @cache
 def product_task(kind: int) -> int:
-    """Address of the task that multiplies matrices of this kind by all rows of inputs; a piece is a
-    block of weights.
+    """Address of the task that multiplies matrices of this kind by all rows of inputs, and adds
+    their biases; a piece is a block of weights.
     """
     x_kind = INPUTS[kind]
     block_rows = LANES if x_kind == INT8 else BLOCK_ROWS
@@ -124,6 +124,8 @@ def product_task(kind: int) -> int:
                 neuron += matrices[matrix].neurons
                 matrix += 1
             row = block * block_rows  # the block's first, of this matrix
+            count = min(block_rows, matrices[matrix].neurons - row)
+            out = given.out + 4 * (neuron + row)
             dot(
                 kind,
                 x_kind,
@@ -133,10 +135,15 @@ def product_task(kind: int) -> int:
                 x_stride=given.inputs_stride,
                 rows=given.rows,
                 columns=columns,
-                out=given.out + 4 * (neuron + row),
+                out=out,
                 out_stride=given.out_stride,
-                count=min(block_rows, matrices[matrix].neurons - row),
+                count=count,
             )
+            if matrices[matrix].bias:
+                biases = array_at(matrices[matrix].bias + 4 * row, count, np.float32)
+                for x_row in range(given.rows):
+                    products = array_at(out + x_row * given.out_stride, count, np.float32)
+                    products += biases
 
     return compiled_task(product, kind)
 
