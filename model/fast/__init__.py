@@ -5,49 +5,25 @@ Begin with ``accelerate``. The readable files of ``model`` do not depend on this
 """
 
 import sys
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from model.cache import KVCache
 from model.decoder import Decoder, Steps
-from model.plan import LayerPlan
 
 
 class PreparedDecoder(Steps):
     """Base of decoders with faster steps than the readable ``model``, whose weights they share.
 
     A subclass has a ``__call__`` of its own, and those members of ``Steps`` that differ. All other
-    attributes of a ``Decoder`` are those of ``model``.
+    members of a ``Decoder``, such as ``prefill``, are those of ``model``.
     """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
-        self.config = model.config
-        self.vocab_size = model.vocab_size
-        self.max_positions = model.max_positions
-        self.num_layers = model.num_layers
-        self.device = model.device
-        self.dtype = model.dtype
-        self.embed_tokens = model.embed_tokens
-        self.layers = model.layers
-        self.norm = model.norm
-        self.lm_head = model.lm_head
-        self.importance = model.importance
-        self.named_parameters = model.named_parameters
-        self.embed = model.embed
-        self.hidden = model.hidden
-        self.logits = model.logits
-        self.rounded = model.rounded
 
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        return self.model.new_cache(capacity, batch)
-
-    def prepare(self, plan: LayerPlan) -> None:
-        self.model.prepare(plan)
-
-    def prefill(self, tokens: Tensor, cache: KVCache, start: int = 0) -> None:
-        self.model.prefill(tokens, cache, start)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("model"), name)
 
 
 def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecoder:

@@ -90,10 +90,7 @@ class FastDecoder(PreparedDecoder):
         """Logits ``[batch, T, vocab]`` float32 after tokens ``[batch, T]`` from ``start`` on."""
         if cache is None:
             return self.model(tokens, cache, start, plan)
-        plan = plan or self.full
-        cache.claim(plan.attention_layers, start, tokens.shape[1])
-        logits = self._run(rows_of(tokens, cache, start), plan, cache.capacity)
-        return torch.from_numpy(logits).view(*tokens.shape, -1)
+        return self.together([(tokens, cache, start)], plan)[0]
 
     def together(
         self, calls: Sequence[tuple[Tensor, KVCache, int]], plan: LayerPlan | None = None
@@ -105,22 +102,18 @@ class FastDecoder(PreparedDecoder):
         plan = plan or self.full
         for tokens, cache, start in calls:
             cache.claim(plan.attention_layers, start, tokens.shape[1])
-        batches = [rows_of(*call) for call in calls]
-        batch = Batch(*map(np.concatenate, zip(*batches, strict=True)))
-        logits = self._run(batch, plan, max(cache.capacity for _, cache, _ in calls))
-        by_call = torch.from_numpy(logits).split([tokens.numel() for tokens, _, _ in calls])
-        return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
-
-    def _run(self, batch: Batch, plan: LayerPlan, positions: int) -> np.ndarray:
-        """Logits ``[rows, vocab]`` of rows whose caches have up to this number of positions."""
+        batch = Batch(*map(np.concatenate, zip(*(rows_of(*call) for call in calls), strict=True)))
+        positions = max(cache.capacity for _, cache, _ in calls)
         weights = self.plans.get(plan)
         if weights is None or weights.cos.shape[1] < positions:
             weights = self._weights(plan, positions)
-        parts = []
-        for first in range(0, len(batch.tokens), MOST_ROWS):
-            rows = Batch(*(each[first : first + MOST_ROWS] for each in batch))
-            parts.append(step(weights, rows))
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        steps = [
+            step(weights, Batch(*(each[first : first + MOST_ROWS] for each in batch)))
+            for first in range(0, len(batch.tokens), MOST_ROWS)
+        ]
+        logits = torch.from_numpy(np.concatenate(steps) if len(steps) > 1 else steps[0])
+        by_call = logits.split([tokens.numel() for tokens, _, _ in calls])
+        return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
@@ -153,8 +146,9 @@ class FastDecoder(PreparedDecoder):
             embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),
             attention_task=attention_task(self.kind),
-            attention_scale=np.float32(config.attention_scale),
-            attention_soft_cap=np.float32(config.attention_soft_cap or 0),
+            attention_factors=np.array(
+                [config.attention_scale, config.attention_soft_cap or 0], np.float32
+            ),
             final_soft_cap=np.float32(config.final_soft_cap or 0),
             is_gemma=config.block == "gemma2",
             matrices=np.array(matrices, MATRIX).reshape(config.num_layers, len(MATRICES)),

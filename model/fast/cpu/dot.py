@@ -53,6 +53,7 @@ from model.fast.cpu.vectors import (
     I8,
     I16,
     I32,
+    I64,
     INTS,
     LANES,
     Sum,
@@ -62,6 +63,7 @@ from model.fast.cpu.vectors import (
     in_blocks,
     instruction,
     load,
+    on_lanes,
     prefetch,
     store,
     turns,
@@ -115,7 +117,7 @@ def widen(kind: int, values: Value) -> Value:
 
 def fused_multiply_add(total: Value, a: Value, b: Value) -> Value:
     """Fused multiply-add, total + a · b, in 16 lanes of float32, rounded once."""
-    return a.call(f"llvm.fma.v{LANES}f32", FLOATS, b, total)
+    return on_lanes("fma", a, b, total)
 
 
 def add_pairs(total: Value, a: Value, b: Value) -> Value:
@@ -167,9 +169,8 @@ def multiply_floats(
     sums = [[Sum(columns.builder) for _ in rows] for _ in inputs]
     line = lanes * NUMBER_BYTES[kind]  # bytes of a row's vector
 
-    def add_vector(first: Value, end: Value | None) -> None:
-        """Add the products of the columns from ``first`` on, before ``end`` if it is given."""
-        left = None if end is None else end - first
+    def add_vector(first: Value, left: Value | None) -> None:
+        """Add the products of the columns from ``first`` on, only ``left`` of them if given."""
         place = rows[0] + first * (len(rows) * NUMBER_BYTES[kind])
         ahead = [
             place + size * blocks + number * line
@@ -256,7 +257,8 @@ def dot(
     """
     last = count - 1
     # A missing row is the last one once more.
-    weights = [w + w_stride * last.smaller(number) for number in range(BLOCK_ROWS)]
+    numbers = [last.call("llvm.smin.i64", I64, last.constant(row)) for row in range(BLOCK_ROWS)]
+    weights = [w + w_stride * number for number in numbers]
 
     def store_tile(first: Value, size: int) -> None:
         """Store the products of ``size`` rows of inputs from ``first`` on."""
@@ -315,10 +317,11 @@ def add_rows(
         """Add the rows to the sums of a tile, ``size`` from ``first`` on."""
         numbers = [first + number for number in range(size)]
 
-        def add_columns(start: Value, end: Value | None) -> None:
-            """Add 64 columns from ``start`` on, those before ``end`` if it is given."""
-            block = [start + column for column in range(0, BLOCK, LANES)]
-            left = [None if end is None else end - column for column in block]
+        def add_columns(start: Value, rest: Value | None) -> None:
+            """Add 64 columns from ``start`` on, only ``rest`` of them if given."""
+            offsets = range(0, BLOCK, LANES)
+            block = [start + column for column in offsets]
+            left = [None if rest is None else rest - column for column in offsets]
             places = [
                 [out + (columns * number + column) * 4 for column in block] for number in numbers
             ]
@@ -350,8 +353,8 @@ def add_numbers(builder: ir.IRBuilder, power: int, place: Value, count: Value) -
     """Sum of ``count`` float32 numbers at a place, or in the second power of their squares."""
     total = Sum(builder)
 
-    def add_vector(first: Value, end: Value | None) -> None:
-        numbers = read(F32, place, first, None if end is None else end - first)
+    def add_vector(first: Value, left: Value | None) -> None:
+        numbers = read(F32, place, first, left)
         factors = numbers if power == 2 else numbers.constant(1.0)
         total.add(fused_multiply_add, numbers, factors)
 
@@ -364,8 +367,7 @@ def add_numbers(builder: ir.IRBuilder, power: int, place: Value, count: Value) -
 def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
     """Numbers of a row of this kind as float32."""
 
-    def store_vector(kind: int, first: Value, end: Value | None) -> None:
-        left = None if end is None else end - first
+    def store_vector(kind: int, first: Value, left: Value | None) -> None:
         store(out + first * 4, read(kind, row, first, left), left)
 
     for each in (BF16, F16, F32):

@@ -138,18 +138,14 @@ def activate(gate_up: np.ndarray, is_gelu: bool) -> np.ndarray:
         gate = gate_up[row, :size]
         up = gate_up[row, size:]
         product = out[row]
-        if is_gelu:
-            for index in range(size):
-                x = gate[index]
-                inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-                product[index] = (
-                    np.float32(0.5) * x * (np.float32(1) + hyperbolic_tangent(inner)) * up[index]
-                )
-        else:
-            for index in range(size):
-                product[index] = (
-                    gate[index] / (np.float32(1) + exponential(-gate[index])) * up[index]
-                )
+        for index in range(size):
+            x = gate[index]
+            inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+            product[index] = up[index] * (
+                np.float32(0.5) * x * (np.float32(1) + hyperbolic_tangent(inner))
+                if is_gelu
+                else x / (np.float32(1) + exponential(-x))
+            )
     return out
 
 

@@ -5,7 +5,7 @@ A block of 16 rows is rounded at a time, a row per lane, group by group of 32 co
 weights are read once, and stay in the first cache while its grids are tried.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
 
 import numpy as np
@@ -17,15 +17,8 @@ from numba.core import cgutils
 from torch import Tensor
 
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, NUMBER_BYTES, read
-from model.fast.cpu.kernels import array_at, compiled
-from model.fast.cpu.team import (
-    arguments_on,
-    board,
-    compiled_task,
-    one_at_a_time,
-    run,
-    wake_helpers,
-)
+from model.fast.cpu.kernels import array_at
+from model.fast.cpu.team import compiled_task, on_all_threads, run
 from model.fast.cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -38,6 +31,7 @@ from model.fast.cpu.vectors import (
     broadcast,
     instruction,
     load,
+    on_lanes,
     store,
     turns,
 )
@@ -61,29 +55,9 @@ PACKING = np.dtype(
 )
 
 
-def choose(operation: str, a: Value, b: Value) -> Value:
-    """``minnum`` or ``maxnum`` of two vectors, lane by lane."""
-    return a.call(f"llvm.{operation}.v{LANES}f32", FLOATS, b)
-
-
-def apply(function: str, x: Value) -> Value:
-    """``floor``, ``rint`` or ``fabs`` of each lane."""
-    return x.call(f"llvm.{function}.v{LANES}f32", FLOATS)
-
-
-def is_less(a: Value, b: Value) -> Value:
-    """Whether a < b, lane by lane."""
-    return Value(a.builder, a.builder.fcmp_ordered("<", a.raw, b.raw))
-
-
 def multiply_then_add(total: Value, a: Value, b: Value) -> Value:
     """total + a · b, rounded twice, as torch's operators round."""
     return total + a * b
-
-
-def to_ints(x: Value) -> Value:
-    """Whole float32 numbers as int32."""
-    return Value(x.builder, x.builder.fptosi(x.raw, INTS))
 
 
 def bfloat16_bits(x: Value) -> Value:
@@ -108,7 +82,7 @@ def columns_of(kind: int, rows: list[Value], first: Value) -> list[Value]:
 
 def bytes_of(codes: list[Value]) -> Value:
     """Four codes of each lane as the bytes of an int32, the first in the lowest."""
-    first, *more = map(to_ints, codes)
+    first, *more = (Value(code.builder, code.builder.fptosi(code.raw, INTS)) for code in codes)
     for number, code in enumerate(more, start=1):
         first |= code << 8 * number
     return first
@@ -128,54 +102,45 @@ class Grid:
 
     def column(self, number: Value | int) -> Value:
         """Weights of a column."""
-        return load(self.weights + self.offset(number, VECTOR), FLOATS)
-
-    def offset(self, number: Value | int, size: int) -> Value:
-        """Bytes before the element of this number."""
-        return number * size if isinstance(number, Value) else self.weights.constant(number * size)
+        return load(self.weights + number * VECTOR, FLOATS)
 
     def code(self, weight: Value, inverse: Value, zero: Value) -> Value:
         """Code of a weight, as float32."""
-        code = apply("floor", (weight - zero) * inverse + 0.5)
-        return choose("minnum", choose("maxnum", code, self.zeros), code.constant(LEVELS))
+        code = on_lanes("floor", (weight - zero) * inverse + 0.5)
+        return on_lanes("minnum", on_lanes("maxnum", code, self.zeros), code.constant(LEVELS))
 
     def inverse(self, scale: Value) -> Value:
         """1 / scale, or 0 where it is not above 0."""
         one = scale.constant(1.0)
-        return is_less(self.zeros, scale).select(one.combine("div", scale), self.zeros)
+        return (self.zeros < scale).select(one.combine("div", scale), self.zeros)
 
-    def means(self, scale: Value, zero: Value) -> list[Value]:
-        """Weighted means over the group: of the squared error, the code, its square, and code times
-        weight.
-        """
-        inverse = self.inverse(scale)
-        sums = [Sum(scale.builder) for _ in range(4)]
+    def means(self, count: int, values: Callable[[Value], tuple[Value, ...]]) -> list[Value]:
+        """Weighted means over the group of ``count`` values of each weight."""
+        sums = [Sum(self.weights.builder) for _ in range(count)]
         with turns(self.weights.constant(GROUP)) as column:
-            weight = self.column(column)
-            share = broadcast(load(self.shares + self.offset(column, 4), FLOAT))
-            code = self.code(weight, inverse, zero)
-            off = code * scale + zero - weight
-            for total, each in zip(
-                sums, (off * off, code, code * code, code * weight), strict=True
-            ):
-                total.add(lambda total, a, b: total + a * b, each, share)
+            share = broadcast(load(self.shares + column * 4, FLOAT))
+            for total, each in zip(sums, values(self.column(column)), strict=True):
+                total.add(multiply_then_add, each, share)
         return [total.value for total in sums]
 
-    def mean_weight(self) -> Value:
-        """Weighted mean of the weights."""
-        total = Sum(self.weights.builder)
-        with turns(self.weights.constant(GROUP)) as column:
-            share = broadcast(load(self.shares + self.offset(column, 4), FLOAT))
-            total.add(multiply_then_add, self.column(column), share)
-        return total.value
+    def fit(self, scale: Value, zero: Value) -> list[Value]:
+        """Weighted means of the squared error, the code, its square, and code times weight."""
+        inverse = self.inverse(scale)
+
+        def values(weight: Value) -> tuple[Value, ...]:
+            code = self.code(weight, inverse, zero)
+            off = code * scale + zero - weight
+            return off * off, code, code * code, code * weight
+
+        return self.means(4, values)
 
     def best(self, columns: list[Value]) -> tuple[Value, Value]:
         """Scale and zero with the least weighted error of the candidates, in bfloat16's bits."""
-        mean = self.mean_weight()
+        (mean,) = self.means(1, lambda weight: (weight,))
         low = high = columns[0]
         for column in columns[1:]:
-            low = choose("minnum", low, column)
-            high = choose("maxnum", high, column)
+            low = on_lanes("minnum", low, column)
+            high = on_lanes("maxnum", high, column)
         best = []
         for cut in CUTS:
             scale = (high - low) * ((1 - 2 * cut / LEVELS) / LEVELS)
@@ -183,9 +148,9 @@ class Grid:
             for _ in range(FITS + 1):
                 rounded = [bfloat16_bits(each) for each in (scale, zero)]
                 scale, zero = ((each << 16).bitcast(FLOATS) for each in rounded)
-                error, mean_code, mean_square, mean_product = self.means(scale, zero)
+                error, mean_code, mean_square, mean_product = self.fit(scale, zero)
                 found = [error, *rounded]
-                is_better = is_less(error, best[0]) if best else None
+                is_better = error < best[0] if best else None
                 best = (
                     [is_better.select(*pair) for pair in zip(found, best, strict=True)]
                     if best
@@ -193,7 +158,7 @@ class Grid:
                 )
                 spread = mean_square - mean_code * mean_code
                 slope = (mean_product - mean_code * mean).combine("div", spread)
-                scale = is_less(self.zeros, spread).select(slope, scale)
+                scale = (self.zeros < spread).select(slope, scale)
                 zero = mean - scale * mean_code
         return best[1], best[2]
 
@@ -243,15 +208,17 @@ def pack_eight_bits(
     largest = Sum(builder)
     with turns(groups) as group:
         for column in columns_of(kind, rows, group * GROUP):
-            largest.add(lambda most, a, _: choose("maxnum", most, a), apply("fabs", column), column)
+            largest.add(
+                lambda most, a, _: on_lanes("maxnum", most, a), on_lanes("fabs", column), column
+            )
     scale = largest.value.combine("div", largest.value.constant(127.0))
     zeros = scale * 0.0
-    is_used = is_less(zeros, scale)
+    is_used = zeros < scale
     with turns(groups) as group:
         columns = columns_of(kind, rows, group * GROUP)
         ratios = [is_used.select(each.combine("div", scale), zeros) for each in columns]
         # at most 127 times the scale: no code is out of range
-        codes = [apply("rint", each) + 128.0 for each in ratios]
+        codes = [on_lanes("rint", each) + 128.0 for each in ratios]
         for vector in range(GROUP // 4):
             four = bytes_of(codes[4 * vector : 4 * vector + 4])
             store(out + group * (GROUP * LANES) + vector * VECTOR, four)
@@ -275,29 +242,6 @@ def packing_task(kind: int, bits: int) -> int:
     return compiled_task(pack, 10 * bits + kind)
 
 
-@compiled(cache=True, no_cpython_wrapper=False)
-def run_packing(
-    board: np.ndarray,
-    task: int,
-    blocks: int,
-    weights: int,
-    stride: int,
-    groups: int,
-    shares: int,
-    out: int,
-    block_bytes: int,
-) -> None:
-    """Round and write this number of blocks, on all threads."""
-    given = arguments_on(board, PACKING)[0]
-    given.weights = weights
-    given.stride = stride
-    given.groups = groups
-    given.shares = shares
-    given.out = out
-    given.block_bytes = block_bytes
-    run(board, task, blocks, 1)
-
-
 def pack(weight: Tensor, bits: int, importance: Tensor | None) -> Generator[None, None, Tensor]:
     """Low-bit copy of ``[out, in]`` weights, made in pieces: uint8 ``[blocks, bytes]``, in the
     layout drawn in ``dot``.
@@ -319,18 +263,14 @@ def pack(weight: Tensor, bits: int, importance: Tensor | None) -> Generator[None
             )
         part = F.pad(part, (0, 0, 0, -len(part) % LANES)) if len(part) % LANES else part
         kind = KINDS[part.dtype]
-        with one_at_a_time:
-            wake_helpers()
-            run_packing(
-                board,
-                packing_task(kind, bits),
-                len(part) // LANES,
-                part.data_ptr(),
-                part.stride(0) * NUMBER_BYTES[kind],
-                groups,
-                shares.data_ptr(),
-                out[first].data_ptr(),
-                block_bytes,
-            )
+        arguments = (  # in the order of the record
+            part.data_ptr(),
+            part.stride(0) * NUMBER_BYTES[kind],
+            groups,
+            shares.data_ptr(),
+            out[first].data_ptr(),
+            block_bytes,
+        )
+        on_all_threads(run, packing_task(kind, bits), len(part) // LANES, 1, arguments)
         yield
     return out

@@ -13,8 +13,8 @@ import numpy as np
 
 from model.fast.cpu import elements, team
 from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
-from model.fast.cpu.kernels import address, array_at, compiled
-from model.fast.cpu.tasks import ATTENTION, CHUNK, PROJECTION
+from model.fast.cpu.kernels import address, compiled
+from model.fast.cpu.tasks import CHUNK
 
 # Matrices of a layer, and their names in a block.
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741
@@ -35,8 +35,7 @@ class Weights(NamedTuple):
     embedding_scale: np.float32
     eps: np.float32
     attention_task: int  # address
-    attention_scale: np.float32
-    attention_soft_cap: np.float32
+    attention_factors: np.ndarray  # [2], scale and soft cap
     final_soft_cap: np.float32
     is_gemma: bool
     matrices: np.ndarray  # records tasks.MATRIX [layers, 7]
@@ -78,35 +77,21 @@ def project(board: np.ndarray, matrices: np.ndarray, x: np.ndarray) -> np.ndarra
     out = np.empty((rows, matrices["neurons"].sum()), np.float32)
     padded = (columns + GROUP - 1) // GROUP * GROUP
     inputs = np.empty((rows, 4 * padded), np.uint8)  # enough for any kind
-    given = team.arguments_on(board, PROJECTION)[0]
-    given.x = address(x)
-    given.rows = rows
-    given.columns = columns
-    given.inputs = address(inputs)
-    given.inputs_stride = inputs.strides[0]
-    given.matrices = address(matrices)
-    given.out = address(out)
-    given.out_stride = out.strides[0]
-    team.run(board, matrices[0].input_task, rows, ROUNDED // columns + 1)
+    arguments = (  # in the order of the record ``PROJECTION``
+        address(x),
+        rows,
+        columns,
+        address(inputs),
+        inputs.strides[0],
+        address(matrices),
+        address(out),
+        out.strides[0],
+    )
+    team.run(board, matrices[0].input_task, rows, ROUNDED // columns + 1, arguments)
     least = PIECE // matrices[0].block_bytes + 1
-    team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least)
+    team.run(board, matrices[0].product_task, matrices["blocks"].sum(), least, arguments)
     inputs[0, 0] = 0  # keeps them until here: Numba frees an array behind its last use by name
-    add_biases(matrices, out)
     return out
-
-
-@compiled()
-def add_biases(matrices: np.ndarray, out: np.ndarray) -> None:
-    """Add the biases of linear layers to ``out`` ``[rows, neurons of all layers]``."""
-    first = 0
-    for matrix in range(len(matrices)):
-        neurons = matrices[matrix].neurons
-        bias = matrices[matrix].bias
-        if bias:
-            biases = array_at(bias, neurons, np.float32)
-            for row in range(len(out)):
-                out[row, first : first + neurons] += biases
-        first += neurons
 
 
 @compiled()
@@ -124,24 +109,25 @@ def attend_to_cache(
     positions = batch.positions.max() + 1
     chunks = (positions + CHUNK - 1) // CHUNK
     parts = np.empty((rows, key_heads * groups, chunks, size + 2), np.float32)
-    given = team.arguments_on(board, ATTENTION)[0]
-    given.queries = address(queries)
-    given.rows = rows
-    given.spans = address(spans)
-    given.positions = address(batch.positions)
-    given.head_bytes = address(batch.head_bytes)
-    given.entries = address(batch.entries[:, layer])
-    given.entries_stride = batch.entries.strides[0]
-    given.entry_bytes = entry_bytes
-    given.key_heads = key_heads
-    given.chunks = chunks
-    given.groups = groups
-    given.window = weights.windows[layer]
-    given.scale = weights.attention_scale
-    given.soft_cap = weights.attention_soft_cap
-    given.out = address(parts)
+    arguments = (  # in the order of the record ``ATTENTION``
+        address(queries),
+        rows,
+        address(spans),
+        address(batch.positions),
+        address(batch.head_bytes),
+        address(batch.entries[:, layer]),
+        batch.entries.strides[0],
+        entry_bytes,
+        key_heads,
+        chunks,
+        groups,
+        weights.windows[layer],
+        address(weights.attention_factors),
+        address(parts),
+    )
     least = SCORES // (min(positions, CHUNK) * min(rows, most_rows) * groups) + 1
-    team.run(board, weights.attention_task, (len(spans) - 1) * key_heads * chunks, least)
+    pieces = (len(spans) - 1) * key_heads * chunks
+    team.run(board, weights.attention_task, pieces, least, arguments)
     spans[0] = 0  # keeps them until here: Numba frees an array behind its last use by name
     return joined(parts).reshape(rows, -1)
 
@@ -231,9 +217,7 @@ def gated_mlp(board: np.ndarray, weights: Weights, layer: int, x: np.ndarray) ->
 
 def step(weights: Weights, batch: Batch) -> np.ndarray:
     """``run_step`` on torch's number of threads."""
-    with team.one_at_a_time:
-        team.wake_helpers()
-        return run_step(team.board, weights, batch)
+    return team.on_all_threads(run_step, weights, batch)
 
 
 @compiled(cache=True, no_cpython_wrapper=False)

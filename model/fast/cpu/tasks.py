@@ -1,8 +1,8 @@
 """Tasks of a step, which threads do piece by piece (``team``), for each kind of numbers.
 
 ``step`` calls them by their addresses, so it has none of their code: only the kinds that a model
-and its plans use are ever compiled. It writes the arguments of a task on the board, as a record of
-words, and the task reads them there.
+and its plans use are ever compiled. The arguments of a task are words on the board, which it reads
+as a record.
 """
 
 from functools import cache
@@ -69,8 +69,7 @@ ATTENTION = np.dtype(
         ("chunks", np.int64),
         ("groups", np.int64),  # query heads that share a key head
         ("window", np.int64),  # 0 if there is none
-        ("scale", np.float32),
-        ("soft_cap", np.float32),  # 0 if there is none
+        ("factors", np.int64),  # address of [2] float32: scale, and soft cap or 0
         ("out", np.int64),  # address of [rows, heads, chunks, D + 2] float32
     ]
 )
@@ -104,8 +103,8 @@ def input_task(kind: int) -> int:
 
 @cache
 def product_task(kind: int) -> int:
-    """Address of the task that multiplies matrices of this kind by all rows of inputs; a piece is a
-    block of weights.
+    """Address of the task that multiplies matrices of this kind by all rows of inputs, and adds
+    their biases; a piece is a block of weights.
     """
     x_kind = INPUTS[kind]
     block_rows = LANES if x_kind == INT8 else BLOCK_ROWS
@@ -125,6 +124,8 @@ def product_task(kind: int) -> int:
                 neuron += matrices[matrix].neurons
                 matrix += 1
             row = block * block_rows  # the block's first, of this matrix
+            count = min(block_rows, matrices[matrix].neurons - row)
+            out = given.out + 4 * (neuron + row)
             dot(
                 kind,
                 x_kind,
@@ -134,10 +135,15 @@ def product_task(kind: int) -> int:
                 x_stride=given.inputs_stride,
                 rows=given.rows,
                 columns=columns,
-                out=given.out + 4 * (neuron + row),
+                out=out,
                 out_stride=given.out_stride,
-                count=min(block_rows, matrices[matrix].neurons - row),
+                count=count,
             )
+            if matrices[matrix].bias:
+                biases = array_at(matrices[matrix].bias + 4 * row, count, np.float32)
+                for x_row in range(given.rows):
+                    products = array_at(out + x_row * given.out_stride, count, np.float32)
+                    products += biases
 
     return compiled_task(product, kind)
 
@@ -154,6 +160,7 @@ def attention_task(kind: int) -> int:
     def attention(arguments: int, begin: int, end: int) -> None:
         given = array_at(arguments, 1, ATTENTION)[0]
         groups = given.groups
+        scale, soft_cap = array_at(given.factors, 2, np.float32)
         size = given.entry_bytes // NUMBER_BYTES[kind]
         stored = array_at(
             given.out, given.rows * given.key_heads * groups * given.chunks * (size + 2), np.float32
@@ -193,9 +200,9 @@ def attention_task(kind: int) -> int:
             for query in range(len(ends)):
                 for group in range(groups):
                     own = scores[query, group, begins[query] - first : ends[query] - first]
-                    own *= given.scale
-                    if given.soft_cap:
-                        elements.soft_cap(own, given.soft_cap)
+                    own *= scale
+                    if soft_cap:
+                        elements.soft_cap(own, soft_cap)
                     found = stored[row + query, head, group, chunk]
                     found[size + 1] = elements.exponentials(own)
                     found[size] = add_numbers(1, address(own), len(own))

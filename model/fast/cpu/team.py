@@ -10,18 +10,19 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import cfunc, types
 
-from model.fast.cpu.kernels import address, array_at, compiled
+from model.fast.cpu.kernels import address, compiled
 from model.fast.cpu.vectors import I64, Value, instruction, pointer
 
 # Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
 # regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.
-# At ARGUMENTS begins the record of a task's arguments.
+# At ARGUMENTS begin the arguments of a task, a word each.
 CLAIMS = 0
 DONE = 8
 TASK, PIECES, LEAST, HELPERS, ARGUMENTS = range(16, 21)
@@ -40,12 +41,16 @@ pool = ThreadPoolExecutor(os.cpu_count(), "step")
 helpers: dict[int, Future] = {}
 
 
-def wake_helpers() -> None:
-    """Wake as many helpers as torch has threads beside the caller's."""
-    board[HELPERS] = torch.get_num_threads() - 1
-    for number in range(board[HELPERS]):
-        if number not in helpers or helpers[number].done():
-            helpers[number] = pool.submit(help_with, board)
+def on_all_threads(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Result of a compiled function of the board and ``arguments``, which runs tasks on torch's
+    number of threads.
+    """
+    with one_at_a_time:
+        board[HELPERS] = torch.get_num_threads() - 1
+        for number in range(board[HELPERS]):
+            if number not in helpers or helpers[number].done():
+                helpers[number] = pool.submit(help_with, board)
+        return function(board, *arguments)
 
 
 def compiled_task(task: Callable[[int, int, int], None], kind: int) -> int:
@@ -106,16 +111,11 @@ def work(board: np.ndarray) -> int:
             done += taken
 
 
-@compiled()
-def arguments_on(board: np.ndarray, record: np.dtype) -> np.ndarray:
-    """Record ``[1]`` of the next task's arguments, on the board."""
-    return array_at(address(board) + 8 * ARGUMENTS, 1, record)
-
-
-@compiled()
-def run(board: np.ndarray, task: int, pieces: int, least: int) -> None:
-    """Run all pieces of a task, ``least`` or more at a time, with the arguments on the board."""
+@compiled(cache=True, no_cpython_wrapper=False)
+def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[int, ...]) -> None:
+    """Run all pieces of a task, ``least`` or more at a time, with these ``arguments``."""
     place = address(board)
+    board[ARGUMENTS : ARGUMENTS + len(arguments)] = arguments
     if pieces <= least or board[HELPERS] == 0:
         call(task, place + 8 * ARGUMENTS, 0, pieces)
         return

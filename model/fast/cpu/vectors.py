@@ -32,6 +32,12 @@ class Value:
     builder: ir.IRBuilder
     raw: ir.Value
 
+    @property
+    def is_float(self) -> bool:
+        """Whether this is a float32 number, or a vector of them."""
+        kind = self.raw.type
+        return getattr(kind, "element", kind) == FLOAT
+
     def constant(self, number: float) -> Value:
         """Constant of this value's type, the same in all lanes of a vector."""
         kind = self.raw.type
@@ -41,9 +47,7 @@ class Value:
     def combine(self, operation: str, other: Value | float) -> Value:
         """Result of a builder's method, or for float32 of its floating-point variant."""
         other = other if isinstance(other, Value) else self.constant(other)
-        kind = self.raw.type
-        number = kind.element if isinstance(kind, ir.VectorType) else kind
-        method = getattr(self.builder, f"f{operation}" if number == FLOAT else operation)
+        method = getattr(self.builder, f"f{operation}" if self.is_float else operation)
         return Value(self.builder, method(self.raw, other.raw))
 
     __add__ = partialmethod(combine, "add")
@@ -56,12 +60,8 @@ class Value:
     __rshift__ = partialmethod(combine, "lshr")
 
     def __lt__(self, other: Value) -> Value:
-        return Value(self.builder, self.builder.icmp_signed("<", self.raw, other.raw))
-
-    def smaller(self, number: int) -> Value:
-        """Smaller of this integer and a constant."""
-        other = self.constant(number)
-        return (self < other).select(self, other)
+        compare = self.builder.fcmp_ordered if self.is_float else self.builder.icmp_signed
+        return Value(self.builder, compare("<", self.raw, other.raw))
 
     def select(self, a: Value, b: Value) -> Value:
         """Value ``a`` where this one is true, else ``b``."""
@@ -144,14 +144,19 @@ def turns(count: Value) -> Iterator[Value]:
 
 def in_blocks(count: Value, size: int, append: Callable[[Value, Value | None], None]) -> None:
     """Loop over ``count`` columns: ``append(first, None)`` for each block of ``size``, then
-    ``append(first, count)`` for the rest.
+    ``append(first, left)`` for those left over.
     """
     whole = count // size
     with turns(whole) as turn:
         append(turn * size, None)
     rest = whole * size
     with count.builder.if_then((rest < count).raw):
-        append(rest, count)
+        append(rest, count - rest)
+
+
+def on_lanes(function: str, x: Value, *more: Value) -> Value:
+    """LLVM's ``function`` of 16 lanes of float32, such as ``fma`` and ``floor``, lane by lane."""
+    return x.call(f"llvm.{function}.v{LANES}f32", FLOATS, *more)
 
 
 def pointer(address: Value, kind: ir.Type) -> Value:
