@@ -1,4 +1,4 @@
-"""Calls as tests see them: what is noted of those of a function, and the status of a command."""
+"""Calls as tests see them: records of the calls of a function, and the status of a command."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A command line in the process of the test: how it ended, and what it printed."""
+"""A command line in the process of the test: its status and its output."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """What a command left behind."""
+    """Status and output of a command."""
 
     status: int
     out: str

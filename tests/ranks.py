@@ -44,7 +44,7 @@ class Process:
         os.kill(self.process.pid, number)
 
     def said(self, stream: str) -> str:
-        """What it has written so far to "out" or "err"."""
+        """Its output so far to "out" or "err"."""
         file = self.place.with_suffix(f".{stream}")
         return file.read_text() if file.exists() else ""
 
@@ -136,7 +136,7 @@ def split_model(config: dict[str, Any]) -> Decoder:
 
 
 def part_of(parameter: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """What a rank holds of a parameter."""
+    """A rank's shard of a parameter."""
     return parameter if cut is None else parameter.narrow(cut[0], cut[1].start, len(cut[1]))
 
 

@@ -1,4 +1,4 @@
-"""What a refusal says: one line, whatever was wrong."""
+"""Refusals: one line, whatever was wrong."""
 
 from collections.abc import Callable
 from typing import Any

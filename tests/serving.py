@@ -112,7 +112,7 @@ def serving(*arguments: str) -> Iterator[Served]:
 
 
 def until(true: Callable[[], Any], patience: float = 60.0) -> None:
-    """Wait for what another thread is about to bring about."""
+    """Wait for a condition that another thread will make true."""
     ends = time.monotonic() + patience
     while not true():
         assert time.monotonic() < ends, "it never came about"

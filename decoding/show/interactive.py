@@ -29,7 +29,7 @@ class Terminal:
         self.chat = session.chat()
 
     def obey(self, line: str) -> None:
-        """Do what a line beginning with "/" says. Raises InputError."""
+        """Run the command of a line that begins with "/". Raises InputError."""
         command, _, argument = line.partition(" ")
         options = self.chat.options
         match command:

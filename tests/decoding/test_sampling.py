@@ -234,7 +234,7 @@ def test_the_tokens_of_top_p_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def on_threads(work: Callable[[], Tensor]) -> list[Tensor]:
-    """What some work gives on one thread, and on two."""
+    """Results of some work on one thread, and on two."""
     before, found = torch.get_num_threads(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -31,7 +31,7 @@ BANNED = Rules(24, banned=["ab", "ca"])
 
 
 def randomness(device: str, coupling: str) -> Randomness:
-    """What a rule draws with on a device; the same numbers on each."""
+    """Randomness of a rule on a device; the same numbers on each."""
     if coupling == "race":
         return KeyedRandomness(3, device)
     return SeededRandomness(3) if device == "cpu" else fake_device.FakeDeviceRandomness(3)

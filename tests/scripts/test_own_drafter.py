@@ -30,7 +30,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def example(file: Path) -> dict[str, Any]:
-    """What the example defines, after it has run: with its own assertion."""
+    """Definitions of the example, after it has run with its own assertion."""
     return runpy.run_path(str(file), run_name="__main__")
 
 

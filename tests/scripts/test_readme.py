@@ -66,7 +66,7 @@ def test_every_function_stands_in_the_file_it_is_said_to(name: str, path: str) -
 
 @pytest.fixture(scope="module")
 def helps() -> str:
-    """What every command line says of its options."""
+    """Help texts of all command lines."""
     said = io.StringIO()
     for command in (
         generate,

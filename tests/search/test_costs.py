@@ -1,4 +1,4 @@
-"""Costs of rounds: their units, what they are measured on, and the formulas that use them."""
+"""Costs of rounds: their units, their measurement, and the formulas that use them."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ def setting_of(model: Decoder, temperature: float = 0.0, coupling: str = "ratio"
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A clock of the loop that counts what is appended to this list."""
+    """A clock of the loop that counts the entries appended to this list."""
     work: list[int] = []
     monkeypatch.setattr(Writer, "clock", lambda writer: float(sum(work)))
     monkeypatch.setattr(costs_module, "PATIENCE", 0.0)

@@ -59,7 +59,7 @@ def greedily(
 
 
 def written(model: Decoder, eos_ids: frozenset[int] = frozenset()) -> list[Continuation]:
-    """What the model writes greedily after each prompt."""
+    """Greedy texts of the model after each prompt."""
     full = LayerPlan.full(model.num_layers)
     texts = [
         (each, emitted(greedily(model, each, full, FixedLength(0), eos_ids))) for each in PROMPTS
