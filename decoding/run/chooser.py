@@ -16,22 +16,25 @@ A new kind is a function that makes a ``Drafting``, and a line in ``DRAFTERS``; 
 names a class in a file of the user.
 """
 
+import runpy
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
 from cli.command_line import say
+from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
-from decoding.drafters import BestOf, ForcedTokens, PromptLookup
+from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.calibration import kept_of, low_bit_steps
-from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan
+from model import Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
 from model.plan import FULL, LOW_BITS
 from weights.kept import KeptTensors
@@ -299,6 +302,51 @@ def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
     """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
     file, _, name = options.kind.rpartition(":")
     return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
+
+
+def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
+    """Maker of instances of a ``FILE.py:Class``, from the target's cache.
+
+    Raises InputError where there is no such class. An error in a method of an instance becomes an
+    InputError too, whose cause is the original one.
+    """
+    file, _, name = kind.rpartition(":")
+    with blaming(kind):
+        found = runpy.run_path(file).get(name)
+    if found is None:
+        raise InputError(f"--draft {kind}: {file} has no class {name}")
+
+    def make(cache: KVCache) -> Drafter:
+        with blaming(kind):
+            drafter = found(model, cache)
+        for method in ("propose", "rollback"):
+            with suppress(AttributeError):  # absent, which the loop reports, or not to be set
+                setattr(drafter, method, blaming(kind, in_text=True)(getattr(drafter, method)))
+        return drafter
+
+    return make
+
+
+@contextmanager
+def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
+    """Context that turns any error of the user's class into an InputError that names its line.
+
+    ``in_text``: with the original error as its cause, so that the traceback is shown.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = kind.rpartition(":")[0]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
+        place = f"{kind}, line {lines[-1]}" if lines else kind
+        said = InputError(f"--draft {place}: {type(error).__name__}: {one_line(error)}")
+        raise said from (error if in_text else None)
 
 
 def auto(options: DraftOptions, setting: Setting) -> Drafting:

@@ -9,11 +9,16 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.run.arguments import OF_THE_MODEL, merge_options
 from decoding.run.chooser import Setting
-from decoding.run.options import Request, TextOptions, read_grammar_files, told_schema
-from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
-from decoding.run.reading import Spans, conversation
+from decoding.run.options import (
+    OF_THE_MODEL,
+    Request,
+    TextOptions,
+    merge_options,
+    read_grammar_files,
+    told_schema,
+)
+from decoding.run.prompt import Spans, check_prompt, checked_prompt, conversation, tell_schema
 from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import MOST_TOGETHER, Scheduler, Task
 from decoding.run.writer import Decisions, Reader, Sample, Writer

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.rounds import Round
-from decoding.run.reading import Spans
+from decoding.run.prompt import Spans
 from decoding.run.writer import Drafting, Reader, Sample, Writer
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer

@@ -21,7 +21,7 @@ from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round, Statistics
 from decoding.run.plan_file import DraftPlan
-from decoding.run.reading import Segment, Spans, reusable, segments_of
+from decoding.run.prompt import Segment, Spans, reusable, segments_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
@@ -163,7 +163,7 @@ class Writer:
     def begin(self, prompt: Sequence[int], answers: Spans = ()) -> float:
         """Read a prompt, all but its last token, into the cache; returns the seconds this took.
 
-        ``answers`` are the positions of earlier answers in it (``decoding.run.reading``): if there
+        ``answers`` are the positions of earlier answers in it (``decoding.run.prompt``): if there
         are any, the entries of the text before stay where they are those of this prompt. A draft
         model reads the prompt into its cache when it first drafts.
         """

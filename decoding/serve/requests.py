@@ -24,17 +24,16 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.arguments import merge_options
 from decoding.run.chooser import DRAFTERS
 from decoding.run.options import (
     Request,
     TextOptions,
+    merge_options,
     prompt_ids,
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import check_prompt, tell_schema, too_long
-from decoding.run.reading import Spans, conversation
+from decoding.run.prompt import Spans, check_prompt, conversation, tell_schema, too_long
 from decoding.sampling import SamplingParams
 from model import InputError
 from weights.tokenizer import Tokenizer
