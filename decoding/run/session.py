@@ -21,8 +21,8 @@ from decoding.run.options import (
 )
 from decoding.run.prompt import check_prompt, checked_prompt, conversation, tell_schema
 from decoding.run.streaming import Labels, TextStream
-from decoding.run.together import MOST_TOGETHER, Scheduler, Task
-from decoding.run.writer import Decisions, Reader, Sample, Writer
+from decoding.run.together import MOST_TOGETHER, Scheduler
+from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
 from decoding.text import Rules, Text
 from model import Decoder, InputError
 from model.fast import accelerate
@@ -151,9 +151,7 @@ def pieces(writer: Writer, task: Task) -> Pieces:
     """A task's text, in pieces as they are written."""
     writer.begin(task.text.tokens, task.answers)
     stream = TextStream(task.text)
-    for round in writer.rounds(task.sample, task.drafting, task.params, task.coupling):
-        for read in task.readers:
-            read(round, task.sample.seconds)
+    for _ in writer.rounds(task):
         if piece := stream.pull():
             yield piece
 

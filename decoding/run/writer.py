@@ -5,6 +5,8 @@ A ``Drafting`` is the way a text is written, a drafter with its policy; a ``Samp
 and so time the same.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from greenlet import greenlet
 
 from decoding.break_even import Past
 from decoding.drafters import Drafter, ModelDrafter, NoDraft
@@ -125,6 +128,39 @@ class Sample:
         return self.statistics.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(eq=False)
+class Task:
+    """A text to be written, at first its prompt alone, with its way of drafting and its readers.
+
+    ``observer`` is the loop's. ``answers`` are the positions of earlier answers in the prompt of a
+    conversation. ``sample`` holds the text so far. The fields behind are the scheduler's
+    (``decoding.run.together``): it calls ``on_draft`` with each draft before its verification, and
+    any thread may set ``cancelled``, which ends the text where it is.
+    """
+
+    text: Text
+    drafting: Drafting
+    params: SamplingParams
+    coupling: Coupling
+    readers: list[Reader] = field(default_factory=list)
+    observer: Observer | None = None
+    answers: Spans = ()
+    on_draft: Callable[[list[int]], None] | None = None
+    error: BaseException | None = None
+    cancelled: bool = False
+    loop: greenlet | None = None
+    slot: Writer | None = None
+    call: Any = None  # of the model, to be computed
+    unread: list[tuple[Round, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sample = Sample(self.text, draft=self.drafting.name)
+
+    @property
+    def ended(self) -> bool:
+        return self.loop is not None and self.loop.dead
+
+
 # Policy, randomness and rule of a text, which several processes make the same.
 Decisions = tuple[Policy, Randomness, Verify]
 
@@ -226,31 +262,26 @@ class Writer:
         """Write a text, which holds the prompt, to its end: see ``rounds``. The time of the
         ``readers`` is not counted.
         """
-        sample = Sample(text)
-        for round in self.rounds(sample, drafting, params, coupling, observer):
-            for read in readers:
-                read(round, sample.seconds)
-        return sample
+        task = Task(text, drafting, params, coupling, [*readers], observer)
+        for _ in self.rounds(task):
+            pass
+        return task.sample
 
-    def rounds(
-        self,
-        sample: Sample,
-        drafting: Drafting,
-        params: SamplingParams,
-        coupling: Coupling,
-        observer: Observer | None = None,
-    ) -> Iterator[Round]:
-        """The rounds of a sample that holds only its prompt, each added to it. The time of the
-        ``observer``, and that between two rounds, is not counted.
+    def rounds(self, task: Task) -> Iterator[Round]:
+        """The rounds of a text, each added to its sample. The time of its ``observer`` and
+        ``readers``, and that between two rounds, is not counted.
 
         The policy has a clock where no text can change by a draft's length. Under the ratio rule a
         length decides which random numbers a token is drawn with, and where rows depend on each
         other it decides how logits are rounded.
         """
-        self.text = sample.source
-        sample.draft = drafting.name
+        self.text = task.text
+        sample = task.sample
+        drafting = task.drafting
+        coupling = task.coupling
+        observer = task.observer
         policy = drafting.new_policy()
-        draws_alike = params.temperature == 0 or coupling.name == "race"
+        draws_alike = task.params.temperature == 0 or coupling.name == "race"
         has_clock = observer is None and draws_alike and self.model.why_rows_vary is None
         if has_clock:
             policy.grant_clock(drafting.past, self.shares_steps)
@@ -266,7 +297,7 @@ class Writer:
             self.text,
             self.drafter(drafting),
             policy,
-            params,
+            task.params,
             randomness,
             verify,
             observer=observer and (lambda *record: records.append(record)),
@@ -284,11 +315,17 @@ class Writer:
             sample.statistics.add(round)
             if observer:
                 observer(*records.pop())
+            self.tell(task, round)
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
             drafting.preparation.work(PREPARING * seconds)
             began = self.clock()
             shared = self.shares_steps()
+
+    def tell(self, task: Task, round: Round) -> None:
+        """Call the readers of a text with a new round."""
+        for read in task.readers:
+            read(round, task.sample.seconds)
 
     def shares_steps(self) -> bool:
         """Whether other texts share the model's steps now."""

@@ -12,7 +12,7 @@ from decoding.rounds import Round
 from decoding.run.chooser import DraftOptions
 from decoding.run.session import Session
 from decoding.run.streaming import TextStream
-from decoding.run.together import Task
+from decoding.run.writer import Task
 from decoding.serve.requests import ChatBody, RequestReader
 from decoding.serve.worker import Job
 from decoding.show.output import as_json
