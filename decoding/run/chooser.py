@@ -16,6 +16,7 @@ A new kind is a function that makes a ``Drafting``, and a line in ``DRAFTERS``; 
 names a class in a file of the user.
 """
 
+import math
 import runpy
 import traceback
 from collections.abc import Callable, Iterator
@@ -182,29 +183,25 @@ class Setting:
         return kept_of(self.model, self.folder)
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that the options ask for. Raises InputError where it is not possible."""
+        """The drafting that the options ask for. Raises InputError where it is not possible, such
+        as for bits without kernels on this device.
+        """
         # Without a length a plan may say that no draft pays.
         gamma = options.gamma if options.kind == "skip" else None
         made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
         if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self)
+            fast = self.model.fast_bits
+            if options.bits and fast and options.bits not in fast:
+                kernels = " and ".join(map(str, fast))
+                raise InputError(
+                    f"--bits {options.bits}: this device has kernels for {kernels} bits only"
+                )
+            drafting = DRAFTERS.get(options.kind, class_of_user)(made_of, self)
+            # Of auto on a CPU, the rest while a text is written: see ``BestOf``.
+            at_once = options.kind != "auto" or self.model.device.type != "cpu"
+            drafting.preparation.work(math.inf if at_once else 0)
+            self.made[made_of] = drafting
         return with_policy(self.made[made_of], options, params)
-
-
-def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
-    """The drafting of this kind with its default policy. Raises InputError for bits without kernels
-    on this device.
-    """
-    fast = setting.model.fast_bits
-    if options.bits and fast and options.bits not in fast:
-        kernels = " and ".join(map(str, fast))
-        raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
-    drafting = DRAFTERS.get(options.kind, class_of_user)(options, setting)
-    if options.kind == "auto" and setting.model.device.type == "cpu":
-        drafting.preparation.work(0)  # others while a text is written: see ``BestOf``
-    else:
-        drafting.preparation.work()
-    return drafting
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
@@ -426,7 +423,6 @@ def policy_asked_for(
         gamma = chosen.gamma
     if not options.adaptive:
         return FixedLength(GAMMA if gamma is None else gamma)
-    threshold = START_SAMPLED if params.temperature else START_GREEDY
-    if chosen and chosen.threshold:
-        threshold = chosen.threshold
+    first = START_SAMPLED if params.temperature else START_GREEDY
+    threshold = (chosen and chosen.threshold) or first
     return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)

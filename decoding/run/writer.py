@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from greenlet import greenlet
 
 from decoding.break_even import Past
 from decoding.drafters import Drafter, ModelDrafter, NoDraft
@@ -148,7 +147,7 @@ class Task:
     on_draft: Callable[[list[int]], None] | None = None
     error: BaseException | None = None
     cancelled: bool = False
-    loop: greenlet | None = None
+    loop: Any = None  # the greenlet in which the text is written
     slot: Writer | None = None
     call: Any = None  # of the model, to be computed
     unread: list[tuple[Round, float]] = field(default_factory=list)
@@ -277,30 +276,27 @@ class Writer:
         """
         self.text = task.text
         sample = task.sample
-        drafting = task.drafting
-        coupling = task.coupling
-        observer = task.observer
-        policy = drafting.new_policy()
-        draws_alike = task.params.temperature == 0 or coupling.name == "race"
-        has_clock = observer is None and draws_alike and self.model.why_rows_vary is None
+        policy = task.drafting.new_policy()
+        draws_alike = task.params.temperature == 0 or task.coupling.name == "race"
+        has_clock = task.observer is None and draws_alike and self.model.why_rows_vary is None
         if has_clock:
-            policy.grant_clock(drafting.past, self.shares_steps)
+            policy.grant_clock(task.drafting.past, self.shares_steps)
         else:
-            drafting.preparation.work()
+            task.drafting.preparation.work()
         policy, randomness, verify = self.decide(
-            (policy, coupling.randomness(self.model.device), coupling.verify)
+            (policy, task.coupling.randomness(self.model.device), task.coupling.verify)
         )
         records: list[tuple[Any, ...]] = []  # of the round, for the observer
         rounds = speculate(
             self.target,
             self.cache,
             self.text,
-            self.drafter(drafting),
+            self.drafter(task.drafting),
             policy,
             task.params,
             randomness,
             verify,
-            observer=observer and (lambda *record: records.append(record)),
+            observer=task.observer and (lambda *record: records.append(record)),
         )
         began = self.clock()
         shared = self.shares_steps()
@@ -313,12 +309,12 @@ class Writer:
                 policy.observe_time(seconds)
             sample.rounds.append(round)
             sample.statistics.add(round)
-            if observer:
-                observer(*records.pop())
+            if task.observer:
+                task.observer(*records.pop())
             self.tell(task, round)
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
-            drafting.preparation.work(PREPARING * seconds)
+            task.drafting.preparation.work(PREPARING * seconds)
             began = self.clock()
             shared = self.shares_steps()
 

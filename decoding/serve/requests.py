@@ -134,9 +134,8 @@ class ResponseFormat(BaseModel):
         """The command line's option for it, if any. Raises HTTPException without a schema."""
         if self.type == "text":
             return {}
-        if self.type == "json_object":
-            return {"json_schema": '{"type": "object"}'}
-        schema = (self.json_schema or {}).get("schema")
+        given = (self.json_schema or {}).get("schema")
+        schema = {"type": "object"} if self.type == "json_object" else given
         if not isinstance(schema, dict):
             raise HTTPException(400, "response_format.json_schema: give a schema")
         return {"json_schema": json.dumps(schema)}
