@@ -296,17 +296,12 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
-    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
-    file, _, name = options.kind.rpartition(":")
-    return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
-
-
-def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
-    """Maker of instances of a ``FILE.py:Class``, from the target's cache.
+    """Instances of the user's ``FILE.py:Class``, made with the target and its cache.
 
     Raises InputError where there is no such class. An error in a method of an instance becomes an
     InputError too, whose cause is the original one.
     """
+    kind = options.kind
     file, _, name = kind.rpartition(":")
     with blaming(kind):
         found = runpy.run_path(file).get(name)
@@ -315,13 +310,13 @@ def load_drafter(kind: str, model: Decoder) -> Callable[[KVCache], Drafter]:
 
     def make(cache: KVCache) -> Drafter:
         with blaming(kind):
-            drafter = found(model, cache)
+            drafter = found(setting.model, cache)
         for method in ("propose", "rollback"):
             with suppress(AttributeError):  # absent, which the loop reports, or not to be set
                 setattr(drafter, method, blaming(kind, in_text=True)(getattr(drafter, method)))
         return drafter
 
-    return make
+    return Drafting(f"{name} of {Path(file).name}", make)
 
 
 @contextmanager

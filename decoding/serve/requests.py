@@ -1,8 +1,8 @@
 """Requests: pydantic models of their JSON bodies, and their reader.
 
-A body's fields are checked in three places. The models here declare the fields of OpenAI's API.
-All others are options of the command line, or are refused. Of options, ``merge_options`` checks the
-types, as in a call from Python, and ``TextOptions`` the ranges.
+The models here declare the fields of OpenAI's API, and check them. All others are options of the
+command line, or are refused. Of options, ``merge_options`` checks the types, as in a call from
+Python, and ``TextOptions`` the ranges.
 """
 
 import json
