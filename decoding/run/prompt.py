@@ -84,18 +84,15 @@ def tell_schema(
     return [first, *messages[1:]]
 
 
-def check_prompt(
-    ids: Sequence[int], config: ModelConfig, folder: Path, context: int | None = None
-) -> None:
+def check_prompt(ids: Sequence[int], config: ModelConfig, folder: Path, context: int) -> None:
     """Raises InputError for ids outside the vocabulary of the model in ``folder``, and for as many
-    as the context or more, by default the model's.
+    as the context or more.
     """
     if not ids or max(ids) >= config.vocab_size:
         raise InputError(
             f"{folder}: the tokenizer does not belong to this model: it gives no ids, or ids that"
             " the model lacks"
         )
-    context = context or config.max_positions
     if len(ids) >= context:
         raise too_long(f"{len(ids)} tokens", config, context)
 

@@ -202,7 +202,7 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, its context {self.writer.capacity}:"
                 " forget its oldest turns"
             )
-        check_prompt(ids, session.request.config, session.request.folder)
+        check_prompt(ids, session.request.config, session.request.folder, self.writer.capacity)
         task = session.task(ids, asked, self.writer.capacity, answers=answers, readers=readers)
         self.sample = task.sample
         session.streaming = self._answer(messages, pieces(self.writer, task))
