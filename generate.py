@@ -11,9 +11,8 @@ import sys
 from dataclasses import replace
 
 from cli.command_line import run_command
-from decoding.run.arguments import make_parser, merge_options
 from decoding.run.compare import comparison
-from decoding.run.options import Request
+from decoding.run.options import Request, make_parser, merge_options
 from decoding.run.session import Session
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample

@@ -32,8 +32,8 @@ from decoding.policies import FixedLength
 from decoding.rounds import Statistics
 from decoding.run.options import vocabulary
 from decoding.run.prompt import encode_prompt
-from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Drafting, Sample, Writer, plain
+from decoding.run.together import Scheduler
+from decoding.run.writer import Drafting, Sample, Task, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import LayerPlan

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import generate
-from decoding.run.arguments import make_parser
+from decoding.run.options import make_parser
 from decoding.serve.app import Server
 from decoding.serve.worker import Worker
 from tests.folders import LLAMA, write_folder

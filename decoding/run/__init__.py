@@ -1,6 +1,6 @@
 """Parts around the loop that serve a request: choice of a draft, writing, comparing.
 
-A run in one paragraph. ``arguments`` has the table of all options. ``options.Request`` checks those
+A run in one paragraph. ``options`` has the table of all options, and its ``Request`` checks those
 of a command line, with the prompt, the device and the memory, before any weight is read. A
 ``session.Session`` loads the model. Its ``chooser.Setting`` makes a ``Drafting`` of the options of
 drafting: a drafter with its policy. A ``writer.Writer`` has one KV cache: it reads a prompt

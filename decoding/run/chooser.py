@@ -16,22 +16,26 @@ A new kind is a function that makes a ``Drafting``, and a line in ``DRAFTERS``; 
 names a class in a file of the user.
 """
 
+import math
+import runpy
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
 from cli.command_line import say
+from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
-from decoding.drafters import BestOf, ForcedTokens, PromptLookup
+from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
 from decoding.run.calibration import kept_of, low_bit_steps
-from decoding.run.own_drafter import load_drafter
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, LayerPlan
+from model import Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
 from model.plan import FULL, LOW_BITS
 from weights.kept import KeptTensors
@@ -179,29 +183,25 @@ class Setting:
         return kept_of(self.model, self.folder)
 
     def drafting(self, options: DraftOptions, params: SamplingParams) -> Drafting:
-        """The drafting that the options ask for. Raises InputError where it is not possible."""
+        """The drafting that the options ask for. Raises InputError where it is not possible, such
+        as for bits without kernels on this device.
+        """
         # Without a length a plan may say that no draft pays.
         gamma = options.gamma if options.kind == "skip" else None
         made_of = replace(options, gamma=gamma, adaptive=None, min_target_confidence=None)
         if made_of not in self.made:
-            self.made[made_of] = make_drafting(made_of, self)
+            fast = self.model.fast_bits
+            if options.bits and fast and options.bits not in fast:
+                kernels = " and ".join(map(str, fast))
+                raise InputError(
+                    f"--bits {options.bits}: this device has kernels for {kernels} bits only"
+                )
+            drafting = DRAFTERS.get(options.kind, class_of_user)(made_of, self)
+            # Of auto on a CPU, the rest while a text is written: see ``BestOf``.
+            at_once = options.kind != "auto" or self.model.device.type != "cpu"
+            drafting.preparation.work(math.inf if at_once else 0)
+            self.made[made_of] = drafting
         return with_policy(self.made[made_of], options, params)
-
-
-def make_drafting(options: DraftOptions, setting: Setting) -> Drafting:
-    """The drafting of this kind with its default policy. Raises InputError for bits without kernels
-    on this device.
-    """
-    fast = setting.model.fast_bits
-    if options.bits and fast and options.bits not in fast:
-        kernels = " and ".join(map(str, fast))
-        raise InputError(f"--bits {options.bits}: this device has kernels for {kernels} bits only")
-    drafting = DRAFTERS.get(options.kind, class_of_user)(options, setting)
-    if options.kind == "auto" and setting.model.device.type == "cpu":
-        drafting.preparation.work(0)  # others while a text is written: see ``BestOf``
-    else:
-        drafting.preparation.work()
-    return drafting
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:
@@ -296,9 +296,49 @@ def other_model(options: DraftOptions, setting: Setting) -> Drafting:
 
 
 def class_of_user(options: DraftOptions, setting: Setting) -> Drafting:
-    """An instance of the user's ``FILE.py:Class``, made with the target and its cache."""
-    file, _, name = options.kind.rpartition(":")
-    return Drafting(f"{name} of {Path(file).name}", load_drafter(options.kind, setting.model))
+    """Instances of the user's ``FILE.py:Class``, made with the target and its cache.
+
+    Raises InputError where there is no such class. An error in a method of an instance becomes an
+    InputError too, whose cause is the original one.
+    """
+    kind = options.kind
+    file, _, name = kind.rpartition(":")
+    with blaming(kind):
+        found = runpy.run_path(file).get(name)
+    if found is None:
+        raise InputError(f"--draft {kind}: {file} has no class {name}")
+
+    def make(cache: KVCache) -> Drafter:
+        with blaming(kind):
+            drafter = found(setting.model, cache)
+        for method in ("propose", "rollback"):
+            with suppress(AttributeError):  # absent, which the loop reports, or not to be set
+                setattr(drafter, method, blaming(kind, in_text=True)(getattr(drafter, method)))
+        return drafter
+
+    return Drafting(f"{name} of {Path(file).name}", make)
+
+
+@contextmanager
+def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
+    """Context that turns any error of the user's class into an InputError that names its line.
+
+    ``in_text``: with the original error as its cause, so that the traceback is shown.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = kind.rpartition(":")[0]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
+        place = f"{kind}, line {lines[-1]}" if lines else kind
+        said = InputError(f"--draft {place}: {type(error).__name__}: {one_line(error)}")
+        raise said from (error if in_text else None)
 
 
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
@@ -378,7 +418,6 @@ def policy_asked_for(
         gamma = chosen.gamma
     if not options.adaptive:
         return FixedLength(GAMMA if gamma is None else gamma)
-    threshold = START_SAMPLED if params.temperature else START_GREEDY
-    if chosen and chosen.threshold:
-        threshold = chosen.threshold
+    first = START_SAMPLED if params.temperature else START_GREEDY
+    threshold = (chosen and chosen.threshold) or first
     return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)

@@ -104,11 +104,14 @@ def read_plan(path: Path, num_layers: int, folder: Path | None = None) -> DraftP
     ):
         value = raw.get(key)
         check(value is None or (type(value) in kinds and 0 <= value <= most), key, wanted)
-    runs = {}
-    for name in SUBLAYERS:
-        widths = enumerate(bits.get(name, [FULL] * num_layers))
-        runs[name] = tuple(0 if layer in skipped[name] else width for layer, width in widths)
-    plan = LayerPlan(runs["attn"], runs["mlp"], head)
+    runs = (
+        tuple(
+            0 if layer in skipped[name] else width
+            for layer, width in enumerate(bits.get(name, [FULL] * num_layers))
+        )
+        for name in SUBLAYERS
+    )
+    plan = LayerPlan(*runs, head)
     return DraftPlan(plan, raw.get("gamma"), raw.get("threshold"), raw.get("kept_share"))
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Event
 from typing import Any, NoReturn
@@ -22,8 +22,6 @@ from torch import Tensor
 
 from cli.command_line import run_command
 from cli.files import explaining
-from decoding.policies import Offer, PolicyAround
-from decoding.randomness import Place, Randomness
 from decoding.run.options import Request
 from decoding.run.prompt import read_prompt
 from decoding.run.session import Session
@@ -34,6 +32,7 @@ from weights.load import load_model, model_fingerprint
 from weights.memory import check_fits, estimate
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+DECISIONS = {"draft_length", "keep_drafting", "choose", "draw", "draw_each", "accept"}
 INTERRUPTED = Event()  # by Ctrl-C
 
 
@@ -44,33 +43,15 @@ def from_rank_0(value: Any) -> Any:
     return exchange(dist.broadcast_object_list, [value], 0)[0]
 
 
-class PolicyOfRank0(PolicyAround):
-    """Policy whose decisions are those of rank 0."""
+class OfRank0:
+    """Policy, or source of randomness, whose ``DECISIONS`` are those of rank 0."""
 
-    def draft_length(self) -> int:
-        return from_rank_0(super().draft_length())
-
-    def keep_drafting(self, confidence: float) -> bool:
-        return from_rank_0(super().keep_drafting(confidence))
-
-    def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        return from_rank_0(super().choose(offers))
-
-
-class RandomnessOfRank0(Randomness):
-    """Randomness whose draws are those of rank 0."""
-
-    def __init__(self, inner: Randomness) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def draw(self, probs: Tensor, place: Place) -> Tensor:
-        return from_rank_0(self.inner.draw(probs, place))
-
-    def draw_each(self, probs: Tensor, place: Place) -> Tensor:
-        return from_rank_0(self.inner.draw_each(probs, place))
-
-    def accept(self, probabilities: Tensor) -> Tensor:
-        return from_rank_0(self.inner.accept(probabilities))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return (lambda *given: from_rank_0(found(*given))) if name in DECISIONS else found
 
 
 def decide_as_rank_0(decisions: Decisions) -> Decisions:
@@ -85,7 +66,7 @@ def decide_as_rank_0(decisions: Decisions) -> Decisions:
             raise KeyboardInterrupt
         return verify(from_rank_0(probs), *more)
 
-    return PolicyOfRank0(policy), RandomnessOfRank0(randomness), verify_probs_of_rank_0
+    return OfRank0(policy), OfRank0(randomness), verify_probs_of_rank_0
 
 
 def run_on_ranks(parse: Callable[[], Namespace], write: Callable[[Session], None]) -> NoReturn:

@@ -8,15 +8,21 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from decoding.run.arguments import OF_THE_MODEL, merge_options
 from decoding.run.chooser import Setting
-from decoding.run.options import Request, TextOptions, read_grammar_files, told_schema
-from decoding.run.prompt import check_prompt, checked_prompt, tell_schema
-from decoding.run.reading import Spans, conversation
+from decoding.run.options import (
+    OF_THE_MODEL,
+    Request,
+    TextOptions,
+    merge_options,
+    read_grammar_files,
+    told_schema,
+)
+from decoding.run.prompt import check_prompt, checked_prompt, conversation, tell_schema
 from decoding.run.streaming import Labels, TextStream
-from decoding.run.together import MOST_TOGETHER, Scheduler, Task
-from decoding.run.writer import Decisions, Reader, Sample, Writer
+from decoding.run.together import MOST_TOGETHER, Scheduler
+from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
 from decoding.text import Rules, Text
 from model import Decoder, InputError
 from model.fast import accelerate
@@ -76,14 +82,13 @@ class Session:
         """The text after a prompt, in pieces as they are written. Raises InputError."""
         self.streaming.close()
         given = self.options(options)
-        asked = self.request.text_options(given)
-        text = self.new_text(self.request.encode(prompt, given), asked.rules)
-        longest = len(text) + text.remaining
+        task = self.task(self.request.encode(prompt, given), self.request.text_options(given))
+        longest = len(task.text) + task.text.remaining
         if self.writer is None or self.writer.capacity < longest:
             rounded_up = -(-longest // POSITIONS) * POSITIONS
             self.writer = self.new_writer(min(rounded_up, self.model.max_positions))
-        self.sample = Sample(text)
-        self.streaming = self.pieces(self.writer, self.sample, asked)
+        self.sample = task.sample
+        self.streaming = pieces(self.writer, task)
         return self.streaming
 
     def write_all(self, prompts: Sequence[str], **options: object) -> list[Sample]:
@@ -97,15 +102,11 @@ class Session:
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
         given = self.options(options)
         asked = self.request.text_options(given)
-        texts = [
-            self.new_text(self.request.encode(prompt, given), asked.rules) for prompt in prompts
-        ]
-        capacity = max((len(text) + text.remaining for text in texts), default=1)
-        drafting = self.setting.drafting(asked.draft, asked.params)
-        tasks = [
-            Task(text, drafting, asked.params, replace(asked.coupling, sample=number))
-            for number, text in enumerate(texts)
-        ]
+        tasks = []
+        for number, ids in enumerate([self.request.encode(prompt, given) for prompt in prompts]):
+            coupling = replace(asked.coupling, sample=number)
+            tasks.append(self.task(ids, asked._replace(coupling=coupling)))
+        capacity = max((len(task.text) + task.text.remaining for task in tasks), default=1)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
 
@@ -125,6 +126,14 @@ class Session:
         rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
         return Text(ids, rules, self.model, self.tokenizer.token_bytes)
 
+    def task(
+        self, ids: Sequence[int], asked: TextOptions, positions: int | None = None, **more: Any
+    ) -> Task:
+        """A text to be written after a prompt, with its drafting; ``more`` are further fields."""
+        drafting = self.setting.drafting(asked.draft, asked.params)
+        text = self.new_text(ids, asked.rules, positions)
+        return Task(text, drafting, asked.params, asked.coupling, **more)
+
     def new_writer(self, capacity: int) -> Writer:
         """A writer with a cache of its own."""
         return Writer(self.model, capacity, self.tokenizer.token_bytes, self.decide)
@@ -137,23 +146,14 @@ class Session:
         fitting = free_bytes(self.request.device) // (memory.cache + memory.workspace)
         return max(1, min(texts, MOST_TOGETHER, fitting))
 
-    def pieces(
-        self,
-        writer: Writer,
-        sample: Sample,
-        asked: TextOptions,
-        answers: Spans = (),
-        readers: Sequence[Reader] = (),
-    ) -> Pieces:
-        """The text of a sample that holds only its prompt, in pieces as they are written."""
-        drafting = self.setting.drafting(asked.draft, asked.params)
-        writer.begin(sample.source.tokens, answers)
-        stream = TextStream(sample.source)
-        for round in writer.rounds(sample, drafting, asked.params, asked.coupling):
-            for read in readers:
-                read(round, sample.seconds)
-            if piece := stream.pull():
-                yield piece
+
+def pieces(writer: Writer, task: Task) -> Pieces:
+    """A task's text, in pieces as they are written."""
+    writer.begin(task.text.tokens, task.answers)
+    stream = TextStream(task.text)
+    for _ in writer.rounds(task):
+        if piece := stream.pull():
+            yield piece
 
 
 class ContextFull(InputError):
@@ -202,10 +202,10 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, its context {self.writer.capacity}:"
                 " forget its oldest turns"
             )
-        check_prompt(ids, session.request.config, session.request.folder)
-        self.sample = Sample(session.new_text(ids, asked.rules, self.writer.capacity))
-        pieces = session.pieces(self.writer, self.sample, asked, answers, readers)
-        session.streaming = self._answer(messages, pieces)
+        check_prompt(ids, session.request.config, session.request.folder, self.writer.capacity)
+        task = session.task(ids, asked, self.writer.capacity, answers=answers, readers=readers)
+        self.sample = task.sample
+        session.streaming = self._answer(messages, pieces(self.writer, task))
         return session.streaming
 
     def forget(self, turns: int = 1) -> None:

@@ -12,7 +12,6 @@ follows from its own text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,12 +20,7 @@ from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.rounds import Round
-from decoding.run.reading import Spans
-from decoding.run.writer import Drafting, Reader, Sample, Writer
-from decoding.sampling import SamplingParams
-from decoding.speculate import Observer
-from decoding.text import Text
-from decoding.verify import Coupling
+from decoding.run.writer import Drafting, Task, Writer
 from model import Decoder, KVCache, LayerPlan
 from model.clock import now
 from model.decoder import chunk_at
@@ -43,38 +37,6 @@ class Call(NamedTuple):
     start: int
     plan: LayerPlan | None = None
     is_prompt: bool = False
-
-
-@dataclass(eq=False)
-class Task:
-    """A text to be written, at first its prompt alone, with the arguments of ``Writer.write``.
-
-    The scheduler calls ``readers``, and ``on_draft`` with each draft before its verification.
-    ``answers`` are the positions of earlier answers in the prompt of a conversation. Any thread may
-    set ``cancelled``: the text then ends where it is. ``sample`` holds the text so far.
-    """
-
-    text: Text
-    drafting: Drafting
-    params: SamplingParams
-    coupling: Coupling
-    readers: list[Reader] = field(default_factory=list)
-    observer: Observer | None = None
-    answers: Spans = ()
-    on_draft: Callable[[list[int]], None] | None = None
-    error: BaseException | None = None
-    cancelled: bool = False
-    loop: greenlet | None = None
-    slot: Slot | None = None
-    call: Call | None = None  # of the model, to be computed
-    unread: list[tuple[Round, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sample = Sample(self.text)
-
-    @property
-    def ended(self) -> bool:
-        return self.loop is not None and self.loop.dead
 
 
 class ModelProxy:
@@ -114,6 +76,10 @@ class Slot(Writer):
     def clock(self) -> float:
         """The clock of decoding in seconds, without the time of any text's readers."""
         return super().clock() - self.scheduler.reading
+
+    def tell(self, task: Task, round: Round) -> None:
+        """Leave a round for the scheduler, whose readers' errors end all texts."""
+        task.unread.append((round, task.sample.seconds))
 
     def shares_steps(self) -> bool:
         return len(self.scheduler.active) > 1
@@ -180,11 +146,8 @@ class Scheduler:
         self.active.append(task)
         try:
             task.slot.begin(task.text.tokens, task.answers)
-            rounds = task.slot.rounds(
-                task.sample, task.drafting, task.params, task.coupling, task.observer
-            )
-            for round in rounds:
-                task.unread.append((round, task.sample.seconds))
+            for _ in task.slot.rounds(task):
+                pass
         except KeyboardInterrupt:
             if not task.cancelled:
                 raise

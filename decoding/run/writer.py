@@ -5,6 +5,8 @@ A ``Drafting`` is the way a text is written, a drafter with its policy; a ``Samp
 and so time the same.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round, Statistics
 from decoding.run.plan_file import DraftPlan
-from decoding.run.reading import Segment, Spans, reusable, segments_of
+from decoding.run.prompt import Segment, Spans, reusable, segments_of
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
@@ -125,6 +127,39 @@ class Sample:
         return self.statistics.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(eq=False)
+class Task:
+    """A text to be written, at first its prompt alone, with its way of drafting and its readers.
+
+    ``observer`` is the loop's. ``answers`` are the positions of earlier answers in the prompt of a
+    conversation. ``sample`` holds the text so far. The fields behind are the scheduler's
+    (``decoding.run.together``): it calls ``on_draft`` with each draft before its verification, and
+    any thread may set ``cancelled``, which ends the text where it is.
+    """
+
+    text: Text
+    drafting: Drafting
+    params: SamplingParams
+    coupling: Coupling
+    readers: list[Reader] = field(default_factory=list)
+    observer: Observer | None = None
+    answers: Spans = ()
+    on_draft: Callable[[list[int]], None] | None = None
+    error: BaseException | None = None
+    cancelled: bool = False
+    loop: Any = None  # the greenlet in which the text is written
+    slot: Writer | None = None
+    call: Any = None  # of the model, to be computed
+    unread: list[tuple[Round, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sample = Sample(self.text, draft=self.drafting.name)
+
+    @property
+    def ended(self) -> bool:
+        return self.loop is not None and self.loop.dead
+
+
 # Policy, randomness and rule of a text, which several processes make the same.
 Decisions = tuple[Policy, Randomness, Verify]
 
@@ -163,7 +198,7 @@ class Writer:
     def begin(self, prompt: Sequence[int], answers: Spans = ()) -> float:
         """Read a prompt, all but its last token, into the cache; returns the seconds this took.
 
-        ``answers`` are the positions of earlier answers in it (``decoding.run.reading``): if there
+        ``answers`` are the positions of earlier answers in it (``decoding.run.prompt``): if there
         are any, the entries of the text before stay where they are those of this prompt. A draft
         model reads the prompt into its cache when it first drafts.
         """
@@ -226,50 +261,42 @@ class Writer:
         """Write a text, which holds the prompt, to its end: see ``rounds``. The time of the
         ``readers`` is not counted.
         """
-        sample = Sample(text)
-        for round in self.rounds(sample, drafting, params, coupling, observer):
-            for read in readers:
-                read(round, sample.seconds)
-        return sample
+        task = Task(text, drafting, params, coupling, [*readers], observer)
+        for _ in self.rounds(task):
+            pass
+        return task.sample
 
-    def rounds(
-        self,
-        sample: Sample,
-        drafting: Drafting,
-        params: SamplingParams,
-        coupling: Coupling,
-        observer: Observer | None = None,
-    ) -> Iterator[Round]:
-        """The rounds of a sample that holds only its prompt, each added to it. The time of the
-        ``observer``, and that between two rounds, is not counted.
+    def rounds(self, task: Task) -> Iterator[Round]:
+        """The rounds of a text, each added to its sample. The time of its ``observer`` and
+        ``readers``, and that between two rounds, is not counted.
 
         The policy has a clock where no text can change by a draft's length. Under the ratio rule a
         length decides which random numbers a token is drawn with, and where rows depend on each
         other it decides how logits are rounded.
         """
-        self.text = sample.source
-        sample.draft = drafting.name
-        policy = drafting.new_policy()
-        draws_alike = params.temperature == 0 or coupling.name == "race"
-        has_clock = observer is None and draws_alike and self.model.why_rows_vary is None
+        self.text = task.text
+        sample = task.sample
+        policy = task.drafting.new_policy()
+        draws_alike = task.params.temperature == 0 or task.coupling.name == "race"
+        has_clock = task.observer is None and draws_alike and self.model.why_rows_vary is None
         if has_clock:
-            policy.grant_clock(drafting.past, self.shares_steps)
+            policy.grant_clock(task.drafting.past, self.shares_steps)
         else:
-            drafting.preparation.work()
+            task.drafting.preparation.work()
         policy, randomness, verify = self.decide(
-            (policy, coupling.randomness(self.model.device), coupling.verify)
+            (policy, task.coupling.randomness(self.model.device), task.coupling.verify)
         )
         records: list[tuple[Any, ...]] = []  # of the round, for the observer
         rounds = speculate(
             self.target,
             self.cache,
             self.text,
-            self.drafter(drafting),
+            self.drafter(task.drafting),
             policy,
-            params,
+            task.params,
             randomness,
             verify,
-            observer=observer and (lambda *record: records.append(record)),
+            observer=task.observer and (lambda *record: records.append(record)),
         )
         began = self.clock()
         shared = self.shares_steps()
@@ -282,13 +309,19 @@ class Writer:
                 policy.observe_time(seconds)
             sample.rounds.append(round)
             sample.statistics.add(round)
-            if observer:
-                observer(*records.pop())
+            if task.observer:
+                task.observer(*records.pop())
+            self.tell(task, round)
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
-            drafting.preparation.work(PREPARING * seconds)
+            task.drafting.preparation.work(PREPARING * seconds)
             began = self.clock()
             shared = self.shares_steps()
+
+    def tell(self, task: Task, round: Round) -> None:
+        """Call the readers of a text with a new round."""
+        for read in task.readers:
+            read(round, task.sample.seconds)
 
     def shares_steps(self) -> bool:
         """Whether other texts share the model's steps now."""

@@ -12,9 +12,8 @@ from decoding.rounds import Round
 from decoding.run.chooser import DraftOptions
 from decoding.run.session import Session
 from decoding.run.streaming import TextStream
-from decoding.run.together import Task
-from decoding.run.writer import Drafting
-from decoding.serve.requests import ChatBody, ParsedRequest, RequestReader
+from decoding.run.writer import Task
+from decoding.serve.requests import ChatBody, RequestReader
 from decoding.serve.worker import Job
 from decoding.show.output import as_json
 from decoding.show.page import Recording, heading, render_page
@@ -23,19 +22,11 @@ from decoding.show.page import Recording, heading, render_page
 FORM = Path(__file__).with_name("live.html")
 
 
-def task_of(request: ParsedRequest, session: Session, drafting: Drafting, **more: Any) -> Task:
-    """The scheduler's task of a request's text; ``more`` are further fields of it."""
-    _, params, rules, coupling = request.options
-    text = session.new_text(request.ids, rules)
-    return Task(text, drafting, params, coupling, answers=request.answers, **more)
-
-
 def completion(job: Job, session: Session) -> Iterator[Task]:
     """Answer of OpenAI's endpoints, with statistics of the rounds: the whole text in one message
     or, of a stream, the text that a terminal would show, after each round.
     """
-    body = job.request.body
-    options = job.request.options
+    body, ids, answers, options = job.request
     is_chat = isinstance(body, ChatBody)
     kind = "chat.completion" if is_chat else "text_completion"
     head = {
@@ -44,8 +35,7 @@ def completion(job: Job, session: Session) -> Iterator[Task]:
         "created": int(time.time()),
         "model": session.request.name,
     }
-    drafting = session.setting.drafting(options.draft, options.params)
-    task = task_of(job.request, session, drafting)
+    task = session.task(ids, options, answers=answers)
     stream = TextStream(task.text)
 
     def answer(said: dict[str, str], finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -82,19 +72,20 @@ def completion(job: Job, session: Session) -> Iterator[Task]:
 
 def live(job: Job, session: Session) -> Iterator[Task]:
     """Answer of the live page: a column with the text and, if asked, one with its plain text."""
-    options = job.request.options
-    ways = [session.setting.drafting(options.draft, options.params)]
-    if job.request.body.beside:
-        ways.append(session.setting.drafting(DraftOptions("none"), options.params))
-    facts = heading("", session.request.name, ways[0], options.params, options.coupling)
-    job.send({"kind": "begin", "columns": [way.name for way in ways], **facts})
-    for number, drafting in enumerate(ways):
-        yield column(job, session, drafting, number)
+    body, ids, answers, options = job.request
+    drafts = [options.draft, DraftOptions("none")] if body.beside else [options.draft]
+    tasks = [session.task(ids, options._replace(draft=draft), answers=answers) for draft in drafts]
+    first = tasks[0].drafting
+    facts = heading("", session.request.name, first, options.params, options.coupling)
+    job.send({"kind": "begin", "columns": [task.drafting.name for task in tasks], **facts})
+    for number, task in enumerate(tasks):
+        show_in_column(job, session, task, number)
+        yield task
 
 
-def column(job: Job, session: Session, drafting: Drafting, number: int) -> Task:
-    """Text of a column. The page is told each draft and, verified, each round."""
-    recording = Recording(job.request.options.params, session.labels)
+def show_in_column(job: Job, session: Session, task: Task, number: int) -> None:
+    """Tell the page each draft of a text and, verified, each round."""
+    recording = Recording(task.params, session.labels)
 
     def send(kind: str, **more: Any) -> None:
         job.send({"kind": kind, "column": number, **more})
@@ -103,14 +94,9 @@ def column(job: Job, session: Session, drafting: Drafting, number: int) -> Task:
         data = recording.add(round, seconds)
         send("round", round=data, finish=round.finish, seconds=seconds)
 
-    return task_of(
-        job.request,
-        session,
-        drafting,
-        readers=[read],
-        observer=recording.observe,
-        on_draft=lambda tokens: send("draft", tokens=[*map(session.labels, tokens)]),
-    )
+    task.readers = [read]
+    task.observer = recording.observe
+    task.on_draft = lambda tokens: send("draft", tokens=[*map(session.labels, tokens)])
 
 
 def live_page(reader: RequestReader) -> str:

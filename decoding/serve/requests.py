@@ -1,8 +1,8 @@
 """Requests: pydantic models of their JSON bodies, and their reader.
 
-A body's fields are checked in three places. The models here declare the fields of OpenAI's API.
-All others are options of the command line, or are refused. Of options, ``merge_options`` checks the
-types, as in a call from Python, and ``TextOptions`` the ranges.
+The models here declare the fields of OpenAI's API, and check them. All others are options of the
+command line, or are refused. Of options, ``merge_options`` checks the types, as in a call from
+Python, and ``TextOptions`` the ranges.
 """
 
 import json
@@ -24,17 +24,16 @@ from starlette.exceptions import HTTPException
 
 from cli.command_line import say
 from cli.files import one_line
-from decoding.run.arguments import merge_options
 from decoding.run.chooser import DRAFTERS
 from decoding.run.options import (
     Request,
     TextOptions,
+    merge_options,
     prompt_ids,
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import check_prompt, tell_schema, too_long
-from decoding.run.reading import Spans, conversation
+from decoding.run.prompt import Spans, check_prompt, conversation, tell_schema, too_long
 from decoding.sampling import SamplingParams
 from model import InputError
 from weights.tokenizer import Tokenizer
@@ -135,9 +134,8 @@ class ResponseFormat(BaseModel):
         """The command line's option for it, if any. Raises HTTPException without a schema."""
         if self.type == "text":
             return {}
-        if self.type == "json_object":
-            return {"json_schema": '{"type": "object"}'}
-        schema = (self.json_schema or {}).get("schema")
+        given = (self.json_schema or {}).get("schema")
+        schema = {"type": "object"} if self.type == "json_object" else given
         if not isinstance(schema, dict):
             raise HTTPException(400, "response_format.json_schema: give a schema")
         return {"json_schema": json.dumps(schema)}

@@ -13,7 +13,8 @@ from cli.command_line import say
 from decoding.run.chooser import DraftOptions
 from decoding.run.options import Request
 from decoding.run.session import Session
-from decoding.run.together import Scheduler, Task
+from decoding.run.together import Scheduler
+from decoding.run.writer import Task
 from decoding.serve.requests import MAX_GAMMA, ParsedRequest, refusal
 from decoding.text import Rules
 from model import LayerPlan

@@ -15,8 +15,8 @@ from cli.files import write_text
 from decoding.rounds import Round
 from decoding.run.session import Session
 from decoding.run.streaming import TextStream, visible
-from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Reader, Sample, Writer
+from decoding.run.together import Scheduler
+from decoding.run.writer import Reader, Sample, Task, Writer
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
@@ -44,11 +44,8 @@ class Output:
         sample = task.sample
         with self.shown(sample) as show:
             task.readers.append(show)
-            rounds = writer.rounds(sample, self.drafting, task.params, coupling, task.observer)
-            for round in rounds:
+            for round in writer.rounds(task):
                 self.timeline.append((round, sample.seconds))
-                for read in task.readers:
-                    read(round, sample.seconds)
         return sample
 
     def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
@@ -153,9 +150,9 @@ class Output:
         InputError when it cannot be written.
         """
         request = self.request
-        sample = Sample(writer.new_text(request.rules))
-        rounds = writer.rounds(sample, writer.plain, request.params, request.coupling)
-        plain = [(round, sample.seconds) for round in rounds]
+        text = writer.new_text(request.rules)
+        task = Task(text, writer.plain, request.params, request.coupling)
+        plain = [(round, task.sample.seconds) for round in writer.rounds(task)]
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         picture = render_picture(
             title, plain, self.timeline, self.drafting.name, self.session.labels

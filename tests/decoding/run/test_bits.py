@@ -10,7 +10,6 @@ import torch
 
 from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
-from decoding.run.arguments import make_parser
 from decoding.run.calibration import (
     PROMPTS,
     input_squares,
@@ -26,7 +25,7 @@ from decoding.run.chooser import (
     first_slope,
     plan_for,
 )
-from decoding.run.options import Request
+from decoding.run.options import Request, make_parser
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.run.writer import Drafting, Writer
 from decoding.sampling import SamplingParams

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generate
-from decoding.run.arguments import merge_options
-from decoding.run.reading import Segment, reusable, segments_of
+from decoding.run.options import merge_options
+from decoding.run.prompt import Segment, reusable, segments_of
 from decoding.run.session import ContextFull, Session
 from model import InputError
 from tests.calls import recorded

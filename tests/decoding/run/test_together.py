@@ -24,8 +24,8 @@ from decoding.proof.plain_law import Request, plain_law
 from decoding.proof.table_model import TEXTS, TableModel
 from decoding.randomness import Randomness
 from decoding.run.chooser import Drafting
-from decoding.run.together import Scheduler, Task
-from decoding.run.writer import Writer
+from decoding.run.together import Scheduler
+from decoding.run.writer import Task, Writer
 from decoding.sampling import SamplingParams
 from decoding.text import DeadEnd, Rules, Text
 from decoding.verify import Coupling, verify_by_ratio

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import generate
-from decoding.run.arguments import make_parser
 from decoding.run.chooser import DRAFTERS, DraftOptions
+from decoding.run.options import make_parser
 from decoding.serve.requests import (
     MAX_GAMMA,
     ChatBody,

@@ -20,8 +20,8 @@ import torch
 
 import generate
 from decoding.run import options
-from decoding.run.arguments import make_parser
 from decoding.run.chooser import Drafting
+from decoding.run.options import make_parser
 from decoding.serve import guard, worker
 from decoding.serve.guard import MAX_BODY, MAX_REQUESTS
 from decoding.serve.worker import MAX_WAITING, Job
