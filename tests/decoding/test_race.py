@@ -107,17 +107,44 @@ def test_after_a_retraction_every_place_has_fresh_exponentials() -> None:
     }
 
 
-def test_draws_over_a_full_vocabulary_have_the_targets_law() -> None:
-    """Of 3,000 places and 49,152 tokens with a long tail, counted in 24 groups."""
+def test_the_chi_square_finds_another_law_and_passes_the_right_one() -> None:
+    """At the sizes below: samples of p itself fit; those of p mixed with a tenth of another law do
+    not.
+    """
+    probs = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.1, 0.04, 0.008, 0.002, 0.0])
+    moved = 0.9 * probs + 0.1 * probs.flip(0).roll(-1)
+    for law, fits in ((probs, True), (moved, False)):
+        drawn = torch.multinomial(
+            law, 1500, replacement=True, generator=torch.Generator().manual_seed(0)
+        )
+        assert (chi_square_p_value(torch.bincount(drawn, minlength=9), probs) > FALSE_ALARM) == fits
+    with pytest.raises(AssertionError, match="probability zero"):
+        chi_square_p_value(torch.tensor([5, 1]), torch.tensor([1.0, 0.0]))
+    with pytest.raises(AssertionError, match="always fits"):
+        chi_square_p_value(torch.tensor([5, 1]), torch.tensor([0.9, 0.1]))
+
+
+@pytest.mark.parametrize("coupling", ["ratio", "race"])
+def test_over_a_full_vocabulary_a_verified_token_has_the_targets_law(coupling: str) -> None:
+    """Of 3,000 drafts over 49,152 tokens with a long tail, counted in 24 groups: in those of the
+    second half a draft is always kept.
+    """
     vocab, draws, groups = 49152, 3000, 24
     generator = torch.Generator().manual_seed(0)
-    probs = 1 / (torch.randperm(vocab, generator=generator).double() + 3)
-    probs, group = probs / probs.sum(), torch.randint(groups, (vocab,), generator=generator)
-    expected = torch.zeros(groups, dtype=torch.float64).index_add_(0, group, probs)
-    randomness, counts = KeyedRandomness(11), torch.zeros(groups, dtype=torch.float64)
-    for place in range(draws):
-        counts[group[randomness.draw(probs.float(), Place(place))]] += 1
+    tail = 1 / (torch.randperm(vocab, generator=generator) + 3)
+    p, q = tail / tail.sum(), tail * torch.rand(vocab, generator=generator) ** 3
+    q /= q.sum()
+    group = torch.randint(groups // 2, (vocab,), generator=generator) + groups // 2 * (p > q)
+    expected = torch.zeros(groups, dtype=torch.float64).index_add_(0, group, p.double())
+    rule, counts = verify.Coupling(coupling, 11), torch.zeros(groups, dtype=torch.float64)
+    randomness, kept = rule.randomness(), 0
+    for place in (Place(2 * number) for number in range(draws)):
+        drafted = randomness.draw(q, place)[None]
+        accepted, token = rule.verify(p.expand(2, -1), q[None], drafted, randomness, place)
+        counts[group[drafted if accepted else token]] += 1
+        kept += accepted.item()
     assert chi_square_p_value(counts, expected) > FALSE_ALARM
+    assert draws / 10 < kept < draws * 9 / 10
 
 
 def complements_of(randomness: KeyedRandomness, place: Place, vocab: int) -> Tensor:
