@@ -1,6 +1,8 @@
-"""Calls as tests see them: records of the calls of a function, and the status of a command."""
+"""Calls as tests see them: records of the calls of a function, the status of a command, and the
+result of a generator.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -27,3 +29,14 @@ def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as end:
         return end.code
+
+
+def ended(pieces: Generator[None, None, Any]) -> tuple[int, Any]:
+    """The number of pieces of a generator, and the result that it returns."""
+    count = 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return count, end.value
+        count += 1

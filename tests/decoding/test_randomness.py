@@ -51,13 +51,22 @@ def test_a_draw_never_gives_a_token_of_probability_zero(u: float, probs: list[fl
         assert probs[Scripted(u).draw(torch.tensor(probs, dtype=dtype), START)] > 0
 
 
-def test_a_draw_inverts_the_cumulative_distribution() -> None:
-    probs = torch.tensor([0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
-    drawn = [
-        Scripted(u).draw(probs, START).item()
-        for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, JUST_BELOW_1)
-    ]
-    assert drawn == [0, 0, 2, 2, 3, 3]
+@pytest.mark.parametrize(
+    ("weights", "tokens"),
+    [
+        (
+            [0.25, 0.0, 0.5, 0.25],
+            {0.0: 0, 0.2499: 0, 0.25: 2, 0.7499: 2, 0.75: 3, JUST_BELOW_1: 3},
+        ),
+        ([3e-5, 0.0, 1e-5], {0.0: 0, 0.7: 0, 0.8: 2}),
+    ],
+    ids=["probabilities", "weights that do not sum to 1"],
+)
+def test_a_draw_inverts_the_cumulative_distribution(
+    weights: list[float], tokens: dict[float, int]
+) -> None:
+    for u, token in tokens.items():
+        assert Scripted(u).draw(torch.tensor(weights, dtype=torch.float64), START) == token
 
 
 SLIP = 2.0**-50  # possible error of a parallel prefix sum, relative to the total
@@ -100,11 +109,6 @@ def test_prefix_sums_that_are_not_monotone_never_give_a_token_of_probability_zer
         inside = exact[row, token] - probs[row, token] - reach <= point <= exact[row, token] + reach
         on_an_edge = ((exact[row] - point).abs() <= reach).any() or point <= reach
         assert inside or (on_an_edge and probs[row, token] == probs[row].max())
-
-
-def test_weights_need_not_sum_to_one() -> None:
-    weights = torch.tensor([3e-5, 0.0, 1e-5])
-    assert [Scripted(u).draw(weights, START).item() for u in (0.0, 0.7, 0.8)] == [0, 0, 2]
 
 
 def test_tosses_are_independent_within_a_call_and_between_calls() -> None:

@@ -133,21 +133,24 @@ def test_a_forbidden_token_has_probability_zero_and_the_others_are_filtered_with
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("row", "allowed"),
+    [
+        ([1.0, math.nan], [True, True]),
+        ([1.0, math.inf], [True, True]),
+        ([1.0, 2.0], [False, False]),
+        ([-math.inf, 0.5], [True, False]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_a_non_finite_number_is_all_zeros(broken: float, temperature: float) -> None:
-    logits = torch.tensor([[1.0, broken], [1.0, 0.5]])
-    sums = distribution(logits, torch.tensor([0, 0]), SamplingParams(temperature)).sum(-1)
-    assert sums.tolist() == [0.0, pytest.approx(1.0)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_any_possible_token_is_all_zeros(temperature: float) -> None:
-    logits = torch.tensor([[1.0, 2.0], [-math.inf, 0.5]])
-    allowed = torch.tensor([[False, False], [True, False]])
-    assert not distribution(
-        logits, torch.tensor([0, 0]), SamplingParams(temperature), allowed
-    ).any()
+def test_a_row_with_a_non_finite_number_or_without_a_possible_token_is_all_zeros(
+    row: list[float], allowed: list[bool], temperature: float
+) -> None:
+    """And the row beside it is a distribution."""
+    logits, masks = torch.tensor([row, [1.0, 0.5]]), torch.tensor([allowed, [True, True]])
+    found = distribution(logits, torch.tensor([0, 0]), SamplingParams(temperature), masks)
+    assert found[0].tolist() == [0.0, 0.0] and found[1].sum().item() == pytest.approx(1.0)
 
 
 def test_half_precision_logits_give_float32_probabilities_and_float64_stays() -> None:
@@ -165,11 +168,8 @@ def test_several_constraints_allow_what_all_of_them_allow() -> None:
     assert allowed.tolist() == [[False, True, False]]
     probs = distribution(torch.zeros(1, 3), torch.tensor([0]), SamplingParams(1.0), allowed)
     assert probs.tolist() == [[0.0, 1.0, 0.0]]
-
-
-def test_constraints_that_forbid_nothing_change_nothing() -> None:
-    text = text_of([0], Rules(9, constraints=(lambda _: None,)), vocab=3)
-    assert text.allowed(torch.tensor([1, 2])) is None
+    silent = text_of([0], Rules(9, constraints=(lambda _: None,)), vocab=3)
+    assert silent.allowed(torch.tensor([1, 2])) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Quantisation: error bounds of weights and inputs, and edge cases."""
 
-from collections.abc import Generator
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from model.plan import LOW_BITS
 from model.quantise import GROUP, quantise, round_inputs
+from tests.calls import ended
 
 AFFINE = (4, 6)
 LANES = 16  # rows of a block
@@ -143,21 +143,9 @@ def test_compiled_rounding_has_the_bits_of_the_readable_one(
     importance = torch.rand(columns, generator=torch.Generator().manual_seed(1)) + 0.01
     expected = quantise(weight.to(dtype), bits, importance)
     with patch.object(rounding, "PIECE", 1):
-        copies = Ended(rounding.pack(weight.to(dtype), bits, importance))
-    assert copies.count == -(-rows // LANES)
-    codes, scale, zero = unpacked(copies.result, bits, rows, columns)
+        count, copies = ended(rounding.pack(weight.to(dtype), bits, importance))
+    assert count == -(-rows // LANES)
+    codes, scale, zero = unpacked(copies, bits, rows, columns)
     assert torch.equal(codes, expected.codes.to(torch.int8))
     assert torch.equal(scale, expected.scale)
     assert torch.equal(zero, expected.zero)
-
-
-class Ended:
-    """A generator that has ended: the number of its pieces, and its result."""
-
-    def __init__(self, pieces: Generator[None, None, Tensor]) -> None:
-        self.count = 0
-        for _ in self.run(pieces):
-            self.count += 1
-
-    def run(self, pieces: Generator[None, None, Tensor]) -> Generator[None, None, None]:
-        self.result = yield from pieces

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 from model import Decoder, LayerPlan
 from model.fast import accelerate
 from tests import oracle
+from tests.calls import ended
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
 
@@ -339,15 +340,6 @@ def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
             assert np.array_equal(some, found[row : row + 1 + row % 3, :count])
 
 
-def result_of(pieces: Generator[None, None, torch.Tensor]) -> torch.Tensor:
-    """Result that a generator returns."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value
-
-
 @pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
 def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kind: int) -> None:
     @numba.njit
@@ -362,7 +354,7 @@ def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kin
         for count in (1, 13, 16):
             x, weight = random_matrix(7, columns), random_matrix(count, columns)
             rounded, width = quantise(weight, bits), -(-columns // 32) * 32
-            operand = result_of(pack(weight, bits, None))
+            _, operand = ended(pack(weight, bits, None))
             inputs = rounded_inputs(x.numpy())
             low = multiply(operand.data_ptr(), 0, inputs, width, count)
             exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
