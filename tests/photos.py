@@ -1,5 +1,5 @@
-"""Photographs of the pages: ``python -m tests.photos`` takes ``docs/page.png`` and
-``docs/live.png`` anew. It needs Chromium and its driver.
+"""Photographs of the pages: ``python -m tests.photos`` takes ``docs/explore.png``,
+``docs/page.png`` and ``docs/live.png`` anew. It needs Chromium and its driver.
 """
 
 import base64
@@ -22,6 +22,13 @@ def take(browser: WebDriver, file: Path) -> None:
     """Photograph the whole page."""
     shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
     file.write_bytes(base64.b64decode(shot["data"]))
+
+
+def explore(browser: WebDriver) -> None:
+    """The ratio rule of docs/explore.html, after three thousand tokens."""
+    browser.get((DOCS / "explore.html").as_uri())
+    browser.execute_script("drawMany(3000)")
+    find(browser, "#ratio").screenshot(str(DOCS / "explore.png"))
 
 
 def page(browser: WebDriver) -> None:
@@ -53,6 +60,7 @@ if __name__ == "__main__":
         sys.exit("no browser: install chromium and chromium-driver")
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", WINDOW)
     browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
+    explore(browser)
     page(browser)
     live(browser)
     browser.quit()
