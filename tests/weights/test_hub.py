@@ -1,5 +1,5 @@
-"""Models by name: downloads from a hub of this test on the loopback interface, whole and
-broken, and refusals in one line.
+"""Models by name: downloads from a hub of this test on the loopback interface, whole, broken and
+slow, and refusals in one line.
 """
 
 import json
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -100,7 +101,7 @@ class Page(BaseHTTPRequestHandler):
         return self.server.files[name]
 
     def answer(self, status: int, data: bytes = b"", *, error: str = "", tag: str = "") -> None:
-        """Send a page, cut off within the weights where the model's name says so."""
+        """Send a page: slowly, or cut off within the weights, where the model's name says so."""
         begin = 0
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
             begin, status = int(wanted[1]), 206
@@ -118,7 +119,11 @@ class Page(BaseHTTPRequestHandler):
             self.server.cuts -= 1
             self.close_connection = True
             data = data[: len(data) // 2]
-        self.wfile.write(data)
+        piece = len(data) // 5 + 1
+        for first in range(0, len(data), piece):
+            self.wfile.write(data[first : first + piece])
+            self.wfile.flush()
+            time.sleep(0.02 if "slow" in self.path else 0)
 
 
 class Asker:
@@ -218,6 +223,10 @@ def test_a_download_that_never_succeeds_leaves_nothing_that_looks_whole(
     assert "hub/broken-always could not be downloaded" in ask("hub/broken-always")["error"]
     ask.hub.cuts = 0
     assert_same(ask("hub/broken-always"), folder)
+
+
+def test_a_slow_download_is_waited_for(ask: Asker, folder: Path) -> None:
+    assert_same(ask("hub/slow"), folder)
 
 
 @pytest.mark.parametrize("name", CANNOT_RUN)
