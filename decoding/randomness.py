@@ -48,6 +48,7 @@ class Randomness(Protocol):
 
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ: SplitMix64's step
+INVERSE = pow(GOLDEN, -1, 2**64)
 MIXERS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 UNIFORMS = 64  # uniform numbers drawn at a time
 # On a CPU a row of more possible tokens has exponentials only of those with p of at least 1 / FEW,
@@ -149,7 +150,9 @@ def race_at(probs: Tensor, keys: Tensor) -> Tensor:
     """
     keys = keys.to(probs.device, non_blocking=True)
     ids = torch.arange(probs.shape[-1], device=probs.device)
-    return race(probs, complements(hashed(ids * signed(GOLDEN) + keys[:, None])))
+    # This is ids * GOLDEN + keys, which torch's compiler would begin in 32 bits.
+    counters = (ids + keys[:, None] * signed(INVERSE)) * signed(GOLDEN)
+    return race(probs, complements(hashed(counters)))
 
 
 def race(probs: Tensor, gaps: Tensor) -> Tensor:

@@ -112,10 +112,10 @@ def probabilities(
     if scores.device.type == "cpu":
         found = probabilities_by_few(scores.numpy(), temperature, top_p, min_p, top_k)
         return torch.from_numpy(found)
-    likeliest = scores.argmax(-1, keepdim=True)
-    largest = scores.gather(-1, likeliest)
+    largest = scores.amax(-1, keepdim=True)  # or a NaN
     if temperature is None:
         zeros = torch.zeros_like(scores)
+        likeliest = scores.argmax(-1, keepdim=True)
         return zeros.scatter_(-1, likeliest, largest.isfinite().to(scores.dtype))
     scores = filtered((scores - largest) / temperature, top_p, min_p, top_k)
     return torch.where(largest.isfinite(), scores.softmax(-1), 0.0)
