@@ -5,6 +5,7 @@ Begin with ``accelerate``. The readable files of ``model`` do not depend on this
 """
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -63,9 +64,15 @@ def multiplies_bf16(device: torch.device) -> bool:
 
 
 def gpu_bits(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Numbers of bits for which torch has a kernel on a GPU: tinygemm's, of bf16 inputs."""
-    has_kernel = device.type == "cuda" and dtype == torch.bfloat16 and multiplies_bf16(device)
-    return (4,) if has_kernel else ()
+    """Numbers of bits for which there is a kernel on a GPU: torch's for bfloat16 where the GPU
+    multiplies it, Triton's (``model.fast.four_bits``) for float16 and float32.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
+        return ()
+    if dtype == torch.bfloat16:
+        return (4,) if multiplies_bf16(device) else ()
+    has_triton = find_spec("triton") is not None
+    return (4,) if has_triton and torch.cuda.get_device_capability(device) >= (7, 5) else ()
 
 
 def static_capacity(positions: int) -> int:

@@ -8,7 +8,8 @@ step takes as long as reading its weights: padded rows cost little.
 
 Every step of a plan runs the same kernels on the same shapes. So the bits of a row do not depend on
 other rows, which is checked. Drafts in four bits use torch's tinygemm kernel, which reads a third
-of the bytes of a bf16 product. In eight bits they use the checkpoint's weights.
+of the bytes of a bf16 product, or one in Triton where weights are not bf16. In eight bits they use
+the checkpoint's weights.
 """
 
 import copy
@@ -125,7 +126,11 @@ def low_bits(
     is_linear = isinstance(product, nn.Linear)
     rows, columns = product.weight.shape
     if bits in gpu_bits(model.device, model.dtype) and rows % 8 == 0 and columns % GROUP == 0:
-        return Int4Linear(model.rounded(product, bits), product.bias if is_linear else None)
+        if model.dtype == torch.bfloat16:
+            new = Int4Linear
+        else:
+            from model.fast.four_bits import TritonLinear as new
+        return new(model.rounded(product, bits), product.bias if is_linear else None)
     return product if is_linear else partial(F.linear, weight=product.weight)
 
 

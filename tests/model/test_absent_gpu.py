@@ -21,15 +21,16 @@ FUNCTIONS = 8
     torch.version.cuda is None or find_spec("triton") is None, reason="needs a CUDA build of torch"
 )
 @pytest.mark.parametrize(
-    ("shape", "capability", "dtype", "kinds"),
+    ("shape", "capability", "dtype"),
     [
-        ("llama-3.2-1b", "75", "float16", 1),
-        ("gemma-2-2b", "80", "bfloat16", KINDS),
-        ("qwen3-0.6b", "90", "bfloat16", KINDS),
+        ("llama-3.2-1b", "75", "float16"),
+        ("gemma-2-2b", "75", "float32"),
+        ("gemma-2-2b", "80", "bfloat16"),
+        ("qwen3-0.6b", "90", "bfloat16"),
     ],
 )
 def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
-    shape: str, capability: str, dtype: str, kinds: int, tmp_path: Path
+    shape: str, capability: str, dtype: str, tmp_path: Path
 ) -> None:
     """Without a break, and again only for another capacity of the cache: an early exit and the
     other layers share the code.
@@ -42,4 +43,4 @@ def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     blocks, functions = (int(line.split()[0]) for line in done.stdout.splitlines())
-    assert (blocks, functions) == (kinds * CAPACITIES, FUNCTIONS)
+    assert (blocks, functions) == (KINDS * CAPACITIES, FUNCTIONS)

@@ -461,7 +461,7 @@ def test_a_model_that_is_fetched_says_how(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 @pytest.mark.parametrize("config", [SMALL, SMALL_GEMMA2], ids=["llama", "gemma2"])
-def test_a_gpu_that_emulates_bfloat16_gets_another_dtype_and_no_four_bit_kernel(
+def test_a_gpu_that_emulates_bfloat16_gets_another_dtype_and_its_four_bit_kernel(
     capability: tuple[int, int],
     config: dict[str, Any],
     tmp_path: Path,
@@ -477,6 +477,9 @@ def test_a_gpu_that_emulates_bfloat16_gets_another_dtype_and_no_four_bit_kernel(
     narrow = torch.float16 if config is SMALL else torch.float32
     assert pick_dtype("auto", folder, device) == (narrow if is_old else torch.bfloat16)
     assert gpu_bits(device, torch.bfloat16) == (() if is_old else (4,))
+    for found, bits in (object(), (4,)), (None, ()):
+        monkeypatch.setattr("model.fast.find_spec", lambda name, found=found: found)
+        assert gpu_bits(device, narrow) == (bits if capability >= (7, 5) else ()), "Triton's"
     said = capsys.readouterr().err
     expected = f"[Tesla T4 only emulates bfloat16: the model runs in {narrow}]\n"
     assert said == (expected.replace("torch.", "") if is_old else "")
