@@ -22,7 +22,7 @@ from decoding.sampling import SamplingParams, distribution
 from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
 from model.clock import now
 from model.fast import accelerate
-from search.costs import CostTable, predicted_speedup
+from search.costs import CostTable, best_speedup
 from weights.memory import (
     LONGEST_DRAFT,
     bytes_read,
@@ -179,13 +179,6 @@ def interpolated(costs: Sequence[float]) -> list[float]:
         share = (ROWS[above] - rows) / (ROWS[above] - ROWS[above - 1]) if rows > 1 else 0.0
         steps.append(share * costs[above - 1] + (1 - share) * costs[above])
     return steps
-
-
-def best_speedup(acceptance: float, costs: CostTable) -> float:
-    """Expected speed-up over plain decoding with the best draft length."""
-    return max(
-        predicted_speedup(acceptance, length, costs) for length in range(1, LONGEST_DRAFT + 1)
-    )
 
 
 def plot_shapes(report: dict[str, list[Row]]) -> Figure:

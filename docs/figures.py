@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from cli.picture import INK, MUTED, RED, RULE, write_picture
-from search.costs import CostTable, predicted_speedup
+from search.costs import CostTable, best_speedup, predicted_speedup
 
 FOLDER = Path(__file__).parent
 GREEN = "#7cbd9c"
@@ -142,13 +142,6 @@ def speedup() -> Figure:
     return explained(figure, {f"c = {cost:g}": colour for cost, colour in colours.items()})
 
 
-def best_speedup(rate: float, cost: float) -> float:
-    """Speed-up of drafts of the best length, where a verified token adds ``ROW_COST``."""
-    verify = [1 + ROW_COST * drafted for drafted in range(LONGEST + 1)]
-    lengths = range(1, LONGEST + 1)
-    return max(predicted_speedup(rate, length, CostTable(cost, verify)) for length in lengths)
-
-
 def border() -> Figure:
     """Acceptance from which on an early exit is faster than a draft by all layers in four bits, in
     the shape of Llama-3.2-1B: a line per acceptance of the four-bit draft.
@@ -157,12 +150,14 @@ def border() -> Figure:
     grid = figure.subplots(1, 2, sharey=True)
     layers = np.arange(1, LAYERS)
     rates = np.linspace(0, 1, 201)
+    verify = [1 + ROW_COST * drafted for drafted in range(LONGEST + 1)]
     titles = {"exit in 16 bits": 1.0, "exit in four bits too": FOUR_BITS}
     for axes, (title, share) in zip(grid, titles.items(), strict=True):
         costs = share * (HEAD_SHARE + (1 - HEAD_SHARE) * layers / LAYERS)
         for rate, colour in zip((0.8, 0.9, 0.95), ("#2c6fae", "#2f7d5b", RED), strict=True):
-            goal = best_speedup(rate, FOUR_BITS)
-            speeds = np.array([[best_speedup(each, cost) for each in rates] for cost in costs])
+            goal = best_speedup(rate, CostTable(FOUR_BITS, verify))
+            tables = [CostTable(cost, verify) for cost in costs]
+            speeds = np.array([[best_speedup(each, table) for each in rates] for table in tables])
             needed = np.where(speeds[:, -1] >= goal, rates[(speeds >= goal).argmax(1)], np.nan)
             axes.plot(layers, needed, color=colour, label=f"four bits at {rate:g}")
         axes.set(title=title, xlabel=f"exit after layer, of {LAYERS}")

@@ -75,6 +75,12 @@ def predicted_speedup(acceptance: float, length: int, costs: CostTable) -> float
     return tokens / costs.of_round(length)
 
 
+def best_speedup(acceptance: float, costs: CostTable) -> float:
+    """``predicted_speedup`` of the best of the draft lengths whose verification is known."""
+    lengths = range(1, len(costs.verify))
+    return max(predicted_speedup(acceptance, length, costs) for length in lengths)
+
+
 class KnownText(KnownTokens):
     """Draft of a text known in advance: its rounds cost their verification alone."""
 

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from cli.picture import INK, MUTED, RED, SCALE
 from model import LayerPlan
 from model.plan import FULL, LOW_BITS
-from search.costs import CostTable, SublayerCosts, predicted_speedup
-from search.prediction import GAMMAS, Prediction
+from search.costs import CostTable, SublayerCosts, best_speedup
+from search.prediction import Prediction
 
 LEVELS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # speed-ups that a line joins
 
@@ -27,10 +27,7 @@ def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts
     grid_cost = np.linspace(0, max(1.05, 1.03 * max(cost)), 80)
     grid_kept = np.linspace(0, 1, 80)
     tables = [CostTable(price, costs.verify) for price in grid_cost]
-    speedups = [
-        [max(predicted_speedup(a, gamma, table) for gamma in GAMMAS) for table in tables]
-        for a in grid_kept
-    ]
+    speedups = [[best_speedup(rate, table) for table in tables] for rate in grid_kept]
     lines = axes.contour(
         grid_cost,
         grid_kept,
