@@ -164,10 +164,13 @@ def parse_config(source: Any) -> ModelConfig:
     name = source.get("model_type")
     if isinstance(name, str) and name in OTHERS:
         raise InputError(f"config.json: model_type {name!r} is not supported: {OTHERS[name]}")
+    if name == "mistral" and "layer_types" in source:  # as transformers loads such a file
+        name = "ministral"
     family = FAMILIES[_one_of("model_type", name, FAMILIES)]
     activation = ACTIVATIONS[family.block]
-    found = source.get("hidden_activation") or source.get("hidden_act") or activation
-    _one_of("activation", found, [activation])
+    key = "hidden_act" if family.block == "llama" else "hidden_activation"
+    _one_of(key, source.get(key) or activation, [activation])
+    _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
     raw = {key: source[key] for key in source if key in family.keys or key not in UNREAD}
     read = partial(_read, raw, UNREAD | family.keys)

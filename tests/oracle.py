@@ -176,7 +176,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
         raw["final_logit_softcapping"] = draw(st.sampled_from([None, 1.0, 30.0]))
     if family == "gemma3_text":
         raw["sliding_window_pattern"] = draw(st.integers(1, 3))
-    if raw.get("use_sliding_window", True) and draw(st.booleans()):
+    # with layer_types a Mistral is a Ministral
+    if family != "mistral" and raw.get("use_sliding_window", True) and draw(st.booleans()):
         kinds = st.sampled_from(["sliding_attention", "full_attention"])
         raw["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
     elif family == "mistral" and draw(st.booleans()):

@@ -201,8 +201,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     f"{path}: tensor {name!r:.100} is stored as {entry['dtype']}: load the original"
                     " float weights, not a quantised checkpoint"
                 )
+            short = name.removeprefix("model.")
+            if short in tensors:
+                raise InputError(
+                    f"{path}: tensor {name!r:.100} is stored twice, also in"
+                    f" {tensors[short].file.name}: remove the files of another download"
+                )
             if not name.endswith(IGNORED_SUFFIX):
-                tensors[name.removeprefix("model.")] = StoredTensor(
+                tensors[short] = StoredTensor(
                     file=path,
                     name=name,
                     offset=data + entry["data_offsets"][0],

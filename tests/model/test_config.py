@@ -109,7 +109,7 @@ def test_absent_fields_have_the_published_values(raw, published):
     [
         (MISTRAL, (4096,) * 4),
         (MISTRAL | {"sliding_window": None}, (None,) * 4),
-        (MISTRAL | MIXED, (10,) * 4),
+        (MISTRAL | MIXED, (None, 10, 10, None)),
         (MINISTRAL, (4096,) * 4),
         (MINISTRAL | MIXED, (None, 10, 10, None)),
         *(
@@ -173,7 +173,9 @@ REFUSED = [
         "must be one object for all layers",
     ),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-    (LLAMA | {"hidden_act": "relu"}, "activation 'relu' is not supported; this"),
+    (LLAMA | {"hidden_act": "relu"}, "hidden_act 'relu' is not supported; this"),
+    (LLAMA | {"hidden_act": "relu", "hidden_activation": "silu"}, "hidden_act 'relu' is not"),
+    (LLAMA | {"is_causal": False}, "is_causal False is not supported"),
     (LLAMA | {"head_dim": 5}, "4 heads of size 5 with 4 key heads are not supported"),
     (LLAMA | {"num_key_value_heads": 3}, "4 heads of size 4 with 3 key heads are not"),
     (LLAMA | {"hidden_size": 16.0}, "hidden_size must be a whole number from 1"),

@@ -200,11 +200,12 @@ def test_loading_takes_the_memory_of_the_weights_and_of_one_stored_tensor(tmp_pa
             ["Unexpected key", "layers.1.mlp.up_proj.bias"],
         ),
         ({UP: torch.zeros(16, 24)}, ["up_proj.weight", "[16, 24]", "[24, 16]"]),
+        ({UP.removeprefix("model."): torch.zeros(24, 16)}, [UP, "is stored twice"]),
         # the config ties it to the embedding
         ({"lm_head.weight": torch.zeros(24, 16)}, ["lm_head.weight"]),
         ({UP: torch.zeros(24, 16, dtype=torch.int8)}, [UP, "quantised"]),
     ],
-    ids=["missing", "extra", "turned", "head", "int8"],
+    ids=["missing", "extra", "turned", "twice", "head", "int8"],
 )
 def test_a_wrong_tensor_is_named(
     tmp_path: Path, change: dict[str, Tensor | None], said: list[str]
