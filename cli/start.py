@@ -24,6 +24,8 @@ def start() -> None:
     except OSError:  # torch could not load its libraries
         print("error: the working directory was deleted: change to another", file=sys.stderr)
         sys.exit(2)
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: rich would print nothing
+        del os.environ["COLUMNS"]
     # Number of times that an idle OpenMP thread of torch looks for work before it sleeps. While it
     # looks, it keeps a core from other programs and from the threads of a compiled step.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -48,8 +48,9 @@ class BreakEven(Policy):
 
     The clock (``grant_clock``) measures slopes while the text is written: a round of k drafted
     tokens that takes the time t measures s = (t / T - 1) / k, with T the time of a plain round.
-    Without it they keep their first values. Where several texts share the model's steps, nothing is
-    drafted: the more rows a step has, the more another row costs.
+    Without it they keep their first values. Where several texts share the model's steps no round is
+    timed. Then each other text adds ``ANOTHER_TEXT`` to the slopes, since the more rows a step has,
+    the more another row costs. So drafts become shorter, and at some number of texts none pays.
 
     Forced tokens: those that constraints force are sure to be accepted, and the target verifies
     them under every offer. So they count neither into α nor as a risk, and offers are compared
@@ -80,6 +81,7 @@ class BreakEven(Policy):
     MOST_CREDIT = 6.0
     SHARE = 0.02
     MOST_ALLOWANCE = 2.0
+    ANOTHER_TEXT = 0.08  # plain rounds: what a drafted token costs more for each text beside
     ASKING = 0.05  # plain rounds: in a small model it takes up to a tenth
 
     def __init__(
@@ -101,7 +103,7 @@ class BreakEven(Policy):
         self.past = Past()
         self.plain_time: PlainTime | None = None  # without a clock
         self.credit = self.START
-        self.shares_steps: Callable[[], bool] = lambda: False
+        self.sharers: Callable[[], int] = lambda: 1
         # of the current round: the offers, and the one that is taken, if any
         self.offers: Sequence[Offer] = ()
         self.taken: Offer | None = None
@@ -112,16 +114,17 @@ class BreakEven(Policy):
         self.text_forced = 0
         self.text_free = 0
 
-    def grant_clock(self, past: Past, shares_steps: Callable[[], bool]) -> None:
+    def grant_clock(self, past: Past, sharers: Callable[[], int]) -> None:
         self.plain_time = PlainTime()
         self.past = past
-        self.shares_steps = shares_steps
+        self.sharers = sharers
 
     def slope(self, name: str) -> float:
         """Estimate of the slope of a model's tokens, by the name of its offer, or of ``KNOWN``
         ones.
         """
-        return self.past.slopes.get(name, self.first_slopes[name])
+        alone = self.past.slopes.get(name, self.first_slopes[name])
+        return alone + self.ANOTHER_TEXT * (self.sharers() - 1)
 
     def acceptance(self, kind: str) -> Iterator[float]:
         """Estimates of α₁, α₂ ... of a kind of draft, without end."""
@@ -146,8 +149,6 @@ class BreakEven(Policy):
         """The offer to take and the number of its tokens: 0 for a round without a draft."""
         self.offers = offers
         self.taken = None
-        if self.shares_steps():
-            return offers[0], 0
         any_forced = any(offer.forced for offer in offers)
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         best = max(drafts, key=PossibleDraft.speedup, default=None)
@@ -168,7 +169,7 @@ class BreakEven(Policy):
 
     def _measures_plain(self, best: PossibleDraft) -> bool:
         """Whether the round is plain only to measure T, although the best draft would pay."""
-        if self.plain_time is None:
+        if self.plain_time is None or self.sharers() > 1:
             return False
         if not self.plain_time.times and slope_of(best.offer) not in self.past.slopes:
             return True

@@ -122,11 +122,13 @@ class Grammar:
     def _compiled(self) -> str:
         """The source in the library's format."""
         if self.kind == "regex":
+            if (len(self.source) - len(self.source.rstrip("\\"))) % 2:
+                raise InputError(f"{self.option} ends in a backslash that escapes nothing")
             return llguidance.LLMatcher.grammar_from_regex(self.source)
         if self.kind == "lark":
             return llguidance.LLMatcher.grammar_from_lark(self.source)
         try:
-            schema = json.loads(self.source)
+            schema = json.loads(self.source, parse_constant=finite, parse_float=finite)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{self.option} is no JSON: {error}") from None
         if not isinstance(schema, dict):
@@ -142,6 +144,13 @@ class Grammar:
 
     def __call__(self, prompt_length: int) -> GrammarConstraint:
         return GrammarConstraint(self, prompt_length)
+
+
+def finite(number: str) -> float:
+    """The number of a JSON text. Raises ValueError for NaN and what exceeds a double."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no finite number")
+    return value
 
 
 class GrammarConstraint:

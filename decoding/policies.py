@@ -49,11 +49,11 @@ class Policy:
     def observe(self, round: Round) -> None:
         """Update the policy with a finished round."""
 
-    def grant_clock(self, past: Any, shares_steps: Callable[[], bool]) -> None:
+    def grant_clock(self, past: Any, sharers: Callable[[], int]) -> None:
         """Grant the times of rounds, by ``observe_time``, and the ``past`` of earlier texts.
 
-        ``shares_steps`` tells whether other texts share the model's steps now. Only for a text that
-        no draft length can change.
+        ``sharers`` tells how many texts share the model's steps now, with this one. Only for a text
+        that no draft length can change.
         """
 
     def observe_time(self, seconds: float) -> None:
@@ -149,8 +149,8 @@ class PolicyAround(Policy):
     def observe(self, round: Round) -> None:
         self.inner.observe(round)
 
-    def grant_clock(self, past: Any, shares_steps: Callable[[], bool]) -> None:
-        self.inner.grant_clock(past, shares_steps)
+    def grant_clock(self, past: Any, sharers: Callable[[], int]) -> None:
+        self.inner.grant_clock(past, sharers)
 
     def observe_time(self, seconds: float) -> None:
         self.inner.observe_time(seconds)

@@ -357,6 +357,8 @@ def read_grammar_files(options: Namespace) -> Namespace:
         with explaining("json_schema is no JSON", (TypeError, ValueError, RecursionError)):
             schema = json.dumps(schema)
     elif schema is not None and not str(schema).lstrip().startswith("{"):
+        if not str(schema):
+            raise InputError("--json-schema is empty: give a file, or a JSON object")
         schema = read_text(schema)
     grammar = options.grammar and read_text(options.grammar)
     return Namespace(**{**vars(options), "json_schema": schema, "grammar": grammar})
@@ -389,12 +391,17 @@ def check_options(options: Namespace) -> None:
     """Raises InputError for options of a command line that do not go together, for numbers out of
     range, and for files that cannot be written.
     """
-    with explaining("the text of --system, --stop or --ban is not UTF-8", (UnicodeEncodeError,)):
-        "".join((options.system or "", *options.stop, *options.ban)).encode()
+    texts = options.system or "", options.regex or "", *options.stop, *options.ban
+    with explaining(
+        "the text of --system, --regex, --stop or --ban is not UTF-8", (UnicodeEncodeError,)
+    ):
+        "".join(texts).encode()
     if options.context is not None and options.context < 1:
         raise InputError(f"--context must be at least 1, found {options.context}")
     for place in filter(None, (options.html, options.svg)):
         check_place(place)
+    if options.html and options.svg and options.html.resolve() == options.svg.resolve():
+        raise InputError(f"--html and --svg name the same file {options.svg}: give two")
     of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
     if (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)):
         raise InputError(

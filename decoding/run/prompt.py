@@ -114,6 +114,7 @@ class Segment(NamedTuple):
     by_steps: bool
 
 
+MOST_ANSWERS = 64  # that are found in a conversation: each takes two renderings of the template
 Spans = Sequence[tuple[int, int]]  # positions [begin, end) of earlier answers, in order
 
 
@@ -139,16 +140,17 @@ def conversation(
 
     An answer begins where the conversation before it ends, and its tokens are those of its text.
     Where the chat template rewrites earlier messages, there is no such place, and the answer is
-    read as a part of the user's next turn. Raises InputError as ``Tokenizer.encode_chat`` does.
+    read as a part of the user's next turn. So are those behind the first ``MOST_ANSWERS``. Raises
+    InputError as ``Tokenizer.encode_chat`` does.
     """
     ids = tokenizer.encode_chat(messages)
     answers = []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            begin = len(tokenizer.encode_chat(messages[:number]))
-            end = common_prefix(ids, tokenizer.encode_chat(messages[:number], message["content"]))
-            if end > begin:
-                answers.append((begin, end))
+    given = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    for at in given[:MOST_ANSWERS]:
+        begin = len(tokenizer.encode_chat(messages[:at]))
+        end = common_prefix(ids, tokenizer.encode_chat(messages[:at], messages[at]["content"]))
+        if end > begin:
+            answers.append((begin, end))
     return ids, answers
 
 

@@ -81,8 +81,8 @@ class Slot(Writer):
         """Leave a round for the scheduler, whose readers' errors end all texts."""
         task.unread.append((round, task.sample.seconds))
 
-    def shares_steps(self) -> bool:
-        return len(self.scheduler.active) > 1
+    def sharers(self) -> int:
+        return len(self.scheduler.active)
 
     def drafter(self, drafting: Drafting) -> Drafter:
         """The drafter of a drafting, with proxies in place of the models that draft."""

@@ -280,7 +280,7 @@ class Writer:
         draws_alike = task.params.temperature == 0 or task.coupling.name == "race"
         has_clock = task.observer is None and draws_alike and self.model.why_rows_vary is None
         if has_clock:
-            policy.grant_clock(task.drafting.past, self.shares_steps)
+            policy.grant_clock(task.drafting.past, self.sharers)
         else:
             task.drafting.preparation.work()
         policy, randomness, verify = self.decide(
@@ -299,12 +299,12 @@ class Writer:
             observer=task.observer and (lambda *record: records.append(record)),
         )
         began = self.clock()
-        shared = self.shares_steps()
+        shared = self.sharers() > 1
         for round in rounds:
             seconds = self.clock() - began
             sample.seconds += seconds
             sample.trouble = self.model.trouble  # a step may have fallen back
-            shared = shared or self.shares_steps()
+            shared = shared or self.sharers() > 1
             if has_clock and not (shared or sample.trouble):
                 policy.observe_time(seconds)
             sample.rounds.append(round)
@@ -316,16 +316,16 @@ class Writer:
             # No text changes where its drafts begin later, so none waits for the copies.
             task.drafting.preparation.work(PREPARING * seconds)
             began = self.clock()
-            shared = self.shares_steps()
+            shared = self.sharers() > 1
 
     def tell(self, task: Task, round: Round) -> None:
         """Call the readers of a text with a new round."""
         for read in task.readers:
             read(round, task.sample.seconds)
 
-    def shares_steps(self) -> bool:
-        """Whether other texts share the model's steps now."""
-        return False
+    def sharers(self) -> int:
+        """Number of texts that share the model's steps now, with this one."""
+        return 1
 
     def warm_up(self, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> None:
         """Write a few tokens, with the draft and without, before anything is timed.

@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
         host, _, port = asked.serve.rpartition(":")
         host = host or "127.0.0.1"
         with explaining(
-            f"--serve {asked.serve:.80}: give [HOST:]PORT, such as 127.0.0.1:8000",
+            f"--serve {asked.serve:.80}: give [HOST:]PORT, such as 127.0.0.1:8000, and a free one",
             (OSError, ValueError, OverflowError, TypeError),
         ):
             self.listener = socket.create_server((host, int(port)))

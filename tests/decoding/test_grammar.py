@@ -309,6 +309,8 @@ def test_a_model_reads_forced_tokens_in_its_next_step(monkeypatch: pytest.Monkey
 
 BAD = [
     ("json_schema", "{", "--json-schema is no JSON"),
+    ("json_schema", '{"const": NaN}', "--json-schema is no JSON: NaN is no finite number"),
+    ("json_schema", '{"enum": [1e400]}', "--json-schema is no JSON: 1e400 is no finite number"),
     ("json_schema", "[]", "--json-schema: a schema is an object"),
     ("json_schema", '{"type": "nope"}', "--json-schema: Invalid type: nope"),
     ("json_schema", '{"enum": []}', "--json-schema: Unsatisfiable schema"),
@@ -317,6 +319,7 @@ BAD = [
     ("json_schema", '{"$ref": "#"}', "--json-schema: no text satisfies it"),
     ("json_schema", '{"$ref": "#/$defs/x"}', "--json-schema: Pointer '/$defs/x' does not exist"),
     ("regex", "(", "--regex: unclosed group"),
+    ("regex", "a\\", "--regex ends in a backslash that escapes nothing"),
     ("regex", "(?=a)b", "--regex: look-around"),
     ("regex", "", "--regex: only the empty text satisfies it"),
     ("regex", "x", "--regex: it forces a byte that no token of the model writes"),

@@ -172,7 +172,7 @@ def test_the_offer_of_the_largest_expected_speedup_is_taken() -> None:
 def with_clock(slope: float, past: Past | None = None, **more: Any) -> BreakEven:
     """Break-even that begins at this slope of the model."""
     policy = BreakEven({"model": slope, "known": 0.07}, **more)
-    policy.grant_clock(past or Past(), lambda: False)
+    policy.grant_clock(past or Past(), lambda: 1)
     return policy
 
 
@@ -251,12 +251,15 @@ def test_a_text_begins_with_the_past_of_the_text_before_where_it_has_a_clock() -
     assert next(alone.acceptance("model")) == 0.7 and alone.slope("model") == 0.2
 
 
-def test_break_even_drafts_nothing_where_texts_share_steps() -> None:
-    policy = with_clock(0.1)
-    write(policy, 4, 0.1)
-    assert policy.choose([MODEL, LOOKUP])[1] > 0
-    policy.shares_steps = lambda: True
-    assert policy.choose([MODEL, LOOKUP])[1] == 0
+def test_the_more_texts_share_steps_the_less_break_even_drafts() -> None:
+    policy = with_clock(0.4)
+    write(policy, 12, 0.4, accepts=4)
+    lengths = []
+    for texts in range(1, 17):
+        policy.sharers = lambda texts=texts: texts
+        lengths.append(policy.choose([MODEL])[1])
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 4 > lengths[7] and lengths[-1] == 0
 
 
 def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
@@ -388,7 +391,7 @@ def test_forced_tokens_cost_the_slope_of_a_known_one_and_teach_no_acceptance(
 ) -> None:
     """Two tokens are forced and two guessed, of which one is accepted."""
     policy = BreakEven({"model": 0.4, "known": 0.05})
-    policy.grant_clock(Past(), lambda: False)
+    policy.grant_clock(Past(), lambda: 1)
     policy.plain_time.times.append(1.0)
     policy.past.rounds_since_plain = 0
     policy.past.LARGEST_CHANGE = math.inf

@@ -5,6 +5,7 @@ turn that equal those of a conversation read anew.
 import io
 from functools import reduce
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import generate
 from decoding.run.options import merge_options
-from decoding.run.prompt import Segment, reusable, segments_of
+from decoding.run.prompt import MOST_ANSWERS, Segment, conversation, reusable, segments_of
 from decoding.run.session import ContextFull, Session
 from model import InputError
 from tests.calls import recorded
@@ -123,6 +124,14 @@ def test_an_answer_is_read_by_steps_from_the_token_before_it_on() -> None:
     assert segments_of(9, ()) == [Segment(0, 8, False)]
     assert segments_of(9, [(5, 9)]) == first
     assert segments_of(20, [(5, 9), (14, 16)]) == first + more
+
+
+def test_a_conversation_of_many_answers_is_rendered_a_limited_number_of_times() -> None:
+    """Each rendering takes time in proportion to the conversation."""
+    tokenizer = Mock(encode_chat=lambda messages, answer="": calls.append(answer) or [1])
+    calls: list[str] = []
+    _, answers = conversation(tokenizer, [{"role": "assistant", "content": ""}] * 4000)
+    assert len(calls) == 1 + 2 * MOST_ANSWERS and not answers
 
 
 @given(st.data())
