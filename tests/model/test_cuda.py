@@ -232,7 +232,7 @@ def test_a_cache_of_another_size_serves_after_the_first_was_dropped(family: str)
     assert recorded(static)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs: run it there")
 def test_a_model_on_the_second_gpu_has_its_graphs_there() -> None:
     static = accelerate(model_of(device=torch.device("cuda", 1)))
     for params in (SamplingParams(), SamplingParams(0.8, top_p=0.95)):
