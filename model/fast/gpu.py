@@ -126,11 +126,12 @@ def low_bits(
     is_linear = isinstance(product, nn.Linear)
     rows, columns = product.weight.shape
     if bits in gpu_bits(model.device, model.dtype) and rows % 8 == 0 and columns % GROUP == 0:
+        bias = product.bias if is_linear else None
         if model.dtype == torch.bfloat16:
-            new = Int4Linear
-        else:
-            from model.fast.four_bits import TritonLinear as new
-        return new(model.rounded(product, bits), product.bias if is_linear else None)
+            return Int4Linear(model.rounded(product, bits), bias)
+        from model.fast.four_bits import TritonLinear  # where Triton is installed
+
+        return TritonLinear(model.rounded(product, bits), bias)
     return product if is_linear else partial(F.linear, weight=product.weight)
 
 
