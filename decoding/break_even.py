@@ -2,10 +2,12 @@
 
 A round that drafts k tokens takes 1 + k·s plain rounds, where the slope s is the time that a
 drafted token adds: its draft step, and its share of the verification. It writes
-1 + α₁ + α₁α₂ + ... + α₁···αₖ expected tokens (arXiv 2211.17192, equation 1, where all α are equal).
-Here αⱼ is the probability that the j-th drafted token is accepted if those before it were. It
-mostly grows with j, as texts have easy and hard passages, and so favours longer drafts.
-The speed-up is their ratio; where none is above 1, the round is plain.
+1 + α + α² + ... + αᵏ expected tokens, with α the acceptance rate of a kind of draft (arXiv
+2211.17192, equation 1). The speed-up is their ratio; where none is above 1, the round is plain.
+
+While a model drafts, it tells how sure it is of each token. A token of low confidence is rejected
+more often. So the length is decided token by token: the draft ends where another token is not
+worth the time that it takes.
 
 α and s are learned while the text is written. That is a bandit with a known structure: all lengths
 of a draft share its α and its s. ``BreakEven`` decides by the estimates in ``Past``.
@@ -14,9 +16,8 @@ of a draft share its α and its s. ``BreakEven`` decides by the estimates in ``P
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from statistics import median_low
 from typing import NamedTuple
 
@@ -27,87 +28,97 @@ KNOWN = "known"  # the name of the slope of tokens that are drafted without runn
 
 
 class BreakEven(Policy):
-    """Draft choice by break-even: the offer and length of the largest expected speed-up.
+    """Draft choice by break-even: the offer of the largest expected speed-up, ended in time.
 
-    A round passes through four methods: ``draft_length``; ``choose`` among the offers of the
-    drafters; ``observe``, with the finished round; and, with a clock, ``observe_time``.
+    A round passes through five methods: ``draft_length``; ``choose`` among the offers of the
+    drafters; ``keep_drafting`` behind each token that a model draws; ``observe``, with the finished
+    round; and, with a clock, ``observe_time``.
 
-    Credit: the plain rounds that the text may still lose by drafting. No draft is made that would
-    lose more, were all of it rejected. A round adds 1 + ``SHARE`` per token of the text and
-    subtracts its cost. So a text never costs more than ``START`` plus 1 + ``SHARE`` times plain
-    decoding, by the slopes, whatever the target accepts.
+    Length: another token is drafted while the probability that it is accepted is more than its
+    slope times the speed-up that was expected of the draft. This probability is the product of the
+    acceptance rates of the draft's tokens, each at its confidence, and of α.
 
-    Allowance: ``SHARE`` of a plain round per token, which pays for learning. Three things cost
-    something and may gain nothing: one token of a model whose speed-up is below 1, so that its α is
-    learned; two plain rounds where drafts pay, so that T is (before a model's first draft they are
-    not paid for); and, where drafts saved nothing lately, asking the drafters for offers. Each
-    waits until the allowance covers its expected loss.
+    Credit: the plain rounds that may still be lost by drafting, at most ``Past.MOST_CREDIT``. No
+    draft is made that would lose more, were all of it rejected. A round adds 1 + ``SHARE`` per
+    token of the text and subtracts its cost. So texts never cost more than that credit plus 1 +
+    ``SHARE`` times plain decoding, by the slopes, whatever the target accepts. Asking the drafters
+    for offers has a cost too; it is saved while the credit is below ``RESERVE``, which is enough
+    for another trial.
+
+    Fading: a model whose offer is not taken loses a part of its past, and its estimates go back
+    to their first values. So bad luck in a few rounds does not decide for long.
 
     Known tokens: those that no model drafts, such as a lookup's. They have one slope, that of their
     verification. They are compared with the text afterwards, even if their offer was not taken.
 
     The clock (``grant_clock``) measures slopes while the text is written: a round of k drafted
-    tokens that takes the time t measures s = (t / T - 1) / k, with T the time of a plain round.
-    Without it they keep their first values. Where several texts share the model's steps no round is
-    timed. Then each other text adds ``ANOTHER_TEXT`` to the slopes, since the more rows a step has,
-    the more another row costs. So drafts become shorter, and at some number of texts none pays.
+    tokens that takes the time t measures s = (t / T - 1) / k, with T the time of a plain round, for
+    which two rounds in a row are plain now and then. Without a clock slopes keep their first
+    values. Where several texts share the model's steps no round is timed. Then each other text adds
+    ``ANOTHER_TEXT`` to the slopes, since the more rows a step has, the more another row costs. So
+    drafts become shorter, and at some number of texts none pays.
 
     Forced tokens: those that constraints force are sure to be accepted, and the target verifies
     them under every offer. So they count neither into α nor as a risk, and offers are compared
     without their verification. A model must read them too, each at the slope of a known token. It
     reads those before its first token, and behind each of its tokens as many as this text had so
     far per token that was not forced. So a model drafts where few tokens are forced, and stays away
-    from a form that is to be filled in. It is not tried out behind forced tokens.
+    from a form that is to be filled in.
 
-    Five rounds with one model, without a clock, where the slope is 0.65 and the allowance is nearly
-    spent:
+    Four rounds with one model, without a clock, where the slope is 0.65 and all confidences are
+    0.75:
 
-    | round | α | speed-up of one token | allowance | drafted | accepted | cost | credit after |
-    |---|---|---|---|---|---|---|---|
-    | 1 | 0.70 | 1.030 | 0.04 | 1 | 0 | 1.65 | 3.37 |
-    | 2 | 0.56 | 0.945 | 0.06 | 0 | 0 | 1.0 | 3.39 |
-    | 3 | 0.56 | 0.945 | 0.08 | 0 | 0 | 1.0 | 3.41 |
-    | 4 | 0.56 | 0.945 | 0.10 | 1 | 1 | 1.65 | 3.80 |
-    | 5 | 0.64 | 0.993 | 0.05 | 1 | 0 | 1.65 | 3.17 |
+    | round | α | speed-up of one token | drafted | accepted | cost | credit after |
+    |---|---|---|---|---|---|---|
+    | 1 | 0.70 | 1.030 | 1 | 1 | 1.70 | 3.34 |
+    | 2 | 0.76 | 1.067 | 1 | 0 | 1.70 | 2.66 |
+    | 3 | 0.63 | 0.989 | 0 | 0 | 1.05 | 2.63 |
+    | 4 | 0.63 | 0.991 | 0 | 0 | 1.05 | 2.60 |
 
-    Round 1 drafts by the prior and loses. One token would now lose 1.65 - 1.56 = 0.09 plain rounds,
-    so rounds 2 and 3 wait for the allowance, and it pays for round 4. Its success makes the loss
-    small, so round 5 drafts again. The credit after round 1 is 4 + 1.02 - 1.65.
+    Round 1 drafts by the prior. A second token would be accepted with the probability 0.7 · 0.7 =
+    0.49, and is worth it only above 0.65 · 1.03 = 0.67. The failure of round 2 makes drafts lose,
+    so rounds 3 and 4 are plain. Meanwhile the past fades, α goes back to 0.70, and some rounds
+    later a token is tried again. The cost includes ``ASKING``. The credit after round 1 is 3 + 2 ·
+    1.02 - 1.70.
     """
 
     PRIOR_RATE = 0.7  # α before the first round
     LONGEST_WITH_FORCED = 15  # tokens, forced ones included: a GPU verifies 16 rows in one step
-    START = 4.0  # credit of a text
-    MOST_CREDIT = 6.0
+    RESERVE = 1.0  # plain rounds: a token of a larger slope never pays
     SHARE = 0.02
-    MOST_ALLOWANCE = 2.0
     ANOTHER_TEXT = 0.08  # plain rounds: what a drafted token costs more for each text beside
     ASKING = 0.05  # plain rounds: in a small model it takes up to a tenth
+    FADE = 0.95  # the share of a past that counts after a round in which another offer is taken
+
+    reads_draft_confidence = True
 
     def __init__(
         self,
         slopes: Mapping[str, float],
         longest: int = 8,
         *,
-        memory: float = 0.95,
+        memory: float = 0.98,
         priors: Mapping[str, float] | None = None,
     ) -> None:
         """``slopes``: the first slope per name of a model's offer, and of ``KNOWN`` tokens;
-        ``priors``: α of a kind before its first round; ``memory``: the share of its past that
-        counts after another round.
+        ``priors``: α of a kind before its first round; ``memory``: the share of the past of a kind
+        that counts after another round of it.
         """
         super().__init__(longest)
         self.first_slopes = slopes
         self.memory = memory
         self.priors = priors or {}
         self.past = Past()
-        self.plain_time: PlainTime | None = None  # without a clock
-        self.credit = self.START
+        self.has_clock = False
         self.sharers: Callable[[], int] = lambda: 1
-        # of the current round: the offers, and the one that is taken, if any
+        # of the current round: the offers, and the draft that is made, if any
         self.offers: Sequence[Offer] = ()
-        self.taken: Offer | None = None
-        # of its draft: the tokens that were guessed, and those that constraints forced
+        self.taken: PossibleDraft | None = None
+        # of its draft: the confidences of a model's tokens, and the probability that all of them
+        # are accepted
+        self.confidences: list[float] = []
+        self.reached = 1.0
+        # the tokens of the draft that were guessed, and those that constraints forced
         self.guessed = 0
         self.forced = 0
         # of the text so far: the tokens that constraints forced, and the others
@@ -115,7 +126,7 @@ class BreakEven(Policy):
         self.text_free = 0
 
     def grant_clock(self, past: Past, sharers: Callable[[], int]) -> None:
-        self.plain_time = PlainTime()
+        self.has_clock = True
         self.past = past
         self.sharers = sharers
 
@@ -126,81 +137,72 @@ class BreakEven(Policy):
         alone = self.past.slopes.get(name, self.first_slopes[name])
         return alone + self.ANOTHER_TEXT * (self.sharers() - 1)
 
-    def acceptance(self, kind: str) -> Iterator[float]:
-        """Estimates of α₁, α₂ ... of a kind of draft, without end."""
-        return self.past.rates(kind, self.priors.get(kind, self.PRIOR_RATE))
-
     def draft_length(self) -> int:
-        """0 where no drafter is asked for an offer: drafts saved nothing lately, and the allowance
-        does not cover another look.
-        """
+        """0 where no drafter is asked for an offer: drafts have used up the credit."""
         # A grammar's tokens need no luck.
-        asks = self.text_forced or self.past.saved >= 0 or self._pay(self.ASKING)
+        asks = self.text_forced or self.past.credit >= self.RESERVE
         return self.LONGEST_WITH_FORCED if asks else 0
 
-    def _pay(self, loss: float) -> bool:
-        """Whether the allowance covers an expected loss, which is then subtracted."""
-        if self.past.allowance < loss:
-            return False
-        self.past.allowance -= loss
-        return True
-
     def choose(self, offers: Sequence[Offer]) -> tuple[Offer, int]:
-        """The offer to take and the number of its tokens: 0 for a round without a draft."""
+        """The offer to take and the largest number of its tokens: 0 for a round without a draft."""
         self.offers = offers
         self.taken = None
+        self.confidences = []
+        self.reached = 1.0
         any_forced = any(offer.forced for offer in offers)
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         best = max(drafts, key=PossibleDraft.speedup, default=None)
-        if best and best.speedup() > 1:
-            # A plain round would waste the tokens that are forced.
-            draws = any_forced or not self._measures_plain(best)
-        else:
-            models = [draft for draft in drafts if draft.offer.by_model and not any_forced]
-            best = max(models, key=PossibleDraft.speedup, default=None)
-            draws = best is not None and self._pay(best.cost - best.tokens)
-        if best and draws:
-            self.taken = best.offer
-            return best.offer, best.offer.forced + best.guesses
-        if any_forced:
-            self.taken = next((offer for offer in offers if offer.tokens), offers[0])
-            return self.taken, self.taken.forced
-        return offers[0], 0
+        # A plain round would waste the tokens that are forced.
+        if best and best.speedup() > 1 and (any_forced or not self._measures_plain()):
+            self.taken = best
+        elif any_forced:
+            offer = next((offer for offer in offers if offer.tokens), offers[0])
+            self.taken = PossibleDraft(offer, 0, 1.0, 1.0)
+        if self.taken is None:
+            return offers[0], 0
+        offer = self.taken.offer
+        return offer, offer.forced + self.taken.guesses
 
-    def _measures_plain(self, best: PossibleDraft) -> bool:
+    def _measures_plain(self) -> bool:
         """Whether the round is plain only to measure T, although the best draft would pay."""
-        if self.plain_time is None or self.sharers() > 1:
-            return False
-        if not self.plain_time.times and slope_of(best.offer) not in self.past.slopes:
-            return True
-        if self.past.rounds_since_plain < Past.STALE:
-            return False
-        return self.plain_time.was_plain or self._pay(2 * (1 - 1 / best.speedup()))
+        return self.has_clock and self.sharers() == 1 and self.past.plain_time.is_stale
 
     def _best_draft(self, offer: Offer) -> PossibleDraft | None:
         """The draft of an offer, of one guess or more, with the largest speed-up.
 
-        None where the offer has no guess, or the credit does not cover the loss of one. Another
-        guess adds less than the one before it. So the first length without a gain ends the search,
-        and where no length gains the draft has one guess.
+        None where the offer has no guess, or the credit does not cover the loss of one. Of a
+        model the draft has as many guesses as the credit covers: it ends by their confidence.
         """
         slope = self.slope(slope_of(offer))
         longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
-        tokens = 1.0
-        reached = 1.0  # the probability that all guesses are accepted
+        rate = self.past.rates_of(offer.kind).mean(self._prior(offer.kind))
         best = None
-        lengths = range(1, min(self.gamma, longest - offer.forced) + 1)
-        for guesses, rate in zip(lengths, self.acceptance(offer.kind), strict=False):
+        tokens = 1.0
+        covered = 0
+        for guesses in range(1, min(self.gamma, longest - offer.forced) + 1):
             extra = guesses * slope + self._reading(offer, guesses)
-            if extra > self.credit:
+            if extra > self.past.credit:
                 break
-            reached *= rate
-            tokens += reached
+            covered = guesses
+            tokens += rate**guesses
             draft = PossibleDraft(offer, guesses, tokens, 1 + extra)
-            if best and draft.speedup() <= best.speedup():
-                break
-            best = draft
-        return best
+            if best is None or draft.speedup() > best.speedup():
+                best = draft
+        return best._replace(guesses=covered) if best and offer.by_model else best
+
+    def _prior(self, kind: str) -> float:
+        return self.priors.get(kind, self.PRIOR_RATE)
+
+    def keep_drafting(self, confidence: float) -> bool:
+        if self.taken is None:  # a drafter that makes no offers
+            return True
+        offer = self.taken.offer
+        prior = self._prior(offer.kind)
+        rates = self.past.rates_of(offer.kind)
+        self.confidences.append(confidence)
+        self.reached *= rates.at(confidence, prior)
+        worth = self.slope(slope_of(offer)) * self.taken.speedup()
+        return self.reached * rates.mean(prior) > worth
 
     def _reading(self, offer: Offer, guesses: int) -> float:
         """Expected time in plain rounds in which a model reads the forced tokens of its draft."""
@@ -216,18 +218,15 @@ class BreakEven(Policy):
         if not self.offers:  # no drafter was asked
             self.taken = None
         cost = 1 + self._cost_of_forced()
+        if self.offers:
+            cost += self.ASKING
         if self.taken:
-            cost += self.guessed * self.slope(slope_of(self.taken))
+            cost += self.guessed * self.slope(slope_of(self.taken.offer))
         written = len(round.emitted)
         newly_forced = sum(round.forced[:written])
         self.text_forced += newly_forced
         self.text_free += written - newly_forced
-        earned = self.SHARE * written
-        self.credit = min(self.MOST_CREDIT, self.credit + written + earned - cost)
-        self.past.allowance = min(self.MOST_ALLOWANCE, self.past.allowance + earned)
-        if self.offers:
-            self.past.saved *= self.memory
-            self.past.saved += written - cost - self.ASKING
+        self.past.spend(cost - (1 + self.SHARE) * written)
         self._learn_rates(round.emitted, accepted)
         self.offers = ()  # of the next round, unless its drafters are asked
 
@@ -236,14 +235,17 @@ class BreakEven(Policy):
         known tokens also where their offer was not taken.
         """
         for offer in self.offers:
+            rates = self.past.rates_of(offer.kind)
             if offer.tokens:
                 equal = common_prefix(offer.tokens, emitted)
                 rejected = equal < min(len(offer.tokens), len(emitted))
-                self.past.learn_rates(
-                    offer.kind, max(0, equal - offer.forced), rejected, self.memory
-                )
-            elif self.guessed and offer is self.taken:
-                self.past.learn_rates(offer.kind, accepted, accepted < self.guessed, self.memory)
+                judged = max(0, equal - offer.forced) + rejected
+                rates.learn([1.0] * judged, judged - rejected, self.memory)
+            elif self.taken and offer is self.taken.offer:
+                judged = min(self.guessed, accepted + 1)
+                rates.learn(self.confidences[:judged], accepted, self.memory)
+            elif offer.by_model:
+                rates.fade(self.FADE)
 
     def _cost_of_forced(self) -> float:
         """Cost of the forced tokens of the last draft, in plain rounds: the target has read them,
@@ -251,28 +253,26 @@ class BreakEven(Policy):
         """
         if not self.forced:
             return 0.0
-        by_model = self.taken is not None and self.taken.by_model and self.guessed
+        by_model = self.taken is not None and self.taken.offer.by_model and self.guessed
         return (2 if by_model else 1) * self.forced * self.slope(KNOWN)
 
     def observe_time(self, seconds: float) -> None:
-        self.past.rounds_since_plain += 1
-        name = slope_of(self.taken) if self.taken else None
+        name = slope_of(self.taken.offer) if self.taken else None
         for other in self.past.slopes.keys() - {name}:
             self.past.fade_slope(other, self.first_slopes[other])
         if name is None:
-            if self.plain_time.add_plain(seconds):
-                self.past.rounds_since_plain = 0
+            self.past.plain_time.add_plain(seconds)
             return
-        extra = self.plain_time.extra(seconds)
+        extra = self.past.plain_time.extra(seconds)
         drafted = self.guessed
         beside = self._cost_of_forced()
         if name == KNOWN:  # forced tokens are known ones
             drafted += self.forced
             beside = 0.0
-        if self.plain_time.was_disturbed:
-            self.past.rounds_since_plain = Past.STALE
         if extra is not None and drafted:  # a model that drafted nothing ran all the same
-            self.past.learn_slope(name, self.slope(name), (extra - beside) / drafted)
+            before = self.slope(name)
+            measured = self.past.learn_slope(name, before, (extra - beside) / drafted)
+            self.past.spend(drafted * (measured - before))
 
 
 class PossibleDraft(NamedTuple):
@@ -295,90 +295,123 @@ def slope_of(offer: Offer) -> str:
     return offer.name if offer.by_model else KNOWN
 
 
+class Rates:
+    """Acceptance rate of a kind of draft, by the confidence of a token in tenths.
+
+    ``accepted`` and ``judged`` count tokens of past rounds, recent ones more. The tokens behind a
+    rejected one are not judged. Where little was judged the rate is close to a prior one: that of
+    all tokens to the first α, that of a confidence to the rate of all.
+    """
+
+    PRIOR_WEIGHT = 4.0  # of a prior rate, in tokens
+
+    def __init__(self) -> None:
+        self.accepted = [0.0] * 10
+        self.judged = [0.0] * 10
+
+    def mean(self, prior: float) -> float:
+        """The rate of all tokens."""
+        accepted = sum(self.accepted) + prior * self.PRIOR_WEIGHT
+        return accepted / (sum(self.judged) + self.PRIOR_WEIGHT)
+
+    def at(self, confidence: float, prior: float) -> float:
+        """The rate of tokens of this confidence."""
+        at = tenth(confidence)
+        accepted = self.accepted[at] + self.mean(prior) * self.PRIOR_WEIGHT
+        return accepted / (self.judged[at] + self.PRIOR_WEIGHT)
+
+    def learn(self, confidences: Sequence[float], accepted: int, memory: float) -> None:
+        """Add the judged tokens of a round, of which the first ones were ``accepted``."""
+        self.fade(memory)
+        for place, confidence in enumerate(confidences):
+            self.judged[tenth(confidence)] += 1
+            self.accepted[tenth(confidence)] += place < accepted
+
+    def fade(self, memory: float) -> None:
+        """Count the past ``memory`` times as much as before."""
+        self.accepted = [memory * each for each in self.accepted]
+        self.judged = [memory * each for each in self.judged]
+
+
+def tenth(confidence: float) -> int:
+    """Number of the tenth, from 0 to 9, in which a confidence is."""
+    return min(9, int(10 * confidence))
+
+
 class PlainTime:
-    """Time T of a plain round of a text: the median of its last ones, but at most the fastest of
-    its last rounds with a draft.
+    """Time T of a plain round: the median of the last ones, but at most the fastest of the last
+    rounds with a draft.
 
     Of plain rounds in a row the first is not counted: behind a draft a plain round of a small model
     finds the draft's weights in the processor's caches, and takes up to twice as long.
     """
 
     WINDOW = 9  # rounds
-    DISTURBED = 1.5  # T in times of a round with a draft, above which T must have been disturbed
+    STALE = 100  # rounds after which T is measured again
 
     def __init__(self) -> None:
         self.was_plain = False  # the round before
-        self.was_disturbed = False
         self.times: deque[float] = deque(maxlen=self.WINDOW)
         self.draft_times: deque[float] = deque(maxlen=self.WINDOW)
+        self.age = self.STALE  # rounds since T was measured
 
-    def add_plain(self, seconds: float) -> bool:
-        """Add a plain round; returns whether it was counted."""
-        counted = self.was_plain
-        self.was_plain = True
-        if counted:
+    @property
+    def is_stale(self) -> bool:
+        return self.age >= self.STALE
+
+    def add_plain(self, seconds: float) -> None:
+        """Add a plain round."""
+        self.age += 1
+        if self.was_plain:
             self.times.append(seconds)
-        return counted
+            self.age = 0
+        self.was_plain = True
 
     def extra(self, seconds: float) -> float | None:
         """Time of a round with a draft beyond T, in plain rounds; None before T is known."""
+        self.age += 1
         self.was_plain = False
         self.draft_times.append(seconds)
         if not self.times:
             return None
-        plain = median_low(self.times)
-        self.was_disturbed = plain > self.DISTURBED * seconds
-        return seconds / min(plain, *self.draft_times) - 1
+        return seconds / min(median_low(self.times), *self.draft_times) - 1
 
 
 @dataclass
 class Past:
     """Estimates from past rounds, of one text or, where these have a clock, of several.
 
-    ``seen``: the tokens of recent rounds accepted and judged, by kind of draft and place in it. The
-    tokens behind a rejected one are not judged. ``slopes``: by the name of a model's offer, and of
-    ``KNOWN`` tokens. ``saved``: plain rounds that recent rounds saved for which drafters were
-    asked; it begins above 0, so that one bad draft decides nothing.
+    ``rates``: by kind of draft. ``slopes``: by the name of a model's offer, and of ``KNOWN``
+    tokens. ``credit``: see ``BreakEven``.
     """
 
-    PRIOR_WEIGHT = 4.0  # of the first α, in tokens
+    MOST_CREDIT = 6.0
     LEAST_SLOPE = 0.02
     LARGEST_CHANGE = 2.0  # of a slope's estimate: factor up to which a measurement counts
-    FADE = 0.98  # the part of its distance to the first value that a slope keeps, per round
-    STALE = 64  # rounds after which T is measured again
+    FADE = 0.99  # the part of its distance to the first value that a slope keeps, per round
 
-    seen: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    rates: dict[str, Rates] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
-    saved: float = 2.0
-    allowance: float = 0.3
-    rounds_since_plain: int = 0
+    plain_time: PlainTime = field(default_factory=PlainTime)
+    credit: float = 3.0
 
-    def rates(self, kind: str, prior: float) -> Iterator[float]:
-        """Estimates of α₁, α₂ ... of a kind of draft; the estimate of each is the prior of the
-        next.
-        """
-        for accepted, judged in self.seen.get(kind, ()):
-            prior = (accepted + prior * self.PRIOR_WEIGHT) / (judged + self.PRIOR_WEIGHT)
-            yield prior
-        yield from repeat(prior)
+    def rates_of(self, kind: str) -> Rates:
+        """The acceptance rates of a kind of draft."""
+        return self.rates.setdefault(kind, Rates())
 
-    def learn_rates(self, kind: str, accepted: int, rejected: bool, memory: float) -> None:
-        """Add a round: the tokens accepted, and whether one was rejected behind them. Earlier
-        tokens at the same places count ``memory`` times what they did.
-        """
-        seen = self.seen.setdefault(kind, [])
-        for place in range(accepted + rejected):
-            if place == len(seen):
-                seen.append((0.0, 0.0))
-            before, judged = seen[place]
-            seen[place] = (memory * before + (place < accepted), memory * judged + 1)
+    def spend(self, rounds: float) -> None:
+        """Subtract plain rounds from the credit, or add them where they are negative."""
+        self.credit = min(self.MOST_CREDIT, max(0.0, self.credit - rounds))
 
-    def learn_slope(self, name: str, estimate: float, measured: float) -> None:
+    def learn_slope(self, name: str, estimate: float, measured: float) -> float:
         """Add a measurement to the estimate of a slope: their geometric mean, where the measurement
-        counts only up to a factor, so that one disturbed round does not decide.
+        counts only up to a factor, so that one disturbed round does not decide. Returns the
+        measurement as it was counted.
         """
-        ratio = min(max(measured / estimate, 1 / self.LARGEST_CHANGE), self.LARGEST_CHANGE)
-        self.slopes[name] = max(self.LEAST_SLOPE, estimate * ratio**0.5)
+        least = estimate / self.LARGEST_CHANGE
+        counted = min(max(measured, least), estimate * self.LARGEST_CHANGE)
+        self.slopes[name] = max(self.LEAST_SLOPE, (estimate * counted) ** 0.5)
+        return counted
 
     def fade_slope(self, name: str, first: float) -> None:
         """Count a round without a measurement: the estimate goes back to the first one, so that a
