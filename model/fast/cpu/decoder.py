@@ -1,4 +1,10 @@
-"""Decoder on a CPU: short steps are one compiled function, prompts are read by torch."""
+"""Decoder on a CPU: short steps are one compiled function, prompts are read by torch.
+
+Long prompts attend by torch's fused kernel. Called by name, it also returns the logarithm of each
+softmax's divisor. With it, the attentions of the same queries to two sets of keys can be joined. So
+the keys before a prompt's chunk need no mask, and within the chunk the kernel skips the masked half
+of the scores.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,16 +17,15 @@ from model.cache import KVCache
 from model.decoder import Decoder
 from model.fast import PreparedDecoder
 from model.fast.cpu.dot import BLOCK_ROWS, LOW_BITS
-from model.fast.cpu.flash import attend_by_flash
-from model.fast.cpu.kernels import KERNELS
+from model.fast.cpu.kernels import KERNELS, LANES
 from model.fast.cpu.rounding import KINDS, pack
 from model.fast.cpu.step import MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import MATRIX, attention_task, input_task, product_task
-from model.fast.cpu.vectors import LANES
-from model.layers import RMSNorm, rotary_table
+from model.layers import RMSNorm, attend_causally, rotary_table
 from model.plan import FULL, LayerPlan
 
 MOST_ROWS = 64  # tokens per step
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class FastDecoder(PreparedDecoder):
@@ -199,3 +204,23 @@ def rows_of(tokens: Tensor, cache: KVCache, start: int) -> Batch:
         entries=cache.addresses.numpy().repeat(count, 0),
         head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
     )
+
+
+def attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """``model.layers.attend_causally``, without a mask where the last T of S positions attend to
+    all before them.
+
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+    """
+    count = q.shape[2]
+    size = k.shape[2]
+    if count in (1, size) or soft_cap is not None or (window is not None and size > window):
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
+    before = size - count
+    chunk = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
+    earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)
+    out, log_sums = (torch.stack(pair) for pair in zip(chunk, earlier, strict=True))
+    shares = log_sums.softmax(0).reshape(out.shape[:-1])
+    return (out * shares[..., None]).sum(0).to(q.dtype)

@@ -1,5 +1,5 @@
 """Dot products of rows of weights with rows of inputs, and weighted sums of rows: instructions on
-vectors of 16 lanes (``vectors``).
+vectors of 16 lanes (``kernels``).
 
 A *tile* is the products of a few rows of weights with a few rows of inputs. Each vector that it
 loads takes part in several products, so processors multiply rather than load. A *block* is the rows
@@ -8,7 +8,7 @@ of weights of a tile, which all rows of inputs meet, tile after tile, while it i
 Steps are row-invariant by construction: the instructions that sum a row's products are spelled out
 here, and their order depends neither on the tile nor on the other rows of the call. Each product of
 two rows has one sum of 16 lanes, to which vectors of columns are added from the first to the last,
-and a fixed tree adds the lanes (``vectors.add_lanes``). LLVM splits such a vector into the
+and a fixed tree adds the lanes (``kernels.add_lanes``). LLVM splits such a vector into the
 registers that a processor has, so the bits are the same on every processor, except where vdpbf16ps
 is used, which rounds differently.
 
@@ -47,7 +47,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
 
-from model.fast.cpu.vectors import (
+from model.fast.cpu.kernels import (
     FLOAT,
     FLOATS,
     I8,

@@ -17,9 +17,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, NUMBER_BYTES, read
-from model.fast.cpu.kernels import array_at
-from model.fast.cpu.team import compiled_task, on_all_threads, run
-from model.fast.cpu.vectors import (
+from model.fast.cpu.kernels import (
     FLOAT,
     FLOATS,
     I16,
@@ -28,6 +26,7 @@ from model.fast.cpu.vectors import (
     LANES,
     Sum,
     Value,
+    array_at,
     broadcast,
     instruction,
     load,
@@ -35,6 +34,7 @@ from model.fast.cpu.vectors import (
     store,
     turns,
 )
+from model.fast.cpu.team import compiled_task, on_all_threads, run
 from model.quantise import CUTS, FITS, shares_of
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}

@@ -21,9 +21,8 @@ from model.fast.cpu.dot import (
     dot,
     widen_row,
 )
-from model.fast.cpu.kernels import address, array_at
+from model.fast.cpu.kernels import LANES, address, array_at
 from model.fast.cpu.team import compiled_task
-from model.fast.cpu.vectors import LANES
 
 # A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
 MATRIX = np.dtype(
