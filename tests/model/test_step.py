@@ -234,7 +234,7 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
     model.prefill(text[:, :100], cache)
     assert not step.called and cache.length == 100
     model(text[:, 100:], cache, 100)
-    assert [len(call.args[1].tokens) for call in step.call_args_list] == [64, 36]
+    assert [len(call.args[1].positions) for call in step.call_args_list] == [64, 36]
     assert cache.length == 200
 
 
