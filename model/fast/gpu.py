@@ -30,7 +30,7 @@ from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
 from model.plan import FULL, LayerPlan
-from model.quantise import GROUP, Quantised
+from model.quantise import GROUP, Quantised, Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
@@ -240,7 +240,7 @@ class StaticDecoder(PreparedDecoder):
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         super().__init__(model)
-        model.use(new_product=partial(low_bits, model))
+        model.twins = Twins(model, partial(low_bits, model))
         self.fast_bits = gpu_bits(model.device, model.dtype)
         self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block

@@ -45,7 +45,7 @@ class FastDecoder(PreparedDecoder):
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
-        model.use(attend=attend_by_flash)
+        model.attend = attend_by_flash
         self.kind = KINDS[model.dtype]
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
