@@ -24,12 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from model.cache import KVCache
-from model.decoder import Decoder, Steps
+from model import FULL, Decoder, KVCache, LayerPlan, Steps
 from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
-from model.plan import FULL, LayerPlan
 from model.quantise import GROUP, Quantised, Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from model import Decoder, LayerPlan, build
-from model.plan import FULL
+from model import FULL, Decoder, LayerPlan, build
 from model.quantise import RoundedLinear, Twins, quantise, round_inputs
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model

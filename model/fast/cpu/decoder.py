@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.cache import KVCache
-from model.decoder import Decoder
+from model import FULL, Decoder, KVCache, LayerPlan
 from model.fast import PreparedDecoder
 from model.fast.cpu.dot import BLOCK_ROWS, LOW_BITS
 from model.fast.cpu.kernels import KERNELS, LANES
@@ -22,7 +21,6 @@ from model.fast.cpu.rounding import KINDS, pack
 from model.fast.cpu.step import MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import MATRIX, attention_task, input_task, product_task
 from model.layers import RMSNorm, attend_causally, rotary_table
-from model.plan import FULL, LayerPlan
 
 MOST_ROWS = 64  # tokens per step
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
