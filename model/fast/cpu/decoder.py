@@ -23,6 +23,7 @@ from model.fast.cpu.tasks import MATRIX, attention_task, input_task, product_tas
 from model.layers import RMSNorm, attend_causally, rotary_table
 
 MOST_ROWS = 64  # tokens per step
+UNLIMITED = 1 << 60  # positions
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -169,7 +170,7 @@ class FastDecoder(PreparedDecoder):
             norms=np.stack(norms).reshape(config.num_layers, 2, -1, config.hidden_size),
             final_norm=scales(model.norm),
             head_norms=np.array(head_norms, np.float32).reshape(-1, 2, config.head_dim),
-            windows=np.array([window or 0 for window in config.windows]),
+            windows=np.array([window or UNLIMITED for window in config.windows]),
             ropes=np.array([ropes.index(rope) for rope in config.ropes]),
             cos=cos.chunk(2, 2)[0].contiguous().numpy(),
             sin=sin.chunk(2, 2)[1].contiguous().numpy(),

@@ -212,9 +212,10 @@ def multiply_codes(kind: int, w: Value, inputs: list[Value], columns: Value) -> 
             parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
             for half, part in enumerate(parts):
                 place = group * GROUP + (4 * vector + half * (GROUP // 2))
-                for number, x in enumerate(inputs):
-                    four = broadcast(load(x + place, I32))
-                    products[number] = add_bytes(products[number], part, four)
+                products = [
+                    add_bytes(total, part, broadcast(load(x + place, I32)))
+                    for total, x in zip(products, inputs, strict=True)
+                ]
         if kind == INT4:
             halves = ir.VectorType(I16, LANES)
             step = widen(BF16, load(at + codes_bytes, halves))
@@ -318,29 +319,31 @@ def add_rows(
 
         def add_columns(start: Value, rest: Value | None) -> None:
             """Add 64 columns from ``start`` on, only ``rest`` of them if given."""
-            offsets = range(0, BLOCK, LANES)
-            block = [start + column for column in offsets]
-            left = [None if rest is None else rest - column for column in offsets]
+            vectors = [
+                (start + column, None if rest is None else rest - column)
+                for column in range(0, BLOCK, LANES)
+            ]
             places = [
-                [out + (columns * number + column) * 4 for column in block] for number in numbers
+                [out + (columns * number + column) * 4 for column, _ in vectors]
+                for number in numbers
             ]
             tile = [
                 [
-                    Sum(builder, load(place, FLOATS, rest))
-                    for place, rest in zip(row, left, strict=True)
+                    Sum(builder, load(place, FLOATS, left))
+                    for place, (_, left) in zip(row, vectors, strict=True)
                 ]
                 for row in places
             ]
             with turns(count) as turn:
                 row = rows + turn * stride
-                values = [read(kind, row, *each) for each in zip(block, left, strict=True)]
+                values = [read(kind, row, column, left) for column, left in vectors]
                 for number, totals in zip(numbers, tile, strict=True):
                     weight = broadcast(load(weights + weights_stride * number + turn * 4, FLOAT))
-                    for total, vector in zip(totals, values, strict=True):
+                    for vector, total in zip(values, totals, strict=True):
                         total.add(fused_multiply_add, vector, weight)
             for row, totals in zip(places, tile, strict=True):
-                for place, total, rest in zip(row, totals, left, strict=True):
-                    store(place, total.value, rest)
+                for place, total, (_, left) in zip(row, totals, vectors, strict=True):
+                    store(place, total.value, left)
 
         in_blocks(columns, BLOCK, add_columns)
 

@@ -28,7 +28,7 @@ PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
 class Weights(NamedTuple):
-    """Model under a layer plan, in float32. Soft caps and windows are 0 where there is none."""
+    """Model under a layer plan, in float32. Soft caps are 0 where there is none."""
 
     kind: int  # of the cache and of all weights not in low bits
     embedding_scale: np.float32

@@ -67,7 +67,7 @@ ATTENTION = np.dtype(
         ("key_heads", np.int64),
         ("chunks", np.int64),
         ("groups", np.int64),  # query heads that share a key head
-        ("window", np.int64),  # 0 if there is none
+        ("window", np.int64),  # positions, more than any text has if there is none
         ("factors", np.int64),  # address of [2] float32: scale, and soft cap or 0
         ("out", np.int64),  # address of [rows, heads, chunks, D + 2] float32
     ]
@@ -170,11 +170,9 @@ def attention_task(kind: int) -> int:
             span, head = divmod(rest, given.key_heads)
             row, end_row = array_at(given.spans + 8 * span, 2, np.int64)
             positions = all_positions[row:end_row]
-            ends = np.minimum(positions + 1, (chunk + 1) * CHUNK)
-            begins = np.full_like(ends, chunk * CHUNK)
-            if given.window:
-                begins = np.minimum(np.maximum(begins, positions + 1 - given.window), ends)
-            ends = np.maximum(ends, begins)
+            limits = chunk * CHUNK, (chunk + 1) * CHUNK
+            begins = np.clip(positions + 1 - given.window, *limits)
+            ends = np.clip(positions + 1, *limits)
             first = begins[0]
             keys, values = array_at(given.entries + row * given.entries_stride, 2, np.int64)
             head_bytes = array_at(given.head_bytes + 8 * row, 1, np.int64)[0]
