@@ -175,11 +175,11 @@ class Twins:
         must not be called.
         """
         block = self.model.layers[layer]
-        twins = {}
-        if attention in LOW_BITS:
-            twins["self_attn"] = self._twin(block.self_attn, attention, self._new_sublayer)
-        if mlp in LOW_BITS:
-            twins["mlp"] = self._twin(block.mlp, mlp, self._new_sublayer)
+        twins = {
+            name: self._twin(getattr(block, name), bits, self._new_sublayer)
+            for name, bits in (("self_attn", attention), ("mlp", mlp))
+            if bits in LOW_BITS
+        }
         return with_parts(block, twins) if twins else block
 
     def head(self, bits: int) -> Product | None:

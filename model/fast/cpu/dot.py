@@ -38,8 +38,6 @@ Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector 
 ``decoder.packed`` writes the weights, ``elements.round_to_int8`` the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from llvmlite import ir
