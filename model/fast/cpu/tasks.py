@@ -206,26 +206,22 @@ def attention_task(kind: int) -> int:
             attended = np.zeros((len(ends), groups, size), np.float32)
             # Between two beginnings or ends, the same queries attend to all positions.
             position = first
-            attending = 0  # queries up to here have begun
-            for query in range(len(ends)):
-                while position < ends[query]:
-                    while attending < len(ends) and begins[attending] <= position:
-                        attending += 1
-                    stop = ends[query]
-                    if attending < len(ends):
-                        stop = min(stop, begins[attending])
-                    add_rows(
-                        kind,
-                        rows=values + head * head_bytes + position * given.entry_bytes,
-                        stride=given.entry_bytes,
-                        count=stop - position,
-                        columns=size,
-                        weights=address(scores[query]) + 4 * (position - first),
-                        weights_stride=scores.strides[1],
-                        out=address(attended[query]),
-                        sums=(attending - query) * groups,
-                    )
-                    position = stop
+            while position < ends[-1]:
+                query = np.searchsorted(ends, position, "right")  # the first that has not ended
+                behind = np.searchsorted(begins, position, "right")  # the first that has not begun
+                stop = min(ends[query], begins[behind]) if behind < len(ends) else ends[query]
+                add_rows(
+                    kind,
+                    rows=values + head * head_bytes + position * given.entry_bytes,
+                    stride=given.entry_bytes,
+                    count=stop - position,
+                    columns=size,
+                    weights=address(scores[query]) + 4 * (position - first),
+                    weights_stride=scores.strides[1],
+                    out=address(attended[query]),
+                    sums=(behind - query) * groups,
+                )
+                position = stop
             for query in range(len(ends)):
                 stored[row + query, head, :, chunk, :size] = attended[query]
             scores[:0] = (
