@@ -186,9 +186,8 @@ class StaticStep:
         }
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups = config.num_heads // config.num_kv_heads
-        dtype = wide_dtype(model.dtype)
         masks = {
-            window: causal_mask(index, keys, window, dtype).repeat(groups, 1)
+            window: causal_mask(index, keys, window, wide_dtype(model.dtype)).repeat(groups, 1)
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
@@ -213,8 +212,7 @@ class StaticStep:
         count = tokens.shape[1]
         self.tokens[:, :count].copy_(tokens)
         self.start.fill_(start)
-        run = self.replay or self.compute
-        run()
+        (self.replay or self.compute)()
         return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 

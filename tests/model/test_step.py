@@ -390,9 +390,11 @@ def test_narrow_numbers_are_rounded_as_torch_rounds_them(
 
 
 def test_float16_numbers_are_widened_exactly() -> None:
+    kind = dot.F16  # Numba takes a closure's number for a constant
+
     @numba.njit
     def run(halves, wide):
-        dot.widen_row(dot.F16, halves.ctypes.data, len(halves), wide.ctypes.data)
+        dot.widen_row(kind, halves.ctypes.data, len(halves), wide.ctypes.data)
         return wide[0] + halves[0]  # keeps both until they are read
 
     halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)
