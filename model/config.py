@@ -12,7 +12,10 @@ from typing import Any
 
 from model.errors import InputError
 
-ACTIVATIONS = {"llama": "silu", "gemma2": "gelu_pytorch_tanh"}  # of the blocks
+ACTIVATIONS = {  # of the blocks, behind the key that names it
+    "llama": ("hidden_act", "silu"),
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+}
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
@@ -167,8 +170,7 @@ def parse_config(source: Any) -> ModelConfig:
     if name == "mistral" and "layer_types" in source:  # as transformers loads such a file
         name = "ministral"
     family = FAMILIES[_one_of("model_type", name, FAMILIES)]
-    activation = ACTIVATIONS[family.block]
-    key = "hidden_act" if family.block == "llama" else "hidden_activation"
+    key, activation = ACTIVATIONS[family.block]
     _one_of(key, source.get(key) or activation, [activation])
     _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])

@@ -224,8 +224,7 @@ def attention_task(kind: int) -> int:
                 position = stop
             for query in range(len(ends)):
                 stored[row + query, head, :, chunk, :size] = attended[query]
-            scores[:0] = (
-                0  # keeps them until here: Numba frees an array behind its last use by name
-            )
+            # keeps them until here: Numba frees an array behind its last use by name
+            scores[:0] = 0
 
     return compiled_task(attention, kind)
