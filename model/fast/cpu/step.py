@@ -145,18 +145,16 @@ def spans_of(batch: Batch, most: int) -> np.ndarray:
     one text at positions that follow each other.
     """
     rows = len(batch.positions)
-    firsts = np.zeros(rows + 1, np.int64)
-    count = 1
+    firsts = [0]
     for row in range(1, rows):
         follows = (
             batch.positions[row] == batch.positions[row - 1] + 1
             and batch.entries[row, 0, 0] == batch.entries[row - 1, 0, 0]
         )
-        if not follows or row == firsts[count - 1] + most:
-            firsts[count] = row
-            count += 1
-    firsts[count] = rows
-    return firsts[: count + 1]
+        if not follows or row == firsts[-1] + most:
+            firsts.append(row)
+    firsts.append(rows)
+    return np.array(firsts)
 
 
 @compiled()
