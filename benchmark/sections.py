@@ -36,8 +36,7 @@ from decoding.run.together import Scheduler
 from decoding.run.writer import Drafting, Sample, Task, Writer, plain
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import LayerPlan
-from model.clock import now
+from model import LayerPlan, now
 from search.costs import CostTable
 from weights.memory import bytes_read
 

@@ -19,8 +19,7 @@ from cli.files import read_json
 from cli.table import Row
 from decoding.randomness import KeyedRandomness, Place
 from decoding.sampling import SamplingParams, distribution
-from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, parse_config
-from model.clock import now
+from model import Decoder, InputError, KVCache, LayerPlan, ModelConfig, build, now, parse_config
 from model.fast import accelerate
 from search.costs import CostTable, best_speedup
 from weights.memory import (

@@ -20,8 +20,7 @@ from decoding.policies import Offer, Policy
 from decoding.randomness import Randomness
 from decoding.sampling import SamplingParams, distribution, joined, one_hot
 from decoding.text import Text
-from model.errors import InputError
-from model.plan import LayerPlan
+from model import InputError, LayerPlan
 
 # most tokens that a draft step reads; of more, all but the last are prefilled
 CATCH_UP = 16

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.launch import launch
+from model import launch
 
 
 class Place(NamedTuple):

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.errors import InputError
-from model.launch import launch
+from model import InputError, launch
 
 # On a CPU the filters see the tokens whose scores are at most this far below the largest: the next
 # distance where these are too few.

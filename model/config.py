@@ -12,7 +12,10 @@ from typing import Any
 
 from model.errors import InputError
 
-ACTIVATIONS = {"llama": "silu", "gemma2": "gelu_pytorch_tanh"}  # of the blocks
+ACTIVATIONS = {  # of the blocks, behind the key that names it
+    "llama": ("hidden_act", "silu"),
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+}
 ROPE_FACTORS = {
     "default": (),
     "linear": ("factor",),
@@ -167,8 +170,7 @@ def parse_config(source: Any) -> ModelConfig:
     if name == "mistral" and "layer_types" in source:  # as transformers loads such a file
         name = "ministral"
     family = FAMILIES[_one_of("model_type", name, FAMILIES)]
-    activation = ACTIVATIONS[family.block]
-    key = "hidden_act" if family.block == "llama" else "hidden_activation"
+    key, activation = ACTIVATIONS[family.block]
     _one_of(key, source.get(key) or activation, [activation])
     _one_of("is_causal", source.get("is_causal", True), [True])
     _one_of("use_bidirectional_attention", source.get("use_bidirectional_attention"), [False, None])
@@ -233,8 +235,8 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     Where there are ``two``, the scaling of transformers 4 is that of layers without a window, and
     rope_parameters hold an object for each kind.
     """
-    scaling = _object(raw, "rope_scaling")
-    parameters = _object(raw, "rope_parameters")
+    scaling = _read(raw, {}, "rope_scaling", dict, {})
+    parameters = _read(raw, {}, "rope_parameters", dict, {})
     if not two:
         return dict.fromkeys((SLIDING, FULL), _rope(raw, scaling or parameters, max_positions))
     for kind in parameters:
@@ -242,8 +244,8 @@ def _ropes(raw: dict[str, Any], two: bool, max_positions: int) -> dict[str, Rope
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
     full = {"rope_theta": raw.get("rope_theta") or 1e6}
     return {
-        SLIDING: _rope(raw, local | _object(parameters, SLIDING), max_positions),
-        FULL: _rope(raw, full | _object(parameters, FULL) | scaling, max_positions),
+        SLIDING: _rope(raw, local | _read(parameters, {}, SLIDING, dict, {}), max_positions),
+        FULL: _rope(raw, full | _read(parameters, {}, FULL, dict, {}) | scaling, max_positions),
     }
 
 
@@ -263,14 +265,6 @@ def _rope(raw: dict[str, Any], scaling: dict[str, Any], max_positions: int) -> R
         original_max_positions=read("original_max_position_embeddings", int, max_positions),
         **{name: read(name, float) for name in ROPE_FACTORS[kind]},
     )
-
-
-def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:
-    """Object in a field, empty where it is absent or null."""
-    value = raw.get(key) or {}
-    if not isinstance(value, dict):
-        raise InputError(f"config.json: {key} must be null or one object, found {value!r:.80}")
-    return value
 
 
 def _one_of(name: str, value: Any, supported: Collection[Any]) -> Any:
@@ -293,7 +287,7 @@ def _read(
     optional: bool = False,
     smallest: int = 1,
 ) -> Any:
-    """Field as an int of at least ``smallest``, a float above 0 or a bool.
+    """Field as an int of at least ``smallest``, a float above 0, a bool or an object.
 
     Where it is absent, it is that of ``defaults``, or else ``default``. Where it is null, it is
     None if it is ``optional``, else the same.
@@ -310,6 +304,7 @@ def _read(
         ),
         float: (type(value) in (int, float) and 0 < value < 1e30, "a number above 0"),
         bool: (type(value) is bool, "true or false"),
+        dict: (type(value) is dict, "null or one object"),
     }[kind]
     if not fits:
         raise InputError(f"config.json: {key} must be {wanted}, found {value!r:.80}")

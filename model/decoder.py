@@ -13,8 +13,7 @@ from model.cache import KVCache
 from model.config import ModelConfig
 from model.layers import RMSNorm, attend_causally, layer_positions
 from model.plan import LayerPlan
-from model.quantise import Quantised, quantise
-from model.twins import NewProduct, Twins
+from model.quantise import Quantised, Twins, quantise
 
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
 
@@ -84,19 +83,9 @@ class Decoder(Steps, nn.Module):
         )
         self.layers = nn.ModuleList(self.new_block(config, n) for n in range(config.num_layers))
         self.norm = self.new_norm(config.hidden_size, config.norm_eps)
-        self.use()
-
-    def use(
-        self,
-        *,
-        attend: Callable[..., Tensor] = attend_causally,
-        new_product: NewProduct | None = None,
-    ) -> None:
-        """Set the functions that ``model.fast`` replaces by faster ones: the attention of prompts,
-        and the low-bit products of ``Twins``. By default they are the readable ones.
-        """
-        self.attend = attend
-        self.twins = Twins(self, new_product)
+        # ``model.fast`` replaces both by faster ones
+        self.attend: Callable[..., Tensor] = attend_causally  # of prompts
+        self.twins = Twins(self)
 
     def prepare(self, plan: LayerPlan) -> None:
         """Make the low-bit copies of a plan now, not while a text is timed."""

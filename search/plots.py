@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cli.picture import INK, MUTED, RED, SCALE
-from model import LayerPlan
-from model.plan import FULL, LOW_BITS
+from model import FULL, LOW_BITS, LayerPlan
 from search.costs import CostTable, SublayerCosts, best_speedup
 from search.prediction import Prediction
 

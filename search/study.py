@@ -23,8 +23,7 @@ from cli.command_line import say
 from cli.files import explaining
 from decoding.run.chooser import Setting
 from decoding.verify import Coupling
-from model import InputError, LayerPlan
-from model.plan import FULL
+from model import FULL, InputError, LayerPlan
 from search.acceptance import Calibration
 from search.costs import SublayerCosts, measure_sublayers
 from search.prediction import Prediction

@@ -22,8 +22,7 @@ from decoding.randomness import Randomness, SeededRandomness
 from decoding.rounds import Round
 from decoding.speculate import speculate
 from decoding.text import Rules, Text, TokenBytes
-from model import Decoder, KVCache, LayerPlan, build, parse_config
-from model.plan import FULL, LOW_BITS
+from model import FULL, LOW_BITS, Decoder, KVCache, LayerPlan, build, parse_config
 from tests.configs import small
 
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import modeling_rope_utils
 
-from model import Decoder, LayerPlan, build, parse_config
-from model.plan import FULL
+from model import FULL, Decoder, LayerPlan, build, parse_config
 from tests.configs import FAMILIES
 
 transformers.logging.set_verbosity_error()

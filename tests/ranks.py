@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from decoding.run.ranks import from_rank_0
-from model import Decoder, build, parse_config
-from model.parallel import Cut, Shard, exchange, split
+from model import Cut, Decoder, Shard, build, exchange, parse_config, split
 from tests.commands import Outcome
 
 SERVER = get_context("forkserver")

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Decoder
-from model.layers import layer_positions
+from model import Decoder, layer_positions
 from training.text import Rows
 
 CURRICULA = ("rotational", "gradual", "none")

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from cli.command_line import say
 from cli.files import atomic_path, explaining
-from model import InputError
-from model.places import cache_folder
+from model import InputError, cache_folder
 from weights.load import model_fingerprint
 
 LARGEST = 4 * 10**9  # bytes of all checkpoints' copies

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from cli.command_line import say
 from cli.files import explaining, read_json
-from model import Decoder, InputError, ModelConfig, build, parse_config
+from model import Cut, Decoder, InputError, ModelConfig, Shard, build, parse_config
 from model.fast import multiplies_bf16
-from model.parallel import Cut, Shard
 
 WEIGHTS = Path(__file__).parent
 # by name on a command line, and in a safetensors header

@@ -12,11 +12,9 @@ import psutil
 import torch
 from rich.filesize import decimal
 
-from model import Decoder, InputError, ModelConfig, build
-from model.decoder import PREFILL_CHUNK
+from model import FULL, PREFILL_CHUNK, Decoder, InputError, LayerPlan, ModelConfig, build
 from model.fast import static_capacity
 from model.layers import wide_dtype
-from model.plan import FULL, LayerPlan
 
 LONGEST_DRAFT = 8  # tokens of a draft whose length no option sets, at most
 CGROUP = Path("/sys/fs/cgroup")  # the control group of a Linux container

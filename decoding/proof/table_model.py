@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model import InputError, KVCache, LayerPlan
-from model.decoder import Steps
-from model.plan import FULL
+from model import FULL, InputError, KVCache, LayerPlan, Steps
 
 # the bytes of its tokens; 2 has those of 0 and 1 together
 TEXTS = (b"a", b"b", b"ab", b"c", b"", b"d")

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from cli.command_line import say
 from decoding.run.prompt import encode_prompt
-from model import Decoder, LayerPlan, fast, quantise
-from model.layers import layer_positions
-from model.places import version
+from model import Decoder, LayerPlan, fast, layer_positions, quantise, version
 from weights.kept import KeptTensors
 from weights.tokenizer import Tokenizer
 

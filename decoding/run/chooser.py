@@ -35,9 +35,8 @@ from decoding.run.calibration import kept_of, low_bit_steps
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
-from model import Decoder, InputError, KVCache, LayerPlan
+from model import FULL, LOW_BITS, Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
-from model.plan import FULL, LOW_BITS
 from weights.kept import KeptTensors
 from weights.load import load_model, model_folder, read_config
 from weights.memory import bytes_read, has_memory_for

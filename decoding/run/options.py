@@ -34,9 +34,8 @@ from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
-from model import InputError
+from model import LOW_BITS, InputError
 from model.fast import gpu_bits, why_not_compiled
-from model.plan import LOW_BITS
 from weights.load import DTYPES, model_folder, pick_dtype, read_config, shown_name
 from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer

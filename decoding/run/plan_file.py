@@ -14,8 +14,7 @@ from typing import Any
 
 from cli.files import read_json, write_json
 from decoding.policies import AdaptiveExit, FixedLength, Policy
-from model import InputError, LayerPlan
-from model.plan import FULL, LOW_BITS
+from model import FULL, LOW_BITS, InputError, LayerPlan
 from weights.load import model_fingerprint
 
 SUBLAYERS = ("attn", "mlp")

@@ -26,8 +26,7 @@ from decoding.run.options import Request
 from decoding.run.prompt import read_prompt
 from decoding.run.session import Session
 from decoding.run.writer import Decisions
-from model import InputError
-from model.parallel import Shard, exchange, split
+from model import InputError, Shard, exchange, split
 from weights.load import load_model, model_fingerprint
 from weights.memory import check_fits, estimate
 

@@ -21,9 +21,7 @@ from torch import Tensor
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.rounds import Round
 from decoding.run.writer import Drafting, Task, Writer
-from model import Decoder, KVCache, LayerPlan
-from model.clock import now
-from model.decoder import chunk_at
+from model import Decoder, KVCache, LayerPlan, chunk_at, now
 
 MOST_TOGETHER = 16  # texts that share steps
 

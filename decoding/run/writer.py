@@ -28,8 +28,7 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
 from decoding.verify import Coupling, Verify
-from model import Decoder, KVCache, LayerPlan
-from model.clock import now
+from model import Decoder, KVCache, LayerPlan, now
 
 GAMMA = 4  # tokens drafted per round by default
 PREPARING = 0.1  # share of a round's time for the preparation of drafts behind it

@@ -17,8 +17,7 @@ from decoding.run.together import Scheduler
 from decoding.run.writer import Task
 from decoding.serve.requests import MAX_GAMMA, ParsedRequest, refusal
 from decoding.text import Rules
-from model import LayerPlan
-from model.plan import LOW_BITS
+from model import LOW_BITS, LayerPlan
 from weights.memory import Memory, check_fits, free_bytes
 
 MAX_WAITING = 16  # requests in the queue, besides as many as texts are written at once

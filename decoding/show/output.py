@@ -22,7 +22,7 @@ from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
 from decoding.text import Text
 from decoding.verify import Coupling
-from model.clock import now
+from model import now
 
 
 class Output:

@@ -32,7 +32,7 @@ def accelerate(model: Decoder, compiled: bool = True) -> Decoder | PreparedDecod
 
     Without ``compiled``, and where there are no faster steps, the model itself is returned,
     unchanged; a line on stderr says so if only Numba is missing. Elsewhere the model is changed too
-    (``Decoder.use``): it reads prompts and rounds weights by faster functions.
+    (its ``attend`` and ``twins``): it reads prompts and rounds weights by faster functions.
     """
     if model.device.type == "mps" or not compiled:
         return model

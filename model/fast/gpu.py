@@ -24,13 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from model.cache import KVCache
-from model.decoder import Decoder, Steps
+from model import FULL, Decoder, KVCache, LayerPlan, Steps
 from model.fast import PreparedDecoder, gpu_bits, static_capacity
 from model.fast.graphs import compile_function, recorder_of
 from model.layers import Positions, causal_mask, rotary_table, wide_dtype
-from model.plan import FULL, LayerPlan
-from model.quantise import GROUP, Quantised
+from model.quantise import GROUP, Quantised, Twins
 
 ROWS = 16  # tokens of the longest step; a GPU multiplies 16 rows at a time anyway
 # Share of the largest logit: more than bf16 rounding gives in deep models, less than a wrong
@@ -188,9 +186,8 @@ class StaticStep:
         }
         keys = torch.arange(self.cache.capacity, device=model.device)
         groups = config.num_heads // config.num_kv_heads
-        dtype = wide_dtype(model.dtype)
         masks = {
-            window: causal_mask(index, keys, window, dtype).repeat(groups, 1)
+            window: causal_mask(index, keys, window, wide_dtype(model.dtype)).repeat(groups, 1)
             for window in set(config.windows)
         }
         x = model.embed(self.tokens)
@@ -215,8 +212,7 @@ class StaticStep:
         count = tokens.shape[1]
         self.tokens[:, :count].copy_(tokens)
         self.start.fill_(start)
-        run = self.replay or self.compute
-        run()
+        (self.replay or self.compute)()
         return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 
@@ -240,7 +236,7 @@ class StaticDecoder(PreparedDecoder):
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
         super().__init__(model)
-        model.use(new_product=partial(low_bits, model))
+        model.twins = Twins(model, partial(low_bits, model))
         self.fast_bits = gpu_bits(model.device, model.dtype)
         self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block

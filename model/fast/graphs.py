@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.launch import LAUNCHERS
+from model import LAUNCHERS
 
 # versions of a function that torch compiles, over all models, capacities and plans
 RECOMPILES = 256

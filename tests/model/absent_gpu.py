@@ -28,7 +28,7 @@ from decoding.randomness import inverse_cdf, race_at
 from decoding.sampling import probabilities
 from model import Decoder, LayerPlan, build
 from model.fast import gpu, gpu_bits, static_capacity
-from model.quantise import GROUP, Quantised
+from model.quantise import GROUP, Quantised, Twins
 
 # answers of CUDA's runtime: device 0 is current, and any may become so
 CUDA = """
@@ -168,7 +168,7 @@ def compile_steps(model: Decoder, run: Callable[..., Tensor]) -> None:
     plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
     if gpu_bits(model.device, model.dtype):
         model.rounded = fake_rounded
-        model.use(new_product=partial(gpu.low_bits, model))
+        model.twins = Twins(model, partial(gpu.low_bits, model))
         plans.append(full.in_bits(4))
     for capacity in 1024, 4096:
         cache = model.new_cache(static_capacity(capacity))

@@ -23,10 +23,9 @@ from decoding.sampling import SamplingParams, distribution
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder, LayerPlan, build, parse_config
+from model import LAUNCHERS, Decoder, LayerPlan, build, parse_config
 from model.fast import accelerate
 from model.fast.gpu import ROWS
-from model.launch import LAUNCHERS
 from tests.configs import small
 from tests.peak import held_bytes, peak_bytes
 from training.recipe import recipe_loss

@@ -16,11 +16,10 @@ from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
-from model import Decoder
+from model import LAUNCHERS, Decoder
 from model.fast import gpu, graphs
 from model.fast.gpu import StaticDecoder
 from model.fast.graphs import Launcher
-from model.launch import LAUNCHERS
 from tests import fake_device
 from tests.laws import REAL_DRAFTERS, REAL_POLICIES, begun, tiny_model
 

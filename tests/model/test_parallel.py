@@ -22,8 +22,7 @@ from decoding.run.writer import Writer
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
-from model import Decoder, LayerPlan, parse_config
-from model.parallel import Shard
+from model import Decoder, LayerPlan, Shard, parse_config
 from tests.configs import FAMILIES, small
 from tests.laws import REAL_DRAFTERS, deviation
 from tests.ranks import Ranks, joined, random_model, split_model

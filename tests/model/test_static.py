@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from model import LayerPlan
-from model.decoder import Steps
+from model import LayerPlan, Steps
 from model.fast import gpu, static_capacity
 from model.fast.gpu import ROWS, StaticDecoder
 from tests.configs import FAMILIES

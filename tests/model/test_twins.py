@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from model import Decoder, LayerPlan, build
-from model.plan import FULL
-from model.quantise import quantise, round_inputs
-from model.twins import RoundedLinear
+from model import FULL, Decoder, LayerPlan, build
+from model.quantise import RoundedLinear, Twins, quantise, round_inputs
 from tests.configs import FAMILIES
 from tests.laws import plans, tiny_model
 
@@ -54,7 +52,7 @@ def test_a_plan_in_bits_is_the_plan_on_rounded_weights(family: str, plan: LayerP
 def test_twins_are_made_when_a_plan_asks_for_them_and_share_norms() -> None:
     model = tiny_model("gemma2")
     new_product = Mock(side_effect=partial(RoundedLinear, model))
-    model.use(new_product=new_product)
+    model.twins = Twins(model, new_product)
     model(TOKENS, plan=LayerPlan.early_exit(3, 2))
     assert not new_product.called
     plan = LayerPlan((4, 0, FULL), (FULL, 8, 0), head=8)

@@ -16,9 +16,8 @@ from decoding.run.chooser import Setting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules, Text
 from decoding.verify import Verify, verify_by_race, verify_by_ratio
-from model import Decoder, LayerPlan
+from model import FULL, Decoder, LayerPlan
 from model.fast.gpu import StaticDecoder
-from model.plan import FULL
 from search.acceptance import DEPTHS, Acceptance, Calibration, accepted_by_race
 from search.costs import CostTable
 from search.prediction import expected_rounds, predict

@@ -22,8 +22,7 @@ from decoding.run.writer import Drafting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import Coupling
-from model import Decoder, LayerPlan
-from model.plan import FULL, LOW_BITS
+from model import FULL, LOW_BITS, Decoder, LayerPlan
 from search import __main__ as command
 from search.acceptance import Calibration
 from search.confirm import confirm, is_exit, plans_to_confirm

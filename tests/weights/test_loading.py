@@ -20,9 +20,8 @@ from torch import Tensor
 
 from decoding.run import plan_file
 from decoding.run.plan_file import DraftPlan, read_plan
-from model import InputError, LayerPlan
+from model import Cut, InputError, LayerPlan, Shard
 from model.fast import gpu_bits
-from model.parallel import Cut, Shard
 from tests.configs import LLAMA3_ROPE
 from tests.folders import GEMMA2, LLAMA, random_state, write_folder
 from tests.laws import plans

@@ -18,9 +18,8 @@ from decoding.randomness import SeededRandomness
 from decoding.sampling import SamplingParams
 from decoding.speculate import speculate
 from decoding.text import Rules, Text
-from model import LayerPlan, ModelConfig, build, parse_config
+from model import LOW_BITS, LayerPlan, ModelConfig, build, parse_config
 from model.fast import accelerate
-from model.plan import LOW_BITS
 from tests.configs import FAMILIES
 from tests.oracle import configs
 from tests.peak import held_bytes, peak_bytes

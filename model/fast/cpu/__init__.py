@@ -8,7 +8,7 @@ are in ``tasks``: one rounds the inputs, the other takes the matrix block by blo
 for each. ``dot`` has the loop over the columns, instruction by instruction, and a drawing of how
 low-bit weights lie in memory.
 
-Beside the way: ``elements`` has the norms and functions of single numbers, ``vectors`` the
-operators in which ``dot`` is written, ``kernels`` the compiling and keeping of code. ``flash`` and
-``rounding`` serve prompts and the making of low-bit weights.
+Beside the way: ``elements`` has the norms and functions of single numbers, ``kernels`` the
+compiling and keeping of code and the operators in which ``dot`` is written. ``rounding`` makes the
+low-bit weights.
 """

@@ -1,4 +1,10 @@
-"""Decoder on a CPU: short steps are one compiled function, prompts are read by torch."""
+"""Decoder on a CPU: short steps are one compiled function, prompts are read by torch.
+
+Long prompts attend by torch's fused kernel. Called by name, it also returns the logarithm of each
+softmax's divisor. With it, the attentions of the same queries to two sets of keys can be joined. So
+the keys before a prompt's chunk need no mask, and within the chunk the kernel skips the masked half
+of the scores.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,20 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.cache import KVCache
-from model.decoder import Decoder
+from model import FULL, Decoder, KVCache, LayerPlan
 from model.fast import PreparedDecoder
 from model.fast.cpu.dot import BLOCK_ROWS, LOW_BITS
-from model.fast.cpu.flash import attend_by_flash
-from model.fast.cpu.kernels import KERNELS
+from model.fast.cpu.kernels import KERNELS, LANES
 from model.fast.cpu.rounding import KINDS, pack
 from model.fast.cpu.step import MATRICES, Batch, O, Weights, run_step, step
 from model.fast.cpu.tasks import MATRIX, attention_task, input_task, product_task
-from model.fast.cpu.vectors import LANES
-from model.layers import RMSNorm, rotary_table
-from model.plan import FULL, LayerPlan
+from model.layers import RMSNorm, attend_causally, rotary_table
 
 MOST_ROWS = 64  # tokens per step
+UNLIMITED = 1 << 60  # positions
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class FastDecoder(PreparedDecoder):
@@ -40,7 +44,7 @@ class FastDecoder(PreparedDecoder):
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
         super().__init__(model)
-        model.use(attend=attend_by_flash)
+        model.attend = attend_by_flash
         self.kind = KINDS[model.dtype]
         self.full = LayerPlan.full(self.num_layers)
         self.plans: dict[LayerPlan, Weights] = {}
@@ -102,18 +106,29 @@ class FastDecoder(PreparedDecoder):
         plan = plan or self.full
         for tokens, cache, start in calls:
             cache.claim(plan.attention_layers, start, tokens.shape[1])
-        batch = Batch(*map(np.concatenate, zip(*(rows_of(*call) for call in calls), strict=True)))
+        rows = [self._rows(*call) for call in calls]
+        batch = Batch(*map(np.concatenate, zip(*rows, strict=True)))
         positions = max(cache.capacity for _, cache, _ in calls)
         weights = self.plans.get(plan)
         if weights is None or weights.cos.shape[1] < positions:
             weights = self._weights(plan, positions)
         steps = [
             step(weights, Batch(*(each[first : first + MOST_ROWS] for each in batch)))
-            for first in range(0, len(batch.tokens), MOST_ROWS)
+            for first in range(0, len(batch.positions), MOST_ROWS)
         ]
         logits = torch.from_numpy(np.concatenate(steps) if len(steps) > 1 else steps[0])
         by_call = logits.split([tokens.numel() for tokens, _, _ in calls])
         return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
+
+    def _rows(self, tokens: Tensor, cache: KVCache, start: int) -> Batch:
+        """Rows of one call, text by text."""
+        texts, count = tokens.shape
+        return Batch(
+            embeddings=self.model.embed_tokens(tokens).detach().float().flatten(0, 1).numpy(),
+            positions=np.arange(texts * count) % count + start,
+            entries=cache.addresses.numpy().repeat(count, 0),
+            head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
+        )
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
@@ -142,7 +157,6 @@ class FastDecoder(PreparedDecoder):
         cos, sin = map(torch.stack, zip(*tables, strict=True))
         self.plans[plan] = Weights(
             kind=self.kind,
-            embedding=model.embed_tokens.weight.data_ptr(),
             embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),
             attention_task=attention_task(self.kind),
@@ -156,7 +170,7 @@ class FastDecoder(PreparedDecoder):
             norms=np.stack(norms).reshape(config.num_layers, 2, -1, config.hidden_size),
             final_norm=scales(model.norm),
             head_norms=np.array(head_norms, np.float32).reshape(-1, 2, config.head_dim),
-            windows=np.array([window or 0 for window in config.windows]),
+            windows=np.array([window or UNLIMITED for window in config.windows]),
             ropes=np.array([ropes.index(rope) for rope in config.ropes]),
             cos=cos.chunk(2, 2)[0].contiguous().numpy(),
             sin=sin.chunk(2, 2)[1].contiguous().numpy(),
@@ -190,12 +204,21 @@ def scales(norm: RMSNorm) -> np.ndarray:
     return (norm.weight.float() + (1 - norm.neutral)).numpy()
 
 
-def rows_of(tokens: Tensor, cache: KVCache, start: int) -> Batch:
-    """Rows of one call, text by text."""
-    texts, count = tokens.shape
-    return Batch(
-        tokens=tokens.numpy().ravel(),
-        positions=np.arange(texts * count) % count + start,
-        entries=cache.addresses.numpy().repeat(count, 0),
-        head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
-    )
+def attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, *, scale: float, soft_cap: float | None
+) -> Tensor:
+    """``model.layers.attend_causally``, without a mask where the last T of S positions attend to
+    all before them.
+
+    q ``[B, H, T, D]``, k and v ``[B, K, S, D]`` with K dividing H -> ``[B, H, T, D]``.
+    """
+    count = q.shape[2]
+    size = k.shape[2]
+    if count in (1, size) or soft_cap is not None or (window is not None and size > window):
+        return attend_causally(q, k, v, window, scale=scale, soft_cap=soft_cap)
+    before = size - count
+    chunk = FLASH(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
+    earlier = FLASH(q, k[:, :, :before], v[:, :, :before], scale=scale)
+    out, log_sums = (torch.stack(pair) for pair in zip(chunk, earlier, strict=True))
+    shares = log_sums.softmax(0).reshape(out.shape[:-1])
+    return (out * shares[..., None]).sum(0).to(q.dtype)

@@ -1,5 +1,5 @@
 """Dot products of rows of weights with rows of inputs, and weighted sums of rows: instructions on
-vectors of 16 lanes (``vectors``).
+vectors of 16 lanes (``kernels``).
 
 A *tile* is the products of a few rows of weights with a few rows of inputs. Each vector that it
 loads takes part in several products, so processors multiply rather than load. A *block* is the rows
@@ -8,7 +8,7 @@ of weights of a tile, which all rows of inputs meet, tile after tile, while it i
 Steps are row-invariant by construction: the instructions that sum a row's products are spelled out
 here, and their order depends neither on the tile nor on the other rows of the call. Each product of
 two rows has one sum of 16 lanes, to which vectors of columns are added from the first to the last,
-and a fixed tree adds the lanes (``vectors.add_lanes``). LLVM splits such a vector into the
+and a fixed tree adds the lanes (``kernels.add_lanes``). LLVM splits such a vector into the
 registers that a processor has, so the bits are the same on every processor, except where vdpbf16ps
 is used, which rounds differently.
 
@@ -38,16 +38,13 @@ Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector 
 ``decoder.packed`` writes the weights, ``elements.round_to_int8`` the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import partial
 
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
 
-from model.fast.cpu.vectors import (
+from model.fast.cpu.kernels import (
     FLOAT,
     FLOATS,
     I8,
@@ -213,9 +210,10 @@ def multiply_codes(kind: int, w: Value, inputs: list[Value], columns: Value) -> 
             parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
             for half, part in enumerate(parts):
                 place = group * GROUP + (4 * vector + half * (GROUP // 2))
-                for number, x in enumerate(inputs):
-                    four = broadcast(load(x + place, I32))
-                    products[number] = add_bytes(products[number], part, four)
+                products = [
+                    add_bytes(total, part, broadcast(load(x + place, I32)))
+                    for total, x in zip(products, inputs, strict=True)
+                ]
         if kind == INT4:
             halves = ir.VectorType(I16, LANES)
             step = widen(BF16, load(at + codes_bytes, halves))
@@ -319,29 +317,31 @@ def add_rows(
 
         def add_columns(start: Value, rest: Value | None) -> None:
             """Add 64 columns from ``start`` on, only ``rest`` of them if given."""
-            offsets = range(0, BLOCK, LANES)
-            block = [start + column for column in offsets]
-            left = [None if rest is None else rest - column for column in offsets]
+            vectors = [
+                (start + column, None if rest is None else rest - column)
+                for column in range(0, BLOCK, LANES)
+            ]
             places = [
-                [out + (columns * number + column) * 4 for column in block] for number in numbers
+                [out + (columns * number + column) * 4 for column, _ in vectors]
+                for number in numbers
             ]
             tile = [
                 [
-                    Sum(builder, load(place, FLOATS, rest))
-                    for place, rest in zip(row, left, strict=True)
+                    Sum(builder, load(place, FLOATS, left))
+                    for place, (_, left) in zip(row, vectors, strict=True)
                 ]
                 for row in places
             ]
             with turns(count) as turn:
                 row = rows + turn * stride
-                values = [read(kind, row, *each) for each in zip(block, left, strict=True)]
+                values = [read(kind, row, column, left) for column, left in vectors]
                 for number, totals in zip(numbers, tile, strict=True):
                     weight = broadcast(load(weights + weights_stride * number + turn * 4, FLOAT))
-                    for total, vector in zip(totals, values, strict=True):
+                    for vector, total in zip(values, totals, strict=True):
                         total.add(fused_multiply_add, vector, weight)
             for row, totals in zip(places, tile, strict=True):
-                for place, total, rest in zip(row, totals, left, strict=True):
-                    store(place, total.value, rest)
+                for place, total, (_, left) in zip(row, totals, vectors, strict=True):
+                    store(place, total.value, left)
 
         in_blocks(columns, BLOCK, add_columns)
 
@@ -363,13 +363,11 @@ def add_numbers(builder: ir.IRBuilder, power: int, place: Value, count: Value) -
     return Value(builder, builder.extract_element(sums.raw, ir.Constant(I32, 0)))
 
 
-@instruction(types.void(*[types.int64] * 4))
-def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
+@instruction(types.void(*[types.int64] * 4), constants=1)
+def widen_row(builder: ir.IRBuilder, kind: int, row: Value, columns: Value, out: Value) -> None:
     """Numbers of a row of this kind as float32."""
 
-    def store_vector(kind: int, first: Value, left: Value | None) -> None:
+    def store_vector(first: Value, left: Value | None) -> None:
         store(out + first * 4, read(kind, row, first, left), left)
 
-    for each in (BF16, F16, F32):
-        with builder.if_then(builder.icmp_signed("==", kind.raw, kind.constant(each).raw)):
-            in_blocks(columns, LANES, partial(store_vector, each))
+    in_blocks(columns, LANES, store_vector)

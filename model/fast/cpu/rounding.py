@@ -17,9 +17,7 @@ from numba.core import cgutils
 from torch import Tensor
 
 from model.fast.cpu.dot import BF16, F16, F32, GROUP, NUMBER_BYTES, read
-from model.fast.cpu.kernels import array_at
-from model.fast.cpu.team import compiled_task, on_all_threads, run
-from model.fast.cpu.vectors import (
+from model.fast.cpu.kernels import (
     FLOAT,
     FLOATS,
     I16,
@@ -28,6 +26,7 @@ from model.fast.cpu.vectors import (
     LANES,
     Sum,
     Value,
+    array_at,
     broadcast,
     instruction,
     load,
@@ -35,6 +34,7 @@ from model.fast.cpu.vectors import (
     store,
     turns,
 )
+from model.fast.cpu.team import compiled_task, on_all_threads, run
 from model.quantise import CUTS, FITS, shares_of
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
@@ -98,28 +98,26 @@ class Grid:
     def __init__(self, weights: Value, shares: Value) -> None:
         self.weights = weights
         self.shares = shares
-        self.zeros = broadcast(load(shares, FLOAT)) * 0.0
-
-    def column(self, number: Value | int) -> Value:
-        """Weights of a column."""
-        return load(self.weights + number * VECTOR, FLOATS)
 
     def code(self, weight: Value, inverse: Value, zero: Value) -> Value:
         """Code of a weight, as float32."""
         code = on_lanes("floor", (weight - zero) * inverse + 0.5)
-        return on_lanes("minnum", on_lanes("maxnum", code, self.zeros), code.constant(LEVELS))
+        return on_lanes(
+            "minnum", on_lanes("maxnum", code, code.constant(0.0)), code.constant(LEVELS)
+        )
 
     def inverse(self, scale: Value) -> Value:
         """1 / scale, or 0 where it is not above 0."""
-        one = scale.constant(1.0)
-        return (self.zeros < scale).select(one.combine("div", scale), self.zeros)
+        zero = scale.constant(0.0)
+        return (zero < scale).select(scale.constant(1.0).combine("div", scale), zero)
 
     def means(self, count: int, values: Callable[[Value], tuple[Value, ...]]) -> list[Value]:
         """Weighted means over the group of ``count`` values of each weight."""
         sums = [Sum(self.weights.builder) for _ in range(count)]
         with turns(self.weights.constant(GROUP)) as column:
             share = broadcast(load(self.shares + column * 4, FLOAT))
-            for total, each in zip(sums, values(self.column(column)), strict=True):
+            weight = load(self.weights + column * VECTOR, FLOATS)
+            for total, each in zip(sums, values(weight), strict=True):
                 total.add(multiply_then_add, each, share)
         return [total.value for total in sums]
 
@@ -158,7 +156,7 @@ class Grid:
                 )
                 spread = mean_square - mean_code * mean_code
                 slope = (mean_product - mean_code * mean).combine("div", spread)
-                scale = (self.zeros < spread).select(slope, scale)
+                scale = (spread.constant(0.0) < spread).select(slope, scale)
                 zero = mean - scale * mean_code
         return best[1], best[2]
 
@@ -186,7 +184,7 @@ def pack_four_bits(
         scale, zero = grid.best(columns)
         step, offset = ((each << 16).bitcast(FLOATS) for each in (scale, zero))
         inverse = grid.inverse(step)
-        codes = [grid.code(grid.column(number), inverse, offset) for number in range(GROUP)]
+        codes = [grid.code(column, inverse, offset) for column in columns]
         at = out + group * (GROUP // 8 * VECTOR + 4 * LANES)
         for vector in range(GROUP // 8):
             low, high = (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model.fast.cpu import elements, team
-from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
+from model.fast.cpu.dot import GROUP, NUMBER_BYTES
 from model.fast.cpu.kernels import address, compiled
 from model.fast.cpu.tasks import CHUNK
 
@@ -28,10 +28,9 @@ PIECE = 1 << 16  # bytes of weights that a thread claims at least
 
 
 class Weights(NamedTuple):
-    """Model under a layer plan, in float32. Soft caps and windows are 0 where there is none."""
+    """Model under a layer plan, in float32. Soft caps are 0 where there is none."""
 
     kind: int  # of the cache and of all weights not in low bits
-    embedding: int  # address
     embedding_scale: np.float32
     eps: np.float32
     attention_task: int  # address
@@ -50,24 +49,12 @@ class Weights(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of a step, and the caches of their texts. All arrays are int64."""
+    """Rows of a step, and the caches of their texts. Integers are int64."""
 
-    tokens: np.ndarray  # [rows], ids
+    embeddings: np.ndarray  # [rows, hidden] float32, of tokens
     positions: np.ndarray  # [rows]
     entries: np.ndarray  # [rows, layers, 2], addresses of the keys and the values of a text
     head_bytes: np.ndarray  # [rows], bytes from one head of these to the next
-
-
-@compiled()
-def embed(weights: Weights, tokens: np.ndarray) -> np.ndarray:
-    """Embeddings of tokens times their scale: ``[rows]`` ids -> ``[rows, hidden]``."""
-    hidden = len(weights.final_norm)
-    x = np.empty((len(tokens), hidden), np.float32)
-    for row in range(len(tokens)):
-        place = weights.embedding + tokens[row] * hidden * NUMBER_BYTES[weights.kind]
-        widen_row(weights.kind, place, hidden, address(x[row]))
-    x *= weights.embedding_scale
-    return x
 
 
 @compiled()
@@ -158,18 +145,16 @@ def spans_of(batch: Batch, most: int) -> np.ndarray:
     one text at positions that follow each other.
     """
     rows = len(batch.positions)
-    firsts = np.zeros(rows + 1, np.int64)
-    count = 1
+    firsts = [0]
     for row in range(1, rows):
         follows = (
             batch.positions[row] == batch.positions[row - 1] + 1
             and batch.entries[row, 0, 0] == batch.entries[row - 1, 0, 0]
         )
-        if not follows or row == firsts[count - 1] + most:
-            firsts[count] = row
-            count += 1
-    firsts[count] = rows
-    return firsts[: count + 1]
+        if not follows or row == firsts[-1] + most:
+            firsts.append(row)
+    firsts.append(rows)
+    return np.array(firsts)
 
 
 @compiled()
@@ -227,7 +212,7 @@ def run_step(board: np.ndarray, weights: Weights, batch: Batch) -> np.ndarray:
     Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one
     before, one behind).
     """
-    x = embed(weights, batch.tokens)
+    x = batch.embeddings * weights.embedding_scale
     for layer in range(len(weights.matrices)):
         if weights.matrices[layer, Q].neurons:
             norms = weights.norms[layer, 0]

@@ -21,9 +21,8 @@ from model.fast.cpu.dot import (
     dot,
     widen_row,
 )
-from model.fast.cpu.kernels import address, array_at
+from model.fast.cpu.kernels import LANES, address, array_at
 from model.fast.cpu.team import compiled_task
-from model.fast.cpu.vectors import LANES
 
 # A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
 MATRIX = np.dtype(
@@ -68,7 +67,7 @@ ATTENTION = np.dtype(
         ("key_heads", np.int64),
         ("chunks", np.int64),
         ("groups", np.int64),  # query heads that share a key head
-        ("window", np.int64),  # 0 if there is none
+        ("window", np.int64),  # positions, more than any text has if there is none
         ("factors", np.int64),  # address of [2] float32: scale, and soft cap or 0
         ("out", np.int64),  # address of [rows, heads, chunks, D + 2] float32
     ]
@@ -171,11 +170,9 @@ def attention_task(kind: int) -> int:
             span, head = divmod(rest, given.key_heads)
             row, end_row = array_at(given.spans + 8 * span, 2, np.int64)
             positions = all_positions[row:end_row]
-            ends = np.minimum(positions + 1, (chunk + 1) * CHUNK)
-            begins = np.full_like(ends, chunk * CHUNK)
-            if given.window:
-                begins = np.minimum(np.maximum(begins, positions + 1 - given.window), ends)
-            ends = np.maximum(ends, begins)
+            limits = chunk * CHUNK, (chunk + 1) * CHUNK
+            begins = np.clip(positions + 1 - given.window, *limits)
+            ends = np.clip(positions + 1, *limits)
             first = begins[0]
             keys, values = array_at(given.entries + row * given.entries_stride, 2, np.int64)
             head_bytes = array_at(given.head_bytes + 8 * row, 1, np.int64)[0]
@@ -209,30 +206,25 @@ def attention_task(kind: int) -> int:
             attended = np.zeros((len(ends), groups, size), np.float32)
             # Between two beginnings or ends, the same queries attend to all positions.
             position = first
-            attending = 0  # queries up to here have begun
-            for query in range(len(ends)):
-                while position < ends[query]:
-                    while attending < len(ends) and begins[attending] <= position:
-                        attending += 1
-                    stop = ends[query]
-                    if attending < len(ends):
-                        stop = min(stop, begins[attending])
-                    add_rows(
-                        kind,
-                        rows=values + head * head_bytes + position * given.entry_bytes,
-                        stride=given.entry_bytes,
-                        count=stop - position,
-                        columns=size,
-                        weights=address(scores[query]) + 4 * (position - first),
-                        weights_stride=scores.strides[1],
-                        out=address(attended[query]),
-                        sums=(attending - query) * groups,
-                    )
-                    position = stop
+            while position < ends[-1]:
+                query = np.searchsorted(ends, position, "right")  # the first that has not ended
+                behind = np.searchsorted(begins, position, "right")  # the first that has not begun
+                stop = min(ends[query], begins[behind]) if behind < len(ends) else ends[query]
+                add_rows(
+                    kind,
+                    rows=values + head * head_bytes + position * given.entry_bytes,
+                    stride=given.entry_bytes,
+                    count=stop - position,
+                    columns=size,
+                    weights=address(scores[query]) + 4 * (position - first),
+                    weights_stride=scores.strides[1],
+                    out=address(attended[query]),
+                    sums=(behind - query) * groups,
+                )
+                position = stop
             for query in range(len(ends)):
                 stored[row + query, head, :, chunk, :size] = attended[query]
-            scores[:0] = (
-                0  # keeps them until here: Numba frees an array behind its last use by name
-            )
+            # keeps them until here: Numba frees an array behind its last use by name
+            scores[:0] = 0
 
     return compiled_task(attention, kind)

@@ -17,8 +17,7 @@ import torch
 from llvmlite import ir
 from numba import cfunc, types
 
-from model.fast.cpu.kernels import address, compiled
-from model.fast.cpu.vectors import I64, Value, instruction, pointer
+from model.fast.cpu.kernels import I64, Value, address, compiled, instruction, pointer
 
 # Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
 # regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.

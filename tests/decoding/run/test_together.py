@@ -274,7 +274,7 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
 def counted(model: Decoder, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """List of all later computations of the model: ("step", rows) and ("chunk", tokens)."""
     seen: list[tuple[str, int]] = []
-    recorded(patch, compiled, "step", lambda _, batch: seen.append(("step", len(batch.tokens))))
+    recorded(patch, compiled, "step", lambda _, batch: seen.append(("step", len(batch.positions))))
     recorded(
         patch,
         model.model,

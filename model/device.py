@@ -1,12 +1,13 @@
-"""Functions of rows that a GPU runs as one launch each: ``model.fast`` puts launchers here."""
+"""Clock of a device, and functions of rows that a GPU runs as one launch each."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# by device; each is called with a function and its arguments
+# by device; each is called with a function and its arguments. ``model.fast`` puts launchers here.
 LAUNCHERS: dict[torch.device, Callable[..., Tensor]] = {}
 
 
@@ -19,3 +20,12 @@ def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
     if launcher is None:
         return function(rows, *more)
     return launcher(function, rows, *more)
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, read when the device has finished all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
