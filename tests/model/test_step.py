@@ -117,34 +117,28 @@ def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [*((dtype, None) for dtype in DTYPES), *product(DTYPES[1:2], dot.LOW_BITS)]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.dtype) -> None:
-    """Logits and cache entries, alone and in steps of 2 to 17, 64 and 65 rows, across windows."""
+def test_the_bits_of_a_row_do_not_depend_on_the_others(
+    name: str, dtype: torch.dtype, bits: int | None
+) -> None:
+    """Logits and cache entries, alone and in steps of 2 to 17, 64 and 65 rows, across windows; in
+    low bits too, beside a skipped sublayer.
+    """
     model, text = accelerate(random_model(name, dtype)), tokens_for(30 + COUNTS[-1])
+    plan = bits and LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
     caches = model.new_cache(128), model.new_cache(128)
     for cache in caches:
         model.prefill(text[:, :30], cache)
-    alone, expected = one_by_one(model, text[:, 30:], 30, caches[0]), entries(caches[0])
+    alone, expected = one_by_one(model, text[:, 30:], 30, caches[0], plan), entries(caches[0])
     for count in COUNTS:
         caches[1].truncate(30)
-        assert torch.equal(model(text[:, 30 : 30 + count], caches[1], 30), alone[:, :count])
+        found = model(text[:, 30 : 30 + count], caches[1], 30, plan)
+        assert torch.equal(found, alone[:, :count])
         assert all_equal(entries(caches[1]), [each[:, :, : 30 + count] for each in expected])
-
-
-@pytest.mark.parametrize("bits", dot.LOW_BITS)
-@pytest.mark.parametrize("name", CONFIGS)
-@torch.inference_mode()
-def test_the_bits_of_a_row_in_low_bits_do_not_depend_on_the_others(name: str, bits: int) -> None:
-    """In steps of 1 to 17 rows, one after the other."""
-    model, text = accelerate(random_model(name)), tokens_for(sum(range(18)))
-    plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
-    expected = one_by_one(model, text, 0, model.new_cache(160), plan)
-    cache = model.new_cache(160)
-    for start, end in pairwise(accumulate(range(18))):
-        found = model(text[:, start:end], cache, start, plan)
-        assert torch.equal(found, expected[:, start:end])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
