@@ -114,7 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 machine_settings = settings(
-    max_examples=30,
+    max_examples=15,
     stateful_step_count=12,
     deadline=None,
     derandomize=True,
