@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from model import build, parse_config
 from model.layers import RMSNorm, rotary_table
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
+from tests.laws import random_model
 from tests.oracle import (
     VOCAB,
     configs,
@@ -20,7 +21,6 @@ from tests.oracle import (
     oracle_model,
     our_model,
     plans,
-    random_model,
     rope_fields,
     silenced,
     texts,

@@ -22,8 +22,8 @@ from decoding.verify import Coupling
 from model import Decoder, LayerPlan, parse_config
 from model.parallel import Shard
 from tests.configs import FAMILIES, small
-from tests.laws import REAL_DRAFTERS
-from tests.ranks import Ranks, joined, random_model, split_model
+from tests.laws import REAL_DRAFTERS, random_model
+from tests.ranks import Ranks, joined, split_model
 from tests.refusal import refusal
 
 EXACT = 1e-9

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from model.fast import accelerate
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
+from tests.laws import random_model
 from tests.oracle import (
     VOCAB,
     configs,
@@ -20,7 +21,6 @@ from tests.oracle import (
     oracle_logits,
     oracle_model,
     our_model,
-    random_model,
 )
 from tests.refusal import refusal
 from weights.load import load_model

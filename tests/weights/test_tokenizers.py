@@ -352,10 +352,6 @@ def test_any_tokens_that_spell_a_text_spell_that_of_transformers(tokenizer, orac
     assert tokenizer.decode(ids) == oracle.decode(ids, **how)
 
 
-def control_ids(tokenizer: Tokenizer) -> set[int]:
-    return set(tokenizer.special.values())
-
-
 @every_kind
 def test_add_bos_token_in_the_settings_wins(folders, kind, tmp_path):
     settings_ = copy_of(folders[kind], tmp_path)
@@ -405,7 +401,7 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
     typed = data.draw(st.lists(hostile | fragments, min_size=1).map("".join))
     content = f"a{typed}b"  # templates may trim
     ids = tokenizer.encode_chat([USER | {"content": content}])
-    control = control_ids(tokenizer)
+    control = set(tokenizer.special.values())
     assert [token for token in ids if token in control] == [
         token for token in tokenizer.encode_chat([USER]) if token in control
     ]
