@@ -90,8 +90,6 @@ class BreakEven(Policy):
     ASKING = 0.05  # plain rounds: in a small model it takes up to a tenth
     FADE = 0.95  # the share of a past that counts after a round in which another offer is taken
 
-    reads_draft_confidence = True
-
     def __init__(
         self,
         slopes: Mapping[str, float],
@@ -99,12 +97,15 @@ class BreakEven(Policy):
         *,
         memory: float = 0.98,
         priors: Mapping[str, float] | None = None,
+        by_confidence: bool = True,
     ) -> None:
         """``slopes``: the first slope per name of a model's offer, and of ``KNOWN`` tokens;
         ``priors``: α of a kind before its first round; ``memory``: the share of the past of a kind
-        that counts after another round of it.
+        that counts after another round of it; ``by_confidence``: whether drafts end by the
+        confidence of their tokens, which the host then reads one by one, or have the best length.
         """
         super().__init__(longest)
+        self.reads_draft_confidence = by_confidence
         self.first_slopes = slopes
         self.memory = memory
         self.priors = priors or {}
@@ -170,8 +171,8 @@ class BreakEven(Policy):
     def _best_draft(self, offer: Offer) -> PossibleDraft | None:
         """The draft of an offer, of one guess or more, with the largest speed-up.
 
-        None where the offer has no guess, or the credit does not cover the loss of one. Of a
-        model the draft has as many guesses as the credit covers: it ends by their confidence.
+        None where the offer has no guess, or the credit does not cover the loss of one. A draft
+        that ends by confidence has as many guesses as the credit covers.
         """
         slope = self.slope(slope_of(offer))
         longest = self.LONGEST_WITH_FORCED if offer.by_model else len(offer.tokens)
@@ -188,7 +189,9 @@ class BreakEven(Policy):
             draft = PossibleDraft(offer, guesses, tokens, 1 + extra)
             if best is None or draft.speedup() > best.speedup():
                 best = draft
-        return best._replace(guesses=covered) if best and offer.by_model else best
+        if best and offer.by_model and self.reads_draft_confidence:
+            return best._replace(guesses=covered)
+        return best
 
     def _prior(self, kind: str) -> float:
         return self.priors.get(kind, self.PRIOR_RATE)
@@ -243,7 +246,8 @@ class BreakEven(Policy):
                 rates.learn([1.0] * judged, judged - rejected, self.memory)
             elif self.taken and offer is self.taken.offer:
                 judged = min(self.guessed, accepted + 1)
-                rates.learn(self.confidences[:judged], accepted, self.memory)
+                confidences = self.confidences or [1.0] * judged
+                rates.learn(confidences[:judged], accepted, self.memory)
             elif offer.by_model:
                 rates.fade(self.FADE)
 

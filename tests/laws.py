@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.break_even import BreakEven
 from decoding.drafters import BestOf, Drafter, ModelDrafter, NoDraft, PromptLookup
@@ -124,6 +124,31 @@ def tiny_model(
     return model.requires_grad_(False).eval()
 
 
+def randomise(module: nn.Module, seed: int) -> None:
+    """Sharp attention, norms that are not neutral, biases that are not zero; the same numbers in
+    every dtype.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() == 2:
+                gain = (
+                    0.5 if "embed" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
+                )
+                parameter.copy_(gain * values)
+            else:
+                parameter.add_(0.3 * values)
+
+
+def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
+    """This project's model of a config.json, with random weights of which every one matters."""
+    model = build(parse_config(raw)).to(dtype).requires_grad_(False).eval()
+    model.initialise(std=1.0)  # else biases differ between processes
+    randomise(model, 0)
+    return model
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Sizes of a model, all that a text needs of it."""
@@ -184,6 +209,7 @@ REAL_POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": lambda: AdaptiveExit(0.3, 4),
     "gated": lambda: ConfidenceGate(FixedLength(3), 0.4),
     "break-even": lambda: BreakEven({"model": 0.2, "known": 0.1}, 3),
+    "best length": lambda: BreakEven({"model": 0.2, "known": 0.1}, 3, by_confidence=False),
 }
 
 

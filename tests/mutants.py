@@ -466,7 +466,12 @@ MUTANTS = [
         "__call__",
         "if cache is None",
         "if tokens.shape[1] > 1 or cache is None",
-        of(test_step.test_the_bits_of_a_row_do_not_depend_on_the_others, "llama", torch.bfloat16),
+        of(
+            test_step.test_the_bits_of_a_row_do_not_depend_on_the_others,
+            "llama",
+            torch.bfloat16,
+            None,
+        ),
     ),
     Mutant(
         32,

@@ -20,6 +20,7 @@ from transformers import modeling_rope_utils
 
 from model import FULL, Decoder, LayerPlan, build, parse_config
 from tests.configs import FAMILIES
+from tests.laws import randomise
 
 transformers.logging.set_verbosity_error()
 
@@ -63,30 +64,6 @@ def oracle_model(
     oracle.raw = raw
     randomise(oracle, seed)
     return oracle.requires_grad_(False).eval()
-
-
-def randomise(module: nn.Module, seed: int) -> None:
-    """Sharp attention, norms that are not neutral, biases that are not zero; the same numbers in
-    every dtype.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() == 2:
-                gain = (
-                    0.5 if "embed" in name or "lm_head" in name else 1.5 / parameter.shape[1] ** 0.5
-                )
-                parameter.copy_(gain * values)
-            else:
-                parameter.add_(0.3 * values)
-
-
-def random_model(raw: dict[str, Any], dtype: torch.dtype = torch.float64) -> Decoder:
-    """This project's model of a config.json, with random weights of which every one matters."""
-    model = build(parse_config(raw)).to(dtype).requires_grad_(False).eval()
-    randomise(model, 0)
-    return model
 
 
 def our_model(oracle: nn.Module) -> Decoder:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from decoding.run.ranks import from_rank_0
-from model import Cut, Decoder, Shard, build, exchange, parse_config, split
+from model import Cut, Decoder, Shard, build, exchange, split
 from tests.commands import Outcome
+from tests.laws import random_model
 
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.ranks", "generate", "decoding.run.ranks"])
@@ -111,16 +112,6 @@ def run_all(work: Callable[..., int], arguments: Sequence[Any]) -> list[Outcome]
     """Start them and wait for all."""
     with started(work, arguments) as processes:
         return [process.ended() for process in processes]
-
-
-def random_model(config: dict[str, Any]) -> Decoder:
-    """A whole model in float64, the same in every process."""
-    model = build(parse_config(config)).double()
-    model.initialise(std=0.5, generator=torch.Generator().manual_seed(1))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
-    return model.requires_grad_(False).eval()
 
 
 def split_model(config: dict[str, Any]) -> Decoder:

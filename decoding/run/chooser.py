@@ -360,7 +360,11 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             {name: way.new_drafter(cache) for name, way in ways.items()} | {"forced": forced},
             lambda: preparation.is_done,
         ),
-        lambda: BreakEven({KNOWN: VERIFY_SLOPE, **slopes}, priors=KNOWN_PRIORS | priors),
+        lambda: BreakEven(
+            {KNOWN: VERIFY_SLOPE, **slopes},
+            priors=KNOWN_PRIORS | priors,
+            by_confidence=model.device.type == "cpu",  # a GPU would synchronise for each token
+        ),
         next(iter(ways.values())).chosen,
         preparation,
     )

@@ -130,41 +130,46 @@ def test_ctrl_c_is_130_with_the_line_of_the_command(capsys: pytest.CaptureFixtur
     assert outcome(interrupted, capsys, "go on with it") == Outcome(130, "", "go on with it\n")
 
 
-INTERRUPT = """
+WATCH = """
 import os, signal, sys
-class Interrupt:
+class Watch:
     def find_spec(self, name, path=None, target=None):
-        if name == os.environ["INTERRUPT_AT"]:
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
+        if name == "{module}":
+            {action}
+sys.meta_path.insert(0, Watch())
 """
+
+
+def stopped_at(
+    module: str, action: str, command: list[str], folder: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command that does this when it imports this module; its folder is for the watch."""
+    (folder / "sitecustomize.py").write_text(WATCH.format(module=module, action=action))
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("command", [["generate.py"], ["-m", "weights.fetch"]], ids=" ".join)
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(
     command: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": "torch.nn"}
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True
-    )
+    interrupt = "os.kill(os.getpid(), signal.SIGINT)"
+    done = stopped_at("torch.nn", interrupt, [*command, "--help"], tmp_path, **os.environ)
     # 130 in a shell
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("module", ["generate", "train", "search", "benchmark", "training.corpus"])
-def test_idle_threads_soon_sleep_in_every_command(module: str) -> None:
+def test_idle_threads_soon_sleep_in_every_command(module: str, tmp_path: Path) -> None:
     """Read when torch is loaded, so it must be there by then."""
-    environment = {"PATH": ""}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.until_torch", module],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout.strip() == "1000", run.stderr
+    tell = "os._exit(os.environ.get('GOMP_SPINCOUNT') != '1000')"
+    done = stopped_at("torch", tell, ["-m", module], tmp_path, PATH="")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Standard streams

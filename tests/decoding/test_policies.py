@@ -127,11 +127,13 @@ def test_break_even_takes_the_best_length_where_confidence_says_nothing(
     rate: float, slope: float
 ) -> None:
     """A draft ends where another token is expected to bring less than its time is worth."""
-    policy = BreakEven({"model": slope}, priors={"model": rate})
-    policy.past.credit = math.inf
-    policy.past.rates_of("model").PRIOR_WEIGHT = 1e9
     speedups = [speedup(rate, slope, length) for length in range(9)]
-    assert length_of(policy) == speedups.index(max(speedups))
+    for by_confidence in (True, False):
+        policy = BreakEven({"model": slope}, priors={"model": rate}, by_confidence=by_confidence)
+        policy.past.credit = math.inf
+        policy.past.rates_of("model").PRIOR_WEIGHT = 1e9
+        length = length_of(policy) if by_confidence else policy.choose([MODEL])[1]
+        assert length == speedups.index(max(speedups))
 
 
 def test_a_draft_goes_on_behind_sure_tokens_and_ends_behind_an_unsure_one() -> None:

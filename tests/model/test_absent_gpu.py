@@ -1,15 +1,230 @@
-"""Compilation of GPU code where there is no GPU: see ``tests.model.absent_gpu``."""
+"""Compilation for an absent GPU: ``python -m tests.model.test_absent_gpu SHAPE CAPABILITY DTYPE``.
 
+It needs a CUDA build of torch, and no driver. All tensors are fake: they have a shape and a device,
+but no memory. Torch's compiler asks only for the device's properties, and Triton for its compute
+capability. A library that is loaded before CUDA's (LD_PRELOAD) answers which device is current.
+Every kernel is compiled to PTX. Two lines say how many graphs and kernels there are.
+"""
+
+import importlib.util
 import os
+import re
 import subprocess
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.model.absent_gpu import build_library
+from benchmark.shapes import config_of
+from decoding.randomness import inverse_cdf, race_at
+from decoding.sampling import probabilities
+from model import Decoder, LayerPlan, build
+from model.fast import gpu, gpu_bits, static_capacity
+from model.quantise import GROUP, Quantised, Twins
+
+# answers of CUDA's runtime: device 0 is current, and any may become so
+CUDA = """
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+int cudaGetLastError(void) { return 0; }
+int _ZN3c104cuda9GetDeviceEPa(signed char *device) { *device = 0; return 0; }
+int _ZN3c104cuda14MaybeSetDeviceEa(signed char device) { return 0; }
+int _ZN3c104cuda9SetDeviceEab(signed char device, _Bool force) { return 0; }
+int _ZN3c104cuda14ExchangeDeviceEa(signed char device) { return 0; }
+int _ZN3c104cuda19MaybeExchangeDeviceEa(signed char device) { return 0; }
+"""
+
+
+def build_library(folder: Path) -> Path:
+    """The library of ``CUDA``, for LD_PRELOAD."""
+    library = folder / "cuda.so"
+    command = "gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)
+    subprocess.run(command, input=CUDA.encode(), check=True)
+    return library
+
+
+def pretend(capability: int) -> None:
+    """Make torch, its compiler and Triton believe in a GPU of a compute capability, such as 75."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.fx_passes import joint_graph, pad_mm
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    joint_graph.lazy_init(torch.device("cpu"))  # before a GPU's tensors would be made for it
+    joint_graph.lazy_init = returning
+    major, minor = divmod(capability, 10)
+    properties = SimpleNamespace(
+        major=major,
+        minor=minor,
+        name="absent",
+        multi_processor_count=40,
+        total_memory=15 << 30,
+        max_threads_per_multi_processor=1024,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=64 << 10,
+        L2_cache_size=4 << 20,
+        warp_size=32,
+        gcnArchName="",
+    )
+    for place in torch.cuda, CudaInterface, CudaInterface.Worker:
+        for name, value in {
+            "is_available": True,
+            "device_count": 1,
+            "current_device": 0,
+            "get_device_properties": properties,
+            "get_device_capability": (major, minor),
+            "get_compute_capability": capability,
+            "set_device": None,
+            "_exchange_device": 0,
+            "_maybe_exchange_device": 0,
+            "get_rng_state": torch.zeros(16),
+            "set_rng_state": None,
+            "synchronize": None,
+        }.items():
+            setattr(place, name, partial(returning, value))
+    torch.accelerator.is_available = partial(returning, False)
+    driver._active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda"),
+    )
+    triton_helpers.set_driver_to_gpu = returning
+    # these compute with real tensors of the device
+    pad_mm.can_pad = partial(returning, False)
+    torch._inductor.config.joint_graph_constant_folding = False
+    torch._inductor.config.fx_graph_cache = False
+
+
+def returning(value: object = None, *_: object, **__: object) -> object:
+    return value
+
+
+class Compiler:
+    """Backend of torch.compile that compiles each graph to PTX, and runs it as it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.graphs = 0
+        self.kernels = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.graph import GraphLowering
+
+        self.graphs += 1
+        with patch.object(
+            GraphLowering, "compile_to_module", lambda lowering: self.compile(lowering)
+        ):
+            compile_fx(graph, inputs)
+        return graph.forward
+
+    def report(self, what: str) -> None:
+        """Print the numbers of graphs and kernels since the last report."""
+        print(f"{self.graphs} {what} with {self.kernels} kernels")
+        self.graphs = 0
+        self.kernels = 0
+
+    def compile(self, lowering: Any) -> SimpleNamespace:
+        """Compile the kernels of a graph's code, and return a module that computes nothing."""
+        code = lowering.codegen()[0].value
+        for name, source in re.findall(r"triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
+            self.kernels += 1
+            path = self.folder / f"{name}_{len(list(self.folder.iterdir()))}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            getattr(module, name).precompile(warm_cache_only=True)
+        return SimpleNamespace(call=returning)
+
+
+def fake_model(shape: str, dtype: torch.dtype) -> Decoder:
+    """Model of a named shape, with fake weights on a GPU."""
+    with torch.device("meta"):
+        model = build(config_of(shape))
+    with FakeTensorMode():
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    fake = torch.empty(weight.shape, dtype=dtype, device="cuda")
+                    module._parameters[name] = nn.Parameter(fake, requires_grad=False)
+    return model
+
+
+def compile_steps(model: Decoder, run: Callable[..., Tensor]) -> None:
+    """Compute static steps of all kinds that production makes."""
+    full = LayerPlan.full(model.num_layers)
+    plans = [full, LayerPlan.early_exit(model.num_layers, 4)]
+    if gpu_bits(model.device, model.dtype):
+        model.rounded = fake_rounded
+        model.twins = Twins(model, partial(gpu.low_bits, model))
+        plans.append(full.in_bits(4))
+    for capacity in 1024, 4096:
+        cache = model.new_cache(static_capacity(capacity))
+        for plan in plans:
+            gpu.StaticStep(model, cache, plan, run).compute()
+
+
+def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
+    rows, columns = product.weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device="cuda")
+    scale = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16, device="cuda")
+    return Quantised(codes, scale, scale, bits)
+
+
+def compile_functions(vocab: int, dtype: torch.dtype, compiled: Callable[..., Any]) -> None:
+    """Call the functions of rows that become graphs, as ``model.fast.graphs`` does."""
+    logits = torch.empty(1, vocab, dtype=dtype, device="cuda")
+    probs = logits.float()
+    number = torch.empty((), dtype=torch.float64, device="cuda")
+    for filters in (
+        (None, None, None, None),
+        (number, None, None, None),
+        (number, number, None, None),
+        (number, None, number, None),
+        (number, None, None, number),
+        (number, number, number, number),
+    ):
+        compiled(probabilities)(logits, *filters)
+    compiled(inverse_cdf)(probs, number[None])
+    compiled(race_at)(probs, torch.empty(1, dtype=torch.int64, device="cuda"))
+
+
+def to_meta(module: nn.Module, _: str) -> nn.Module:
+    """``module.to("meta")``, which torch refuses for fake weights."""
+    for part in module.modules():
+        for store in part._parameters, part._buffers:
+            for name, tensor in store.items():
+                if tensor is not None:
+                    store[name] = torch.empty_like(tensor, device="meta")
+    return module
+
+
+def main(shape: str, capability: str, dtype: str) -> None:
+    pretend(int(capability))
+    nn.Module.to = to_meta
+    with TemporaryDirectory() as folder:
+        compiler = Compiler(Path(folder))
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
+        model = fake_model(shape, getattr(torch, dtype))
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            compile_steps(model, compiled(gpu.run_block))
+            compiler.report("graphs of blocks")
+            compile_functions(model.vocab_size, model.dtype, compiled)
+            compiler.report("graphs of functions")
+
 
 KINDS = 2  # of blocks, in the checkpoint's bits and in four
 CAPACITIES = 2
@@ -18,7 +233,7 @@ FUNCTIONS = 8
 
 @pytest.mark.prove
 @pytest.mark.skipif(
-    torch.version.cuda is None or find_spec("triton") is None,
+    torch.version.cuda is None or importlib.util.find_spec("triton") is None,
     reason="needs a CUDA build of torch, of gigabytes, with Triton: pip install torch from PyPI",
 )
 @pytest.mark.parametrize(
@@ -37,7 +252,7 @@ def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
     other layers share the code.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.model.absent_gpu", shape, capability, dtype],
+        [sys.executable, "-m", "tests.model.test_absent_gpu", shape, capability, dtype],
         env={**os.environ, "LD_PRELOAD": str(build_library(tmp_path))},
         capture_output=True,
         text=True,
@@ -45,3 +260,9 @@ def test_each_kind_of_block_and_each_function_compiles_once_to_ptx(
     assert done.returncode == 0, done.stderr[-2000:]
     blocks, functions = (int(line.split()[0]) for line in done.stdout.splitlines())
     assert (blocks, functions) == (KINDS * CAPACITIES, FUNCTIONS)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # CUDA that never began cannot end

@@ -1,10 +1,13 @@
-"""KV cache: after any writes, drafts and rollbacks, logits are those of a fresh run over the
-text.
+"""KV cache: after any writes, drafts and rollbacks, logits are those of a fresh run over the text;
+and a long prompt may be divided.
 """
+
+import copy
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,7 +23,8 @@ from model import KVCache, LayerPlan
 from model.fast import accelerate
 from model.fast.gpu import StaticDecoder
 from tests.configs import FAMILIES, small
-from tests.oracle import VOCAB, configs, plans, random_model
+from tests.laws import random_model, tiny_model
+from tests.oracle import VOCAB, configs, plans
 
 CAPACITY = 32
 tokens_to_add = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
@@ -110,7 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 machine_settings = settings(
-    max_examples=30,
+    max_examples=15,
     stateful_step_count=12,
     deadline=None,
     derandomize=True,
@@ -122,6 +126,33 @@ machine_settings = settings(
 def test_after_writes_drafts_and_rollbacks_logits_are_those_of_a_fresh_run(family):
     machine = type("Machine", (CacheMachine,), {"family": family})
     run_state_machine_as_test(machine, settings=machine_settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, derandomize=True, deadline=None)
+@given(
+    length=st.integers(18, 63),
+    chunk=st.sampled_from([18, 25, 40, 63]),
+    rows=st.sampled_from([3, 16, 128]),
+)
+@torch.inference_mode()
+def test_a_long_prompt_leaves_the_entries_of_one_pass_however_it_is_divided(
+    family: str, length: int, chunk: int, rows: int
+) -> None:
+    """In chunks of any size, with attention in chunks of any size, prepared or not."""
+    readable = tiny_model(family, vocab=19).float()
+    fast = accelerate(copy.deepcopy(readable))
+    text = torch.randint(19, (2, length), generator=torch.Generator().manual_seed(length))
+    expected = readable.new_cache(64, 2)
+    readable(text, expected)
+    with patch("model.decoder.PREFILL_CHUNK", chunk), patch("model.layers.QUERIES", rows):
+        for model in (readable, fast):
+            cache = model.new_cache(64, 2)
+            model.prefill(text, cache)
+            for found, right in zip(
+                [*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True
+            ):
+                torch.testing.assert_close(found, right, rtol=0, atol=2e-5)
 
 
 FULL, SKIPPING = LayerPlan.full(3), LayerPlan.skipping(3, attention=[1], mlp=[])

@@ -159,33 +159,12 @@ def test_a_launched_function_gives_its_own_results_for_any_rows_and_numbers(
 
 
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_alone_and_among_others(launch: Launcher) -> None:
-    logits = torch.randn(7, 13).to(THERE)
-    together = launch(probabilities, logits, 0.8, 0.9, 0.01, 5.0)
-    alone = [launch(probabilities, row[None], 0.8, 0.9, 0.01, 5.0) for row in logits]
-    assert torch.equal(together.cpu(), torch.cat(alone).cpu())
-
-
-@torch.inference_mode()
 def test_a_draw_is_from_probabilities_as_the_drafter_has_changed_them(launch: Launcher) -> None:
     keys = torch.tensor([5])
     for likeliest in range(9):
         probs = launch(probabilities, torch.ones(1, 9).to(THERE), 1.0, None, None, None)
         probs[0, likeliest] += 1e9
         assert launch(race_at, probs[0][None], keys).tolist() == [likeliest]
-
-
-@torch.inference_mode()
-def test_results_stay_when_later_ones_are_computed(launch: Launcher) -> None:
-    kept = []
-    for number in range(30):
-        logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(number))
-        probs = launch(probabilities, logits.to(THERE), 1.0, None, None, None)
-        drawn = launch(race_at, probs, torch.tensor([number]))
-        kept.append((probabilities(logits, 1.0, None, None, None), probs, drawn, number))
-    for expected, probs, drawn, number in kept:
-        torch.testing.assert_close(probs.cpu(), expected)
-        assert drawn.tolist() == race_at(expected, torch.tensor([number])).tolist()
 
 
 @pytest.mark.parametrize("trouble", ["compiler", "wrong numbers"])

@@ -1,10 +1,9 @@
-"""Tensor parallelism: logits, texts and laws of a decoder split over two and three processes are
-those of one.
+"""Tensor parallelism: logits and texts of a decoder split over two and three processes are those of
+one.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from decoding.break_even import BreakEven
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
-from decoding.proof.judge import Setup, run_loop
-from decoding.proof.plain_law import Request, plain_law
 from decoding.run.chooser import Drafting
 from decoding.run.ranks import INTERRUPTED, decide_as_rank_0
 from decoding.run.writer import Writer
@@ -24,8 +21,8 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan, Shard, parse_config
 from tests.configs import FAMILIES, small
-from tests.laws import REAL_DRAFTERS, deviation
-from tests.ranks import Ranks, joined, random_model, split_model
+from tests.laws import REAL_DRAFTERS, random_model
+from tests.ranks import Ranks, joined, split_model
 from tests.refusal import refusal
 
 EXACT = 1e-9
@@ -166,46 +163,6 @@ def is_interrupted(config: dict[str, Any]) -> bool:
 
 def test_ctrl_c_on_rank_0_ends_the_text_on_every_rank(ranks: Ranks) -> None:
     assert all(ranks.run(is_interrupted, config("llama", ranks.size)))
-
-
-@torch.inference_mode()
-def split_deviation(config: dict[str, Any], drafter: str, asked: Request) -> float:
-    """The expected law's rows are passes of the whole model over whole histories, without a
-    cache.
-    """
-    model, whole = split_model(config), random_model(config)
-    rows = SimpleNamespace(
-        vocab_size=whole.vocab_size, row=lambda history: whole(torch.tensor([history]))[0, -1]
-    )
-    return deviation(
-        lambda randomness: run_loop(model, asked, Setup(REAL_DRAFTERS[drafter]), randomness),
-        plain_law(rows, asked),
-    )
-
-
-@pytest.mark.parametrize("ranks", [2], indirect=True)
-@pytest.mark.parametrize(
-    ("drafter", "asked"),
-    [
-        ("plan", Request(max_new_tokens=2)),
-        (
-            "exit",
-            Request(
-                params=SamplingParams(0.8, top_p=0.7), max_new_tokens=2, eos_ids=frozenset({1})
-            ),
-        ),
-        ("lookup", Request(prompt=(0, 1, 0), max_new_tokens=2, banned=("ab",))),
-    ],
-    ids=["plan", "exit, top-p and end of text", "lookup and a ban"],
-)
-def test_the_law_of_a_split_model_is_plain_samplings(
-    ranks: Ranks, drafter: str, asked: Request
-) -> None:
-    """Enumerated on every rank."""
-    assert (
-        max(ranks.run(split_deviation, config("gemma2", ranks.size, vocab_size=3), drafter, asked))
-        < EXACT
-    )
 
 
 @pytest.mark.parametrize(

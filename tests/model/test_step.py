@@ -24,7 +24,7 @@ from torch import Tensor
 
 from model import Decoder, LayerPlan
 from model.fast import accelerate
-from tests import oracle
+from tests import laws
 from tests.calls import ended
 from tests.configs import LLAMA3_ROPE, small
 from tests.laws import plans
@@ -93,7 +93,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def random_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
     """A readable model of three layers."""
     settings = {"vocab_size": VOCAB, "max_position_embeddings": 512, **CONFIGS[name], **changes}
-    return oracle.random_model(small(settings.pop("family", "llama"), **settings), dtype)
+    return laws.random_model(small(settings.pop("family", "llama"), **settings), dtype)
 
 
 def tokens_for(count: int, batch: int = 1) -> Tensor:
@@ -117,34 +117,28 @@ def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [*((dtype, None) for dtype in DTYPES), *product(DTYPES[1:2], dot.LOW_BITS)]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_the_bits_of_a_row_do_not_depend_on_the_others(name: str, dtype: torch.dtype) -> None:
-    """Logits and cache entries, alone and in steps of 2 to 17, 64 and 65 rows, across windows."""
+def test_the_bits_of_a_row_do_not_depend_on_the_others(
+    name: str, dtype: torch.dtype, bits: int | None
+) -> None:
+    """Logits and cache entries, alone and in steps of 2 to 17, 64 and 65 rows, across windows; in
+    low bits too, beside a skipped sublayer.
+    """
     model, text = accelerate(random_model(name, dtype)), tokens_for(30 + COUNTS[-1])
+    plan = bits and LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
     caches = model.new_cache(128), model.new_cache(128)
     for cache in caches:
         model.prefill(text[:, :30], cache)
-    alone, expected = one_by_one(model, text[:, 30:], 30, caches[0]), entries(caches[0])
+    alone, expected = one_by_one(model, text[:, 30:], 30, caches[0], plan), entries(caches[0])
     for count in COUNTS:
         caches[1].truncate(30)
-        assert torch.equal(model(text[:, 30 : 30 + count], caches[1], 30), alone[:, :count])
+        found = model(text[:, 30 : 30 + count], caches[1], 30, plan)
+        assert torch.equal(found, alone[:, :count])
         assert all_equal(entries(caches[1]), [each[:, :, : 30 + count] for each in expected])
-
-
-@pytest.mark.parametrize("bits", dot.LOW_BITS)
-@pytest.mark.parametrize("name", CONFIGS)
-@torch.inference_mode()
-def test_the_bits_of_a_row_in_low_bits_do_not_depend_on_the_others(name: str, bits: int) -> None:
-    """In steps of 1 to 17 rows, one after the other."""
-    model, text = accelerate(random_model(name)), tokens_for(sum(range(18)))
-    plan = LayerPlan.skipping(3, [1], []).in_bits(bits, bits)
-    expected = one_by_one(model, text, 0, model.new_cache(160), plan)
-    cache = model.new_cache(160)
-    for start, end in pairwise(accumulate(range(18))):
-        found = model(text[:, start:end], cache, start, plan)
-        assert torch.equal(found, expected[:, start:end])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
@@ -340,22 +334,23 @@ def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
             assert np.array_equal(some, found[row : row + 1 + row % 3, :count])
 
 
+@numba.njit
+def rounded_inputs(x: np.ndarray, signed: bool) -> np.ndarray:
+    found = np.zeros((len(x), 4 * x.shape[1] + 128), np.uint8)
+    for row in range(len(x)):
+        elements.round_to_int8(x[row], found[row].ctypes.data, signed)
+    return found
+
+
 @pytest.mark.parametrize(("bits", "kind"), dot.LOW_BITS.items())
 def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kind: int) -> None:
-    @numba.njit
-    def rounded_inputs(x):
-        found = np.zeros((len(x), 4 * x.shape[1] + 128), np.uint8)
-        for row in range(len(x)):
-            elements.round_to_int8(x[row], found[row].ctypes.data, bits == 8)
-        return found
-
     multiply = dots(kind, dot.INT8)
     for columns in (5, 64, 200):
         for count in (1, 13, 16):
             x, weight = random_matrix(7, columns), random_matrix(count, columns)
             rounded, width = quantise(weight, bits), -(-columns // 32) * 32
             _, operand = ended(pack(weight, bits, None))
-            inputs = rounded_inputs(x.numpy())
+            inputs = rounded_inputs(x.numpy(), bits == 8)
             low = multiply(operand.data_ptr(), 0, inputs, width, count)
             exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
             np.testing.assert_allclose(low, exact, atol=0.02 * exact.abs().max().item())
@@ -464,28 +459,21 @@ def test_a_full_disk_and_a_folder_that_cannot_be_used_cost_only_time(
     assert {path.name for path in tmp_path.rglob("*")} == {"temporary", "file"}
 
 
-def test_where_numba_is_missing_the_readable_blocks_run(
+def test_where_numba_is_missing_or_cannot_run_the_readable_blocks_run_and_a_line_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    model = random_model("llama")
-    assert accelerate(model) is model
-    assert "without numba: import of numba" in capsys.readouterr().err
-    assert model.why_rows_vary and "\n" not in model.why_rows_vary
-
-
-def test_settings_under_which_numba_cannot_run_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = random_model("llama")
+    model, said = random_model("llama"), []
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert accelerate(model) is model
-    monkeypatch.delitem(sys.modules, "numba")
     wrong = Mock(side_effect=ValueError("Number of threads specified\nmust be > 0."))
     monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=wrong), *sys.meta_path])
-    assert accelerate(model) is model
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "NUMBA_DISABLE_JIT" in said[0] and "must be > 0" in said[1]
+    for module in ({"numba": numba}, {"numba": None}, {}):
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
+        sys.modules.update(module)
+        assert accelerate(model) is model
+        said += capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and "NUMBA_DISABLE_JIT" in said[0] and "must be > 0" in said[2]
+    assert "without numba: import of numba" in said[1]
+    assert model.why_rows_vary and "\n" not in model.why_rows_vary
 
 
 def test_in_float64_the_readable_blocks_run() -> None:

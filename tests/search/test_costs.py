@@ -114,8 +114,11 @@ def test_measuring_ends_when_patience_does(
     assert counts[0] * most == counts[1] * least
 
 
-def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
+def test_a_cache_made_while_costs_were_measured_serves_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Texts are written in inference mode, and torch refuses to write its tensors outside of it."""
+    monkeypatch.setattr(costs_module, "PATIENCE", 0.0)
     model = StaticDecoder(tiny_model("llama", vocab=VOCAB), compiled=False)
     setting = setting_of(model)
     draft = drafting_under(setting, DraftPlan(LayerPlan.early_exit(model.num_layers, 1), 2))
@@ -128,19 +131,12 @@ def test_a_cache_made_while_costs_were_measured_serves_texts() -> None:
     assert len(text.generated) == 5 and sample.trouble is None
 
 
-@given(alpha=st.floats(0, 0.999), length=st.integers(0, 12))
+@given(alpha=st.floats(0, 0.999), length=st.integers(0, 12), draft=st.floats(0, 1))
 @settings(derandomize=True)
-def test_expected_tokens_are_the_published_quotient(alpha: float, length: int) -> None:
-    costs = CostTable(0.0, (1.0,) * 13)
-    assert math.isclose(
-        predicted_speedup(alpha, length, costs),
-        (1 - alpha ** (length + 1)) / (1 - alpha),
-        rel_tol=1e-9,
-    )
-    assert predicted_speedup(1.0, length, costs) == length + 1
-
-
-def test_predicted_speedup_is_tokens_over_cost() -> None:
-    costs = CostTable(0.2, (1.0, 1.0, 1.5))
-    assert predicted_speedup(0.5, 2, costs) == pytest.approx((1 + 0.5 + 0.25) / (2 * 0.2 + 1.5))
-    assert predicted_speedup(0.5, 0, costs) == 1
+def test_the_predicted_speedup_is_the_published_quotient_of_tokens_over_the_cost(
+    alpha: float, length: int, draft: float
+) -> None:
+    costs = CostTable(draft, tuple(1 + rows / 4 for rows in range(13)))
+    tokens, cost = (1 - alpha ** (length + 1)) / (1 - alpha), length * draft + 1 + length / 4
+    assert predicted_speedup(alpha, length, costs) == pytest.approx(tokens / cost, rel=1e-9)
+    assert predicted_speedup(1.0, length, costs) == pytest.approx((length + 1) / cost)

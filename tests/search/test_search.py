@@ -177,26 +177,6 @@ def test_starts_are_distinct_plans_and_skip_the_least_important_sublayers_first(
         assert used and set().union(*used) <= {*bits, FULL}, "none but those that may be tried"
 
 
-def test_an_interrupted_search_resumes_without_losing_a_finished_trial(tmp_path: Path) -> None:
-    def evaluate(plan: LayerPlan) -> Prediction:
-        if len(finished(study)) >= 5:
-            raise KeyboardInterrupt
-        return toy(plan)
-
-    path = tmp_path / "plan.journal"
-    study = open_study(path, IDENTITY, "tpe", 0, resume=True)
-    study.set_user_attr("identity", IDENTITY)
-    with pytest.raises(KeyboardInterrupt):
-        optimise(study, evaluate, SPACE, 100)
-    again = open_study(path, IDENTITY, "tpe", 0, resume=True)
-    optimise(again, toy, SPACE, 9)
-    before, after = (
-        [(trial.number, trial.params, trial.value) for trial in finished(each)]
-        for each in (study, again)
-    )
-    assert after[:5] == before[:5] and len(after) == 9
-
-
 def test_predicted_acceptance_is_measured_acceptance_on_held_out_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""Corpus writer: each text by its definition, without cache or batch; the file; the command."""
+"""Corpus writer: each text by its definition, without cache or batch; the file; the command; the
+filter of stories, which ends them where they begin to repeat themselves.
+"""
 
 import json
 import random
@@ -9,6 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from decoding.randomness import Place
@@ -22,6 +26,13 @@ from tests.refusal import refusal
 from training.corpus import __main__ as corpus
 from training.corpus import stories as templates
 from training.corpus.sampling import sample_texts
+from training.corpus.stories import (
+    MOST_REPEATED,
+    before_repetition,
+    kept_story,
+    repetition,
+    words_of,
+)
 from weights.tokenizer import Tokenizer
 
 EOS = 1
@@ -152,7 +163,7 @@ def write(
 ) -> Command:
     """Run the command on the tiny model: its status and its standard error.
 
-    Its babble is worth learning here: see ``tests/training/test_stories.py``.
+    Its babble is worth learning here: see ``kept_story`` below.
     """
     monkeypatch.setattr(corpus, "kept_story", lambda text, subjects: text)
 
@@ -252,3 +263,42 @@ def test_a_narrator_speaks_where_the_template_lets_one(
     _, prompts = sampling.call_args.args
     narrated = [corpus.NARRATOR in tokenizer.decode(prompt) for prompt in prompts]
     assert narrated == [template == TEMPLATE] * 3
+
+
+FRESH = (
+    "A fox found a red ball in the snow. She kicked it up the hill and it came down again, much too"
+    " fast for her."
+)
+LOOP = " The ball rolled on and on. The ball rolled on and on. The ball rolled on and on."
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=40))
+def test_repetition_counts_the_sequences_of_four_words_that_were_there_before(
+    words: list[str],
+) -> None:
+    sequences = [tuple(words[at : at + 4]) for at in range(len(words) - 3)]
+    again = sum(sequence in sequences[:at] for at, sequence in enumerate(sequences))
+    assert repetition(" ".join(words)) == pytest.approx(again / len(sequences) if sequences else 0)
+
+
+def test_a_text_that_begins_to_repeat_itself_ends_before_it() -> None:
+    assert before_repetition(FRESH) == FRESH
+    kept = before_repetition(FRESH + LOOP)
+    assert kept == FRESH + " The ball rolled on and on." and repetition(kept) <= MOST_REPEATED
+    for text, whole in (
+        ('3.5 km. "No." And th', '3.5 km. "No."'),
+        ("One.", "One."),
+        ("no end " * 9, ""),
+    ):
+        assert before_repetition(text) == whole
+
+
+def test_a_story_is_kept_that_is_about_its_prompt_long_enough_and_of_short_sentences() -> None:
+    long_enough = FRESH + " Then the two of them went home and had some soup."
+    for subjects in (["foxes", "ball"], ["fox", "king"], ["Snow"], []):
+        assert kept_story(long_enough, subjects) == long_enough
+    assert kept_story(long_enough + LOOP, ["fox"]) == long_enough + " The ball rolled on and on."
+    for subjects in (["king"], ["fox", "king", "boat"]):
+        assert kept_story(long_enough, subjects) == ""
+    assert kept_story(" ".join(words_of(long_enough)[:29]), []) == ""
+    assert kept_story(" ".join(words_of(long_enough)) + ".", []) == "", "one long sentence"

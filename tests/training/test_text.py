@@ -1,4 +1,6 @@
-"""Training text: reading files, training a tokenizer, held-out documents, rows, and wrong input."""
+"""Training text: reading files, training a tokenizer, held-out documents, rows, bits per byte, and
+wrong input.
+"""
 
 import json
 from itertools import pairwise
@@ -9,8 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.folders import LLAMA, VOCAB_SIZE, write_folder
 from tests.refusal import refusal
+from training.quality import bits_per_byte, main
 from training.text import Rows, read_documents, rows_of, train_tokenizer
+from weights.load import load_model
 from weights.tokenizer import Tokenizer
 
 DOCUMENTS = [
@@ -146,3 +151,28 @@ def test_too_little_text_is_refused_with_the_number_of_documents_it_takes(learnt
 def test_a_short_text_supports_fewer_tokens(tmp_path: Path) -> None:
     train_tokenizer(DOCUMENTS, 30000, tmp_path)
     assert 258 < len(Tokenizer(tmp_path).pieces) < 1000
+
+
+def test_each_token_costs_the_logarithm_of_the_vocabulary_under_a_model_that_knows_nothing(
+    tmp_path: Path,
+) -> None:
+    folder = write_folder(tmp_path / "model", LLAMA)
+    model = load_model(folder, torch.float32)
+    with torch.no_grad():
+        model.embed_tokens.weight.zero_()
+    tokenizer = Tokenizer(folder)
+    documents = ["the tin hen", "naïve"]
+    coded = sum(len(tokenizer.encode(each)) - 1 for each in documents)
+    size = sum(len(each.encode()) for each in documents)
+    expected = coded * torch.tensor(VOCAB_SIZE).log2().item() / size
+    assert bits_per_byte(model, tokenizer, documents) == pytest.approx(expected)
+
+
+def test_text_without_a_held_out_document_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a line\n")
+    folder = write_folder(tmp_path / "model", LLAMA)
+    assert main(["--model", str(folder), "--data", str(text)]) == 2
+    assert "none of the documents is held out: give more text" in capsys.readouterr().err

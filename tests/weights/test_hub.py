@@ -1,14 +1,10 @@
-"""Models by name: downloads from a hub of this test on the loopback interface, whole, broken and
-slow, and refusals in one line.
+"""Models by name: downloads from a hub of this test on the loopback interface, whole and broken,
+and refusals in one line.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from tests.folders import LLAMA, write_folder
 from tests.refusal import refusal
@@ -101,7 +98,7 @@ class Page(BaseHTTPRequestHandler):
         return self.server.files[name]
 
     def answer(self, status: int, data: bytes = b"", *, error: str = "", tag: str = "") -> None:
-        """Send a page: slowly, or cut off within the weights, where the model's name says so."""
+        """Send a page, cut off within the weights where the model's name says so."""
         begin = 0
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or ""):
             begin, status = int(wanted[1]), 206
@@ -119,47 +116,7 @@ class Page(BaseHTTPRequestHandler):
             self.server.cuts -= 1
             self.close_connection = True
             data = data[: len(data) // 2]
-        piece = len(data) // 5 + 1
-        for first in range(0, len(data), piece):
-            self.wfile.write(data[first : first + piece])
-            self.wfile.flush()
-            time.sleep(0.02 if "slow" in self.path else 0)
-
-
-class Asker:
-    """Process with the hub's environment that asks for models by name."""
-
-    def __init__(self, hub: Hub, home: Path, **environment: str) -> None:
-        self.hub, self.home = hub, home
-        known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-            "HF_HOME": str(home),
-            "HF_TOKEN": "hf_secret",
-            "no_proxy": "127.0.0.1",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.asking"],
-            cwd=Path(__file__).parents[2],
-            env=known | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def __call__(self, name: str, revision: str | None = None) -> dict[str, str]:
-        """The folder, or the error of one line."""
-        print(json.dumps([name, revision]), file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline())
-        assert "\n" not in answer.get("error", "")
-        return answer
-
-    def __enter__(self) -> "Asker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.stdin.close()
-        self.process.wait(60)
+        self.wfile.write(data)
 
 
 @pytest.fixture(scope="module")
@@ -172,67 +129,82 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ask(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
+def served(folder: Path) -> Iterator[Hub]:
     with Hub(folder) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
-        with Asker(hub, tmp_path_factory.mktemp("home")) as ask:
-            yield ask
+        yield hub
         hub.shutdown()
 
 
-def assert_same(answer: dict[str, str], folder: Path) -> None:
-    """The model of the answer is that of the folder."""
-    ours, theirs = (load_model(Path(each)).state_dict() for each in (answer["folder"], folder))
+def use(hub: str, patch: pytest.MonkeyPatch) -> None:
+    """Let the library ask the hub at this address."""
+    patch.setattr(constants, "ENDPOINT", hub)
+    pages = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", pages)
+
+
+@pytest.fixture
+def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """The hub, with a new cache of the library in ``tmp_path``."""
+    use(f"http://127.0.0.1:{served.server_port}", monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the pauses between tries
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    served.asked.clear()
+    return served
+
+
+def assert_same(found: Path, folder: Path) -> None:
+    """The models of both folders are the same."""
+    ours, theirs = (load_model(each).state_dict() for each in (found, folder))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_a_model_comes_with_the_files_that_are_read_and_no_others(ask: Asker, folder: Path) -> None:
-    answer = ask("hub/whole")
-    assert_same(answer, folder)
-    found = Path(answer["folder"])
+def test_a_model_comes_with_the_files_that_are_read_and_no_others(
+    hub: Hub, folder: Path, tmp_path: Path
+) -> None:
+    found = model_folder("hub/whole")
+    assert_same(found, folder)
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert {path.name for path in found.iterdir()} == ask.hub.fetched("hub/whole") == needed
-    assert found.is_relative_to(ask.home) and found.name == COMMIT
-    tokens = {token for _, path, token in ask.hub.asked if "/hub/whole/" in path}
+    assert {path.name for path in found.iterdir()} == hub.fetched("hub/whole") == needed
+    assert found.is_relative_to(tmp_path) and found.name == COMMIT
+    tokens = {token for _, path, token in hub.asked if "/hub/whole/" in path}
     assert tokens == {"Bearer hf_secret"}
 
 
-def test_a_second_time_nothing_is_downloaded(ask: Asker) -> None:
-    first, before = ask("hub/twice"), len(ask.hub.asked)
-    assert ask("hub/twice") == first and ask("hub/twice", "v1") == first
-    assert all(method == "HEAD" for method, *_ in ask.hub.asked[before:])
+def test_a_cached_model_is_not_downloaded_again_and_runs_offline(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = model_folder("hub/cached")
+    hub.asked.clear()
+    assert model_folder("hub/cached") == first and model_folder("hub/cached", "v1") == first
+    assert {method for method, *_ in hub.asked} == {"HEAD"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert model_folder("hub/cached") == first
+    assert "unset HF_HUB_OFFLINE" in refusal(model_folder, "hub/uncached")
 
 
-def test_a_cached_model_runs_offline_and_another_is_refused(ask: Asker, folder: Path) -> None:
-    cached = ask("hub/cached")
-    with Asker(ask.hub, ask.home, HF_HUB_OFFLINE="1") as offline:
-        assert "folder" in cached and offline("hub/cached") == cached
-        assert "unset HF_HUB_OFFLINE" in offline("hub/uncached")["error"]
-
-
-def test_a_download_that_breaks_off_is_continued(ask: Asker, folder: Path) -> None:
-    ask.hub.cuts = 2
-    assert_same(ask("hub/broken"), folder)
-    assert ask.hub.cuts == 0
+def test_a_download_that_breaks_off_is_continued(hub: Hub, folder: Path) -> None:
+    hub.cuts = 2
+    assert_same(model_folder("hub/broken"), folder)
+    assert hub.cuts == 0
 
 
 def test_a_download_that_never_succeeds_leaves_nothing_that_looks_whole(
-    ask: Asker, folder: Path
+    hub: Hub, folder: Path
 ) -> None:
-    ask.hub.cuts = 100
-    assert "hub/broken-always could not be downloaded" in ask("hub/broken-always")["error"]
-    ask.hub.cuts = 0
-    assert_same(ask("hub/broken-always"), folder)
-
-
-def test_a_slow_download_is_waited_for(ask: Asker, folder: Path) -> None:
-    assert_same(ask("hub/slow"), folder)
+    hub.cuts = 100
+    assert "hub/broken could not be downloaded" in refusal(model_folder, "hub/broken")
+    hub.cuts = 0
+    assert_same(model_folder("hub/broken"), folder)
 
 
 @pytest.mark.parametrize("name", CANNOT_RUN)
-def test_a_model_that_cannot_run_is_refused_by_its_config_alone(ask: Asker, name: str) -> None:
-    assert CANNOT_RUN[name][1] in ask(name)["error"]
-    assert ask.hub.fetched(name) == {"config.json"}
+def test_a_model_that_cannot_run_is_refused_by_its_config_alone(hub: Hub, name: str) -> None:
+    assert CANNOT_RUN[name][1] in refusal(model_folder, name)
+    assert hub.fetched(name) == {"config.json"}
 
 
 @pytest.mark.parametrize(
@@ -246,14 +218,15 @@ def test_a_model_that_cannot_run_is_refused_by_its_config_alone(ask: Asker, name
     ],
 )
 def test_what_the_hub_refuses_is_one_line_with_the_remedy(
-    ask: Asker, name: str, revision: str | None, said: str
+    hub: Hub, name: str, revision: str | None, said: str
 ) -> None:
-    assert said in ask(name, revision)["error"]
+    assert said in refusal(model_folder, name, revision)
 
 
-def test_without_a_network_the_line_says_so(ask: Asker, tmp_path: Path) -> None:
-    with Asker(ask.hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:9") as alone:
-        assert "the hub cannot be reached" in alone("hub/whole")["error"]
+@pytest.mark.usefixtures("hub")
+def test_without_a_network_the_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    use("http://127.0.0.1:9", monkeypatch)
+    assert "the hub cannot be reached" in refusal(model_folder, "hub/whole")
 
 
 def test_a_local_folder_wins_and_has_no_revisions(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from model.fast import accelerate
 from tests.configs import FAMILIES, LLAMA3_ROPE, small
+from tests.laws import random_model
 from tests.oracle import (
     VOCAB,
     configs,
@@ -20,7 +21,6 @@ from tests.oracle import (
     oracle_logits,
     oracle_model,
     our_model,
-    random_model,
 )
 from tests.refusal import refusal
 from weights.load import load_model
@@ -49,23 +49,6 @@ def raw_config(family: str, **more: object) -> dict[str, object]:
     return raw | more
 
 
-def as_transformers_4(folder: Path) -> None:
-    """Rewrite config.json the way transformers 4 lays it out."""
-    raw = json.loads((folder / "config.json").read_text())
-    rope = raw.pop("rope_parameters")
-    if "full_attention" in rope:
-        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    raw["rope_theta"] = rope.pop("rope_theta")
-    raw["rope_scaling"] = (
-        None if rope["rope_type"] == "default" else {"type": rope.pop("rope_type"), **rope}
-    )
-    raw["torch_dtype"] = raw.pop("dtype")
-    if raw["model_type"] != "gemma3_text":
-        raw.pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(raw))
-
-
 def transformers_logits(folder: Path) -> torch.Tensor:
     """Logits of transformers for the folder, without its float32 casts; every weight must be found
     there.
@@ -79,20 +62,13 @@ def transformers_logits(folder: Path) -> torch.Tensor:
 
 
 @all_families
-@pytest.mark.parametrize(
-    ("layout", "shard_bytes", "rope"),
-    [(4, ONE_FILE, {}), (5, SHARDS, {}), (4, SHARDS, {"rope_scaling": None})],
-)
-def test_what_transformers_saves_loads_here_with_the_same_logits(
-    family, layout, shard_bytes, rope, tmp_path
-):
+@pytest.mark.parametrize("shard_bytes", [ONE_FILE, SHARDS])
+def test_what_transformers_saves_loads_here_with_the_same_logits(family, shard_bytes, tmp_path):
     with lifted():
-        oracle = oracle_model(raw_config(family, **rope))
+        oracle = oracle_model(raw_config(family))
         expected = oracle_logits(oracle, TOKENS)
     oracle.save_pretrained(tmp_path, max_shard_size=shard_bytes)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_bytes == SHARDS)
-    if layout == 4:
-        as_transformers_4(tmp_path)
     found = load_model(tmp_path)(TOKENS)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)  # in float64 too
 

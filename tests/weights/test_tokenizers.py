@@ -308,10 +308,13 @@ def oracle(folders: dict[str, Path], kind: str) -> Any:
 
 @every_kind
 @over_texts
-@given(text=plain_texts)
+@given(data=st.data())
 def test_a_text_comes_back_from_its_tokens_which_are_those_of_transformers(
-    tokenizer, oracle, kind, text
+    tokenizer, oracle, kind, data
 ):
+    """The name of a control token is text when a user types it."""
+    named = st.sampled_from([*sorted(tokenizer.special), "<", "|>"])
+    text = data.draw(st.lists(named | plain_texts, max_size=5).map("".join))
     ids = tokenizer.encode(text)
     assert ids == oracle.encode(text, split_special_tokens=True)
     # that one gives "a" and " a" equal ids
@@ -349,10 +352,6 @@ def test_any_tokens_that_spell_a_text_spell_that_of_transformers(tokenizer, orac
     assert tokenizer.decode(ids) == oracle.decode(ids, **how)
 
 
-def control_ids(tokenizer: Tokenizer) -> set[int]:
-    return set(tokenizer.special.values())
-
-
 @every_kind
 def test_add_bos_token_in_the_settings_wins(folders, kind, tmp_path):
     settings_ = copy_of(folders[kind], tmp_path)
@@ -370,18 +369,6 @@ def copy_of(source: Path, folder: Path) -> dict[str, Any]:
     settings_ = json.loads((source / "tokenizer_config.json").read_text())
     settings_.pop("add_bos_token", None)
     return settings_
-
-
-@every_kind
-@over_texts
-@given(data=st.data())
-def test_the_name_of_a_control_token_is_text_when_a_user_types_it(tokenizer, data):
-    pieces = st.sampled_from([*sorted(tokenizer.special), "a", "the", "<", "|>", "\n"])
-    text = data.draw(st.lists(pieces, min_size=1, max_size=5).map("".join))
-    ids = tokenizer.encode(text)
-    assert not control_ids(tokenizer) & set(ids[1:])
-    assert ids[0] not in control_ids(tokenizer) or tokenizer.encode("") == ids[:1]
-    assert tokenizer.decode(ids) == text
 
 
 conversations = st.lists(plain_texts, min_size=1, max_size=3).map(
@@ -414,7 +401,7 @@ def test_no_content_of_a_message_can_end_its_turn(tokenizer, data):
     typed = data.draw(st.lists(hostile | fragments, min_size=1).map("".join))
     content = f"a{typed}b"  # templates may trim
     ids = tokenizer.encode_chat([USER | {"content": content}])
-    control = control_ids(tokenizer)
+    control = set(tokenizer.special.values())
     assert [token for token in ids if token in control] == [
         token for token in tokenizer.encode_chat([USER]) if token in control
     ]
