@@ -15,10 +15,9 @@ of a draft share its α and its s. ``BreakEven`` decides by the estimates in ``P
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from time import perf_counter
 from typing import NamedTuple
 
 from decoding.policies import Offer, Policy
@@ -30,9 +29,9 @@ KNOWN = "known"  # the name of the slope of tokens that are drafted without runn
 class BreakEven(Policy):
     """Draft choice by break-even: the offer of the largest expected speed-up, ended in time.
 
-    A round passes through five methods: ``draft_length``; ``choose`` among the offers of the
-    drafters; ``keep_drafting`` behind each token that a model draws; ``observe``, with the finished
-    round; and, with a clock, ``observe_time``.
+    A round passes through four methods: ``draft_length``; ``choose`` among the offers of the
+    drafters; ``keep_drafting`` behind each token that a model draws; and ``observe``, with the
+    finished round.
 
     Length: another token is drafted while the probability that it is accepted is more than its
     slope times the speed-up that was expected of the draft. This probability is the product of the
@@ -51,12 +50,13 @@ class BreakEven(Policy):
     Known tokens: those that no model drafts, such as a lookup's. They have one slope, that of their
     verification. They are compared with the text afterwards, even if their offer was not taken.
 
-    The clock (``grant_clock``) measures slopes while the text is written: a round of k drafted
-    tokens that takes the time t measures s = (t / T - 1) / k, with T the time of a plain round, for
-    which two rounds in a row are plain now and then. Without a clock slopes keep their first
-    values. Where several texts share the model's steps no round is timed. Then each other text adds
-    ``ANOTHER_TEXT`` to the slopes, since the more rows a step has, the more another row costs. So
-    drafts become shorter, and at some number of texts none pays.
+    The clock (``grant_clock``) measures the slope of a model's tokens in each round in which it
+    drafts: by the time of a draft step, and that of the rest of the round, a plain round but for
+    the verification of the draft. Both are of the same moment, so that a busy machine does not
+    change the slope. Without a clock slopes keep their first values. Where several texts share the
+    model's steps no time is taken. Then each other text adds ``ANOTHER_TEXT`` to the slopes, since
+    the more rows a step has, the more another row costs. So drafts become shorter, and at some
+    number of texts none pays.
 
     Forced tokens: those that constraints force are sure to be accepted, and the target verifies
     them under every offer. So they count neither into α nor as a risk, and offers are compared
@@ -110,15 +110,17 @@ class BreakEven(Policy):
         self.memory = memory
         self.priors = priors or {}
         self.past = Past()
-        self.has_clock = False
+        self.clock: Callable[[], float] | None = None
         self.sharers: Callable[[], int] = lambda: 1
         # of the current round: the offers, and the draft that is made, if any
         self.offers: Sequence[Offer] = ()
         self.taken: PossibleDraft | None = None
-        # of its draft: the confidences of a model's tokens, and the probability that all of them
-        # are accepted
+        # of its draft: the confidences of a model's tokens, the probability that all of them are
+        # accepted, and the times before the first one and behind the last
         self.confidences: list[float] = []
         self.reached = 1.0
+        self.began = 0.0
+        self.drafted = 0.0
         # the tokens of the draft that were guessed, and those that constraints forced
         self.guessed = 0
         self.forced = 0
@@ -126,10 +128,12 @@ class BreakEven(Policy):
         self.text_forced = 0
         self.text_free = 0
 
-    def grant_clock(self, past: Past, sharers: Callable[[], int]) -> None:
-        self.has_clock = True
+    def grant_clock(
+        self, past: Past, sharers: Callable[[], int], clock: Callable[[], float] = perf_counter
+    ) -> None:
         self.past = past
         self.sharers = sharers
+        self.clock = clock
 
     def slope(self, name: str) -> float:
         """Estimate of the slope of a model's tokens, by the name of its offer, or of ``KNOWN``
@@ -153,20 +157,17 @@ class BreakEven(Policy):
         any_forced = any(offer.forced for offer in offers)
         drafts = [draft for offer in offers if (draft := self._best_draft(offer))]
         best = max(drafts, key=PossibleDraft.speedup, default=None)
-        # A plain round would waste the tokens that are forced.
-        if best and best.speedup() > 1 and (any_forced or not self._measures_plain()):
+        if best and best.speedup() > 1:
             self.taken = best
-        elif any_forced:
+        elif any_forced:  # a plain round would waste the tokens that are forced
             offer = next((offer for offer in offers if offer.tokens), offers[0])
             self.taken = PossibleDraft(offer, 0, 1.0, 1.0)
+        if self.clock:
+            self.began = self.clock()
         if self.taken is None:
             return offers[0], 0
         offer = self.taken.offer
         return offer, offer.forced + self.taken.guesses
-
-    def _measures_plain(self) -> bool:
-        """Whether the round is plain only to measure T, although the best draft would pay."""
-        return self.has_clock and self.sharers() == 1 and self.past.plain_time.is_stale
 
     def _best_draft(self, offer: Offer) -> PossibleDraft | None:
         """The draft of an offer, of one guess or more, with the largest speed-up.
@@ -199,6 +200,8 @@ class BreakEven(Policy):
     def keep_drafting(self, confidence: float) -> bool:
         if self.taken is None:  # a drafter that makes no offers
             return True
+        if self.clock:
+            self.drafted = self.clock()
         offer = self.taken.offer
         prior = self._prior(offer.kind)
         rates = self.past.rates_of(offer.kind)
@@ -231,6 +234,7 @@ class BreakEven(Policy):
         self.text_free += written - newly_forced
         self.past.spend(cost - (1 + self.SHARE) * written)
         self._learn_rates(round.emitted, accepted)
+        self._learn_slopes(len(round.drafted))
         self.offers = ()  # of the next round, unless its drafters are asked
 
     def _learn_rates(self, emitted: Sequence[int], accepted: int) -> None:
@@ -260,23 +264,20 @@ class BreakEven(Policy):
         by_model = self.taken is not None and self.taken.offer.by_model and self.guessed
         return (2 if by_model else 1) * self.forced * self.slope(KNOWN)
 
-    def observe_time(self, seconds: float) -> None:
+    def _learn_slopes(self, verified: int) -> None:
+        """Learn the slope of the model that drafted, by the clock, if there is one."""
         name = slope_of(self.taken.offer) if self.taken else None
         for other in self.past.slopes.keys() - {name}:
             self.past.fade_slope(other, self.first_slopes[other])
-        if name is None:
-            self.past.plain_time.add_plain(seconds)
+        by_model = name is not None and self.confidences  # read behind each step
+        if self.clock is None or self.sharers() > 1 or self.forced or not by_model:
             return
-        extra = self.past.plain_time.extra(seconds)
-        drafted = self.guessed
-        beside = self._cost_of_forced()
-        if name == KNOWN:  # forced tokens are known ones
-            drafted += self.forced
-            beside = 0.0
-        if extra is not None and drafted:  # a model that drafted nothing ran all the same
-            before = self.slope(name)
-            measured = self.past.learn_slope(name, before, (extra - beside) / drafted)
-            self.past.spend(drafted * (measured - before))
+        verification = self.first_slopes[KNOWN]
+        plain = (self.clock() - self.drafted) / (1 + verified * verification)
+        step = (self.drafted - self.began) / len(self.confidences)
+        before = self.slope(name)
+        measured = self.past.learn_slope(name, before, step / plain + verification)
+        self.past.spend(self.guessed * (measured - before))
 
 
 class PossibleDraft(NamedTuple):
@@ -342,51 +343,12 @@ def tenth(confidence: float) -> int:
     return min(9, int(10 * confidence))
 
 
-class PlainTime:
-    """Time T of a plain round: the median of the last ones, but at most the fastest of the last
-    rounds with a draft.
-
-    Of plain rounds in a row the first is not counted: behind a draft a plain round of a small model
-    finds the draft's weights in the processor's caches, and takes up to twice as long.
-    """
-
-    WINDOW = 9  # rounds
-    STALE = 100  # rounds after which T is measured again
-
-    def __init__(self) -> None:
-        self.was_plain = False  # the round before
-        self.times: deque[float] = deque(maxlen=self.WINDOW)
-        self.draft_times: deque[float] = deque(maxlen=self.WINDOW)
-        self.age = self.STALE  # rounds since T was measured
-
-    @property
-    def is_stale(self) -> bool:
-        return self.age >= self.STALE
-
-    def add_plain(self, seconds: float) -> None:
-        """Add a plain round."""
-        self.age += 1
-        if self.was_plain:
-            self.times.append(seconds)
-            self.age = 0
-        self.was_plain = True
-
-    def extra(self, seconds: float) -> float | None:
-        """Time of a round with a draft beyond T, in plain rounds; None before T is known."""
-        self.age += 1
-        self.was_plain = False
-        self.draft_times.append(seconds)
-        if not self.times:
-            return None
-        return seconds / min(median_low(self.times), *self.draft_times) - 1
-
-
 @dataclass
 class Past:
     """Estimates from past rounds, of one text or, where these have a clock, of several.
 
-    ``rates``: by kind of draft. ``slopes``: by the name of a model's offer, and of ``KNOWN``
-    tokens. ``credit``: see ``BreakEven``.
+    ``rates``: by kind of draft. ``slopes``: those measured, by the name of a model's offer.
+    ``credit``: see ``BreakEven``.
     """
 
     MOST_CREDIT = 6.0
@@ -396,7 +358,6 @@ class Past:
 
     rates: dict[str, Rates] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
-    plain_time: PlainTime = field(default_factory=PlainTime)
     credit: float = 3.0
 
     def rates_of(self, kind: str) -> Rates:

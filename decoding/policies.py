@@ -4,9 +4,8 @@ A policy may read the tokens already drafted and past rounds. It never reads thi
 probabilities or acceptances. So it changes the speed and not the distribution of the text; the
 proof holds for any policy under these rules.
 
-A policy has no clock by default. The writer grants it the times of past rounds only where no text
-can change by a draft's length: in greedy decoding and under the race, where rows do not depend on
-each other.
+A policy has no clock by default. The writer grants it one only where no text can change by a
+draft's length: in greedy decoding and under the race, where rows do not depend on each other.
 """
 
 from __future__ import annotations
@@ -50,14 +49,11 @@ class Policy:
         """Update the policy with a finished round."""
 
     def grant_clock(self, past: Any, sharers: Callable[[], int]) -> None:
-        """Grant the times of rounds, by ``observe_time``, and the ``past`` of earlier texts.
+        """Allow the policy to read a clock, and give it the ``past`` of earlier texts.
 
         ``sharers`` tells how many texts share the model's steps now, with this one. Only for a text
         that no draft length can change.
         """
-
-    def observe_time(self, seconds: float) -> None:
-        """Update the policy with the duration of the round that it observed last."""
 
 
 class FixedLength(Policy):
@@ -151,9 +147,6 @@ class PolicyAround(Policy):
 
     def grant_clock(self, past: Any, sharers: Callable[[], int]) -> None:
         self.inner.grant_clock(past, sharers)
-
-    def observe_time(self, seconds: float) -> None:
-        self.inner.observe_time(seconds)
 
 
 class ConfidenceGate(PolicyAround):

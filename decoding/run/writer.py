@@ -298,14 +298,10 @@ class Writer:
             observer=task.observer and (lambda *record: records.append(record)),
         )
         began = self.clock()
-        shared = self.sharers() > 1
         for round in rounds:
             seconds = self.clock() - began
             sample.seconds += seconds
             sample.trouble = self.model.trouble  # a step may have fallen back
-            shared = shared or self.sharers() > 1
-            if has_clock and not (shared or sample.trouble):
-                policy.observe_time(seconds)
             sample.rounds.append(round)
             sample.statistics.add(round)
             if task.observer:
@@ -315,7 +311,6 @@ class Writer:
             # No text changes where its drafts begin later, so none waits for the copies.
             task.drafting.preparation.work(PREPARING * seconds)
             began = self.clock()
-            shared = self.sharers() > 1
 
     def tell(self, task: Task, round: Round) -> None:
         """Call the readers of a text with a new round."""
