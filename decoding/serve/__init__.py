@@ -2,11 +2,11 @@
 
 The path of a request, and the thread of each step:
 
-    network  ``guard``     checks the Host and reads the body
+    network  ``app``       checks the Host and reads the body
     pool     ``requests``  checks its JSON, and encodes the prompt: a ``ParsedRequest``
     network  ``worker``    puts it in the queue, as a ``Job``
     main     ``worker``    submits its texts to the scheduler, between two steps of the others
-    main     ``answers``   sends messages about a text: after each round, and at its end
+    main     ``worker``    sends messages about a text: after each round, and at its end
     network  ``app``       responds with the messages, as one JSON value or as a stream of events
 
 The main thread alone uses the model. It shares two queues with the others: the worker's jobs, and
