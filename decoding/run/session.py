@@ -19,7 +19,7 @@ from decoding.run.options import (
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import check_prompt, checked_prompt, conversation, tell_schema
+from decoding.run.prompt import check_prompt, checked_prompt, conversation
 from decoding.run.streaming import Labels, TextStream
 from decoding.run.together import MOST_TOGETHER, Scheduler
 from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
@@ -193,8 +193,7 @@ class Conversation:
         given = session.options(self.options | options)
         asked = session.request.text_options(given)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
-        told = tell_schema(session.tokenizer, messages, told_schema(given))
-        ids, answers = conversation(session.tokenizer, told)
+        ids, answers = conversation(session.tokenizer, messages, told_schema(given))
         if self.writer is None:
             self.writer = session.new_writer(session.request.capacity)
         if len(ids) >= self.writer.capacity:
