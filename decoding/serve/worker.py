@@ -18,8 +18,7 @@ from cli.command_line import say
 from decoding.rounds import Round
 from decoding.run.chooser import DraftOptions
 from decoding.run.options import Request
-from decoding.run.session import Session
-from decoding.run.streaming import TextStream
+from decoding.run.session import Session, TextStream
 from decoding.run.together import Scheduler
 from decoding.run.writer import Task
 from decoding.serve.requests import MAX_GAMMA, ChatBody, ParsedRequest, RequestReader, refusal
