@@ -12,16 +12,3 @@ The path of a request, and the thread of each step:
 The main thread alone uses the model. It shares two queues with the others: the worker's jobs, and
 the messages of each job, which it gives to the event loop of the network's thread.
 """
-
-from cli.files import explaining
-from decoding.run.options import Request
-
-
-def serve(command_line: Request) -> None:
-    """Serve the model until Ctrl-C or SIGTERM. Raises InputError where that is not possible."""
-    with explaining(
-        "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
-        (ModuleNotFoundError,),
-    ):
-        from decoding.serve.app import Server
-    Server(command_line).serve_until_stopped()

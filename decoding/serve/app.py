@@ -47,11 +47,6 @@ from decoding.serve.worker import (
 )
 from model import InputError
 
-HEADERS = {
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "cache-control": "no-store",
-}
 MAX_BODY = 1 << 20  # bytes
 BODY_SECONDS = 30  # in which a body must arrive
 MAX_ARRIVING = 32  # bodies of one address that arrive at once; of more, the oldest is given up
@@ -228,7 +223,11 @@ class Server(uvicorn.Server):
             log_level="critical",
             access_log=False,
             server_header=False,
-            headers=[*HEADERS.items()],
+            headers=[
+                ("x-content-type-options", "nosniff"),
+                ("x-frame-options", "DENY"),
+                ("cache-control", "no-store"),
+            ],
             lifespan="off",
             ws="none",
             proxy_headers=False,
