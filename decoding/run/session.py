@@ -77,8 +77,7 @@ class Session:
 
     def write(self, prompt: str, **options: object) -> Sample:
         """The text after a prompt. Raises InputError."""
-        for _ in self.stream(prompt, **options):
-            pass
+        list(self.stream(prompt, **options))
         return self.sample
 
     def stream(self, prompt: str, **options: object) -> Iterator[str]:
@@ -183,8 +182,7 @@ class Conversation:
 
         Raises ContextFull where the conversation is longer than its context: the turn is not kept.
         """
-        for _ in self.stream(text, readers=readers, **options):
-            pass
+        list(self.stream(text, readers=readers, **options))
         return self.sample
 
     def stream(

@@ -147,8 +147,7 @@ class Scheduler:
         self.active.append(task)
         try:
             task.slot.begin(task.text.tokens, task.answers)
-            for _ in task.slot.rounds(task):
-                pass
+            list(task.slot.rounds(task))
         except (KeyboardInterrupt, GreenletExit):
             raise
         except BaseException as error:
