@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import threading
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -88,14 +87,12 @@ def error_response(request: HTTPRequest | None, error: Exception) -> JSONRespons
     return JSONResponse(error_json(refused), refused.status_code)
 
 
-async def read_body(
-    request: HTTPRequest, arriving: defaultdict[str, list[asyncio.Task[bytes]]]
-) -> bytes:
+async def read_body(request: HTTPRequest, arriving: dict[asyncio.Task[bytes], str]) -> bytes:
     """The body of a request; the part that has come where the client disconnects.
 
-    ``arriving`` are the bodies that arrive now, by the client's address. Raises HTTPException for
-    one that is too long or too slow, and for two statements of its length, by which proxies are
-    deceived.
+    ``arriving`` are the bodies that arrive now, in order, with the addresses of their clients.
+    Raises HTTPException for one that is too long or too slow, and for two statements of its length,
+    by which proxies are deceived.
     """
     if {"content-length", "transfer-encoding"}.issubset(request.headers):
         raise HTTPException(400, "give Content-Length or Transfer-Encoding, not both")
@@ -103,15 +100,13 @@ async def read_body(
     await asyncio.sleep(0)  # in which a body is read that has come whole
     if not body.done():
         address = request.client.host if request.client else ""  # None: already gone
-        bodies = arriving[address]
+        bodies = [other for other, its_address in arriving.items() if its_address == address]
         if len(bodies) == MAX_ARRIVING:
-            bodies.pop(0).cancel()
-        bodies.append(body)
+            bodies[0].cancel()
+            del arriving[bodies[0]]
+        arriving[body] = address
         await asyncio.wait([body], timeout=BODY_SECONDS)
-        if body in bodies:
-            bodies.remove(body)
-        if not bodies:
-            arriving.pop(address, None)
+        arriving.pop(body, None)
     if body.cancel() or body.cancelled():  # too late, or given up
         raise HTTPException(408, "the body did not arrive in time: send it again")
     return body.result()
@@ -160,7 +155,7 @@ async def events(job: Job, message: Any) -> AsyncIterator[str]:
 
 def make_app(worker: Worker, reader: RequestReader) -> Starlette:
     """The routes."""
-    arriving = defaultdict[str, list[asyncio.Task[bytes]]](list)
+    arriving: dict[asyncio.Task[bytes], str] = {}
     page = live_page(reader)
     model = {"id": reader.command_line.name, "object": "model", "created": 0, "owned_by": "local"}
 
