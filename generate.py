@@ -11,12 +11,12 @@ import sys
 from dataclasses import replace
 
 from cli.command_line import run_command
+from cli.files import explaining
 from decoding.run.compare import comparison
 from decoding.run.options import Request, make_parser, merge_options
 from decoding.run.session import Session
 from decoding.run.together import Scheduler
 from decoding.run.writer import Sample
-from decoding.serve import serve
 from decoding.show.interactive import converse
 from decoding.show.output import Output
 from weights.kept import describe_copies
@@ -31,7 +31,12 @@ def run(options: argparse.Namespace) -> None:
         print(check_fits(request.memory(), request.device, optional_copies=copies))
         print(describe_copies())
     elif options.serve:
-        serve(request)
+        with explaining(
+            "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
+            (ModuleNotFoundError,),
+        ):
+            from decoding.serve.app import Server
+        Server(request).serve_until_stopped()
     elif options.interactive:
         converse(Session(request))
     else:

@@ -133,16 +133,17 @@ def segments_of(length: int, answers: Spans) -> list[Segment]:
 
 
 def conversation(
-    tokenizer: Tokenizer, messages: Sequence[dict[str, str]]
+    tokenizer: Tokenizer, messages: Sequence[dict[str, str]], schema: str | None = None
 ) -> tuple[list[int], Spans]:
     """Token ids of a conversation, up to the beginning of the next answer, and the positions of the
-    answers in it.
+    answers in it. The model is told the JSON ``schema``: see ``tell_schema``.
 
     An answer begins where the conversation before it ends, and its tokens are those of its text.
     Where the chat template rewrites earlier messages, there is no such place, and the answer is
     read as a part of the user's next turn. So are those behind the first ``MOST_ANSWERS``. Raises
     InputError as ``Tokenizer.encode_chat`` does.
     """
+    messages = tell_schema(tokenizer, messages, schema)
     ids = tokenizer.encode_chat(messages)
     answers = []
     given = [at for at, message in enumerate(messages) if message["role"] == "assistant"]

@@ -1,12 +1,15 @@
 """Session: a loaded model that writes texts: one after another, many at once, or a conversation.
 
 ``generate.load`` makes one from the options of the command line. Everything that writes uses it.
+Texts are shown by ``TextStream``, the characters of a growing text that will stay, and by
+``Labels``, the names of its tokens.
 """
 
 from __future__ import annotations
 
+import codecs
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +22,16 @@ from decoding.run.options import (
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import check_prompt, checked_prompt, conversation, tell_schema
-from decoding.run.streaming import Labels, TextStream
+from decoding.run.prompt import check_prompt, checked_prompt, conversation
 from decoding.run.together import MOST_TOGETHER, Scheduler
 from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
-from decoding.text import Rules, Text
+from decoding.text import Rules, Text, TokenBytes
 from model import Decoder, InputError
 from model.fast import accelerate
 from weights.load import load_model
 from weights.memory import check_fits, free_bytes
 
+JOINERS = "\u200c\u200d"  # parts of words and emoji, harmless
 POSITIONS = 1024  # a cache is made for a multiple of these
 Pieces = Generator[str, None, None]
 
@@ -74,8 +77,7 @@ class Session:
 
     def write(self, prompt: str, **options: object) -> Sample:
         """The text after a prompt. Raises InputError."""
-        for _ in self.stream(prompt, **options):
-            pass
+        list(self.stream(prompt, **options))
         return self.sample
 
     def stream(self, prompt: str, **options: object) -> Iterator[str]:
@@ -180,8 +182,7 @@ class Conversation:
 
         Raises ContextFull where the conversation is longer than its context: the turn is not kept.
         """
-        for _ in self.stream(text, readers=readers, **options):
-            pass
+        list(self.stream(text, readers=readers, **options))
         return self.sample
 
     def stream(
@@ -193,8 +194,7 @@ class Conversation:
         given = session.options(self.options | options)
         asked = session.request.text_options(given)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
-        told = tell_schema(session.tokenizer, messages, told_schema(given))
-        ids, answers = conversation(session.tokenizer, told)
+        ids, answers = conversation(session.tokenizer, messages, told_schema(given))
         if self.writer is None:
             self.writer = session.new_writer(session.request.capacity)
         if len(ids) >= self.writer.capacity:
@@ -222,3 +222,56 @@ class Conversation:
         finally:
             if self.sample.rounds:  # nothing is kept of a turn that could not be answered
                 self.messages = [*messages, {"role": "assistant", "content": self.sample.text}]
+
+
+class TextStream:
+    """Stream of a growing text's new characters.
+
+    It holds back unfinished characters, beginnings of a stop string, and tokens that a banned word
+    may take back.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.shown = text.prompt_bytes
+
+    def pull(self, *, at_end: bool = False) -> str:
+        """The characters that have become certain since the last call.
+
+        ``at_end``, when no more tokens will come, as after Ctrl-C: also those that were held back.
+        """
+        ended = self.text.finish is not None
+        end = len(self.text.data) if at_end and not ended else self.text.certain_end
+        begin = self.shown
+        self.shown = max(begin, end)
+        return self.decoder.decode(bytes(self.text.data[begin:end]), final=at_end or ended)
+
+
+def visible(text: str) -> str:
+    """``text`` in one line, with U+FFFD in place of control, format and surrogate characters."""
+    text = text.replace("\n", "↵").replace("\t", "⇥")
+    return "".join(
+        c if c.isprintable() or c in JOINERS else " " if c.isspace() else "\ufffd" for c in text
+    )
+
+
+class Labels:
+    """Names of single tokens; ``special`` has the ids of those that add no bytes to the text."""
+
+    def __init__(self, token_bytes: TokenBytes, special: Mapping[str, int]) -> None:
+        self.token_bytes = token_bytes
+        self.names = {token: visible(name) for name, token in special.items()}
+
+    def __call__(self, token: int) -> str:
+        """The token's text, spaces alone as ``␣``, incomplete characters as ``\\xe2``; the name or
+        number of others.
+        """
+        data = self.token_bytes(token)
+        if not data.strip(b" "):
+            return "␣" * len(data) or self.names.get(token, f"#{token}")
+        return visible(data.decode("utf-8", errors="backslashreplace"))
+
+    def spelled(self, tokens: Sequence[int]) -> bytes:
+        """Bytes of tokens, with the names of those that have none."""
+        return b"".join(self.token_bytes(token) or self(token).encode() for token in tokens)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
@@ -135,20 +135,19 @@ class Scheduler:
         finally:
             self.waiting.clear()
             for task in [task for task in self.active if not task.ended]:
-                task.cancelled = True
-                task.loop.throw(KeyboardInterrupt)
+                task.loop.throw(GreenletExit)
             self.active.clear()
 
     def _write(self, task: Task) -> None:
-        """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's."""
+        """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's; GreenletExit ends this
+        one alone.
+        """
         self.active.append(task)
         try:
             task.slot.begin(task.text.tokens, task.answers)
-            for _ in task.slot.rounds(task):
-                pass
-        except KeyboardInterrupt:
-            if not task.cancelled:
-                raise
+            list(task.slot.rounds(task))
+        except (KeyboardInterrupt, GreenletExit):
+            raise
         except BaseException as error:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
@@ -174,7 +173,7 @@ class Scheduler:
     def _admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
         for task in [task for task in self.active if task.cancelled]:
-            self._go_on(task, KeyboardInterrupt())
+            self._go_on(task, GreenletExit())
         while self.waiting and len(self.active) < len(self.slots):
             task = self.waiting.pop(0)
             if task.cancelled:

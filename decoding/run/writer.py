@@ -261,8 +261,7 @@ class Writer:
         ``readers`` is not counted.
         """
         task = Task(text, drafting, params, coupling, [*readers], observer)
-        for _ in self.rounds(task):
-            pass
+        list(self.rounds(task))
         return task.sample
 
     def rounds(self, task: Task) -> Iterator[Round]:

@@ -2,26 +2,13 @@
 
 The path of a request, and the thread of each step:
 
-    network  ``guard``     checks the Host and reads the body
+    network  ``app``       checks the Host and reads the body
     pool     ``requests``  checks its JSON, and encodes the prompt: a ``ParsedRequest``
     network  ``worker``    puts it in the queue, as a ``Job``
     main     ``worker``    submits its texts to the scheduler, between two steps of the others
-    main     ``answers``   sends messages about a text: after each round, and at its end
+    main     ``worker``    sends messages about a text: after each round, and at its end
     network  ``app``       responds with the messages, as one JSON value or as a stream of events
 
 The main thread alone uses the model. It shares two queues with the others: the worker's jobs, and
 the messages of each job, which it gives to the event loop of the network's thread.
 """
-
-from cli.files import explaining
-from decoding.run.options import Request
-
-
-def serve(command_line: Request) -> None:
-    """Serve the model until Ctrl-C or SIGTERM. Raises InputError where that is not possible."""
-    with explaining(
-        "--serve needs more: run make serve, or pip install -r requirements-serve.txt",
-        (ModuleNotFoundError,),
-    ):
-        from decoding.serve.app import Server
-    Server(command_line).serve_until_stopped()

@@ -33,7 +33,7 @@ from decoding.run.options import (
     read_grammar_files,
     told_schema,
 )
-from decoding.run.prompt import Spans, check_prompt, conversation, tell_schema, too_long
+from decoding.run.prompt import Spans, check_prompt, conversation, too_long
 from decoding.sampling import SamplingParams
 from model import InputError
 from weights.tokenizer import Tokenizer
@@ -227,7 +227,7 @@ class ChatBody(TextBody):
         ]
         if options.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": options.system})
-        return conversation(tokenizer, tell_schema(tokenizer, messages, told_schema(options)))
+        return conversation(tokenizer, messages, told_schema(options))
 
 
 class ParsedRequest(NamedTuple):

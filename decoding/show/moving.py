@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from decoding.rounds import Round
-from decoding.run.streaming import Labels, visible
+from decoding.run.session import Labels, visible
 
 # Rounds of a text, each with the seconds of decoding until its end.
 Timeline = Sequence[tuple[Round, float]]

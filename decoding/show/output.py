@@ -13,8 +13,7 @@ from rich.console import Console
 from cli.command_line import say
 from cli.files import write_text
 from decoding.rounds import Round
-from decoding.run.session import Session
-from decoding.run.streaming import TextStream, visible
+from decoding.run.session import Session, TextStream, visible
 from decoding.run.together import Scheduler
 from decoding.run.writer import Reader, Sample, Task, Writer
 from decoding.show.moving import render_picture

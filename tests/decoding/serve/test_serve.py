@@ -22,8 +22,8 @@ import generate
 from decoding.run import options
 from decoding.run.chooser import Drafting
 from decoding.run.options import make_parser
-from decoding.serve import guard, worker
-from decoding.serve.guard import MAX_BODY, MAX_REQUESTS
+from decoding.serve import app, worker
+from decoding.serve.app import MAX_BODY, MAX_REQUESTS
 from decoding.serve.worker import MAX_WAITING, Job
 from decoding.text import Text
 from tests.calls import recorded
@@ -421,7 +421,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place(
 def test_above_the_number_of_open_requests_the_answer_is_json(
     served: Served, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "MAX_ARRIVING", MAX_REQUESTS)
+    monkeypatch.setattr(app, "MAX_ARRIVING", MAX_REQUESTS)
     waiting = MAX_WAITING + 4
     connections = [served.begin("/v1/completions", {"prompt": PROMPT}) for _ in range(waiting)]
     connections += half_sent(served, MAX_REQUESTS - waiting)

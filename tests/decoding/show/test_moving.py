@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from decoding.rounds import Round
-from decoding.run.streaming import Labels, visible
+from decoding.run.session import Labels, visible
 from decoding.show.moving import MARGIN, MOST_TOKENS, PAUSE, WIDTH, Timeline, render_picture
 from tests.commands import Run
 from tests.folders import write_folder
