@@ -99,27 +99,15 @@ class DraftOptions:
                     f"--{option.replace('_', '-')} has no effect with --draft {self.kind}:"
                     f" give --draft {kinds[0]}"
                 )
+        if self.gamma is not None and self.gamma < 0:
+            raise InputError(f"--gamma must be at least 0, found {self.gamma}")
         gate = self.min_target_confidence
-        for is_valid, message in (
-            (
-                self.gamma is None or self.gamma >= 0,
-                f"--gamma must be at least 0, found {self.gamma}",
-            ),
-            (
-                gate is None or 0 <= gate <= 1,
-                f"--min-target-confidence must be from 0 to 1, found {gate}",
-            ),
-            (
-                self.bits in (None, *LOW_BITS),
-                f"--bits must be {' or '.join(map(str, LOW_BITS))}, found {self.bits}",
-            ),
-            (
-                self.kind != "model" or self.draft_model is not None,
-                "--draft model needs --draft-model DIR",
-            ),
-        ):
-            if not is_valid:
-                raise InputError(message)
+        if gate is not None and not 0 <= gate <= 1:
+            raise InputError(f"--min-target-confidence must be from 0 to 1, found {gate}")
+        if self.bits not in (None, *LOW_BITS):
+            raise InputError(f"--bits must be {' or '.join(map(str, LOW_BITS))}, found {self.bits}")
+        if self.kind == "model" and self.draft_model is None:
+            raise InputError("--draft model needs --draft-model DIR")
 
 
 def plan_for(

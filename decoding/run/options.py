@@ -257,11 +257,8 @@ OF_A_CALL: dict[str, dict[str, Any]] = {
 OF_THE_MODEL = ("model", "revision", "device", "dtype", "context", "no_compile")
 DRAFTING = [field.name for field in fields(DraftOptions)[1:]]  # options of a kind of draft
 GRAMMARS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}  # option: kind
-# Types of an option's values, and their name in messages, by its action or type for argparse.
-TYPES: dict[Any, tuple[Any, str]] = {
-    LIST["action"]: (list, "a list of strings"),
-    FLAG["action"]: (bool, "True or False"),
-    ON_OR_OFF: (bool, "True or False"),
+# Types of an option's values, by its type on the command line, and their name in messages.
+TYPES = {
     int: (int, "a whole number"),
     float: (int | float, "a number"),
     Path: (str | Path, "a string"),
@@ -297,15 +294,21 @@ def check_option(name: str, value: Any) -> None:
     with explaining(f"{name} is too large", (ValueError, RecursionError)):
         shown = f"{value!r:.80}"
     settings = OF_A_CALL[name]
-    types, wanted = TYPES[settings.get("action", settings.get("type"))]
-    fits = isinstance(value, types) and isinstance(value, bool) == (types is bool)
-    if types is list:
-        fits = fits and all(isinstance(each, str) for each in value)
+    default = settings.get("default")
     if "choices" in settings:
         fits = value in settings["choices"]
         wanted = f"one of {', '.join(settings['choices'])}"
+    elif isinstance(default, list):
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        wanted = "a list of strings"
+    elif "action" in settings:
+        fits = isinstance(value, bool)
+        wanted = "True or False"
+    else:
+        types, wanted = TYPES[settings.get("type")]
+        fits = isinstance(value, types) and not isinstance(value, bool)
     is_schema = name == "json_schema" and isinstance(value, dict)
-    is_default = value is None and settings.get("default") is None
+    is_default = value is None and default is None
     if not (fits or is_schema or is_default):
         raise InputError(f"{name} must be {wanted}, found {shown}")
     if isinstance(value, str | list):
@@ -392,33 +395,21 @@ def check_options(options: Namespace) -> None:
         "the text of --system, --regex, --stop or --ban is not UTF-8", (UnicodeEncodeError,)
     ):
         "".join(texts).encode()
+    if options.context is not None and options.context < 1:
+        raise InputError(f"--context must be at least 1, found {options.context}")
     for place in filter(None, (options.html, options.svg)):
         check_place(place)
+    if options.html and options.svg and options.html.resolve() == options.svg.resolve():
+        raise InputError(f"--html and --svg name the same file {options.svg}: give two")
     of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-    for is_wrong, message in (
-        (
-            options.context is not None and options.context < 1,
-            f"--context must be at least 1, found {options.context}",
-        ),
-        (
-            options.html and options.svg and options.html.resolve() == options.svg.resolve(),
-            f"--html and --svg name the same file {options.svg}: give two",
-        ),
-        (
-            (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)),
-            "--serve and --interactive take no prompt, --compare, --html, --svg or --json",
-        ),
-        (
-            options.serve and options.interactive,
-            "give --serve or --interactive: one process does one of them",
-        ),
-        (
-            options.svg and options.num_samples > 1,
-            "--svg shows one text: leave out --num-samples",
-        ),
-    ):
-        if is_wrong:
-            raise InputError(message)
+    if (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)):
+        raise InputError(
+            "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
+        )
+    if options.serve and options.interactive:
+        raise InputError("give --serve or --interactive: one process does one of them")
+    if options.svg and options.num_samples > 1:
+        raise InputError("--svg shows one text: leave out --num-samples")
 
 
 class Request:
