@@ -68,7 +68,8 @@ OPTIONS: Groups = {
             "type": partial(str.split, sep=","),
             "default": [],
             "metavar": "LIBRARY",
-            "help": f"libraries to measure too, with commas: {', '.join(LIBRARIES)}=FILE.gguf",
+            "help": f"libraries to measure too, with commas: {', '.join(LIBRARIES)}=FILE.gguf (of a"
+            " shape: llama.cpp alone)",
         },
         "--only": {
             "choices": SECTIONS,
@@ -207,7 +208,7 @@ def measure_shapes(
     dtype = DTYPES.get(options.dtype, torch.bfloat16)
     rows = []
     for shape in options.shape:
-        rows.append(measure_shape(shape, dtype, device))
+        rows.append(measure_shape(shape, dtype, device, "llama.cpp" in options.against))
         shown = [{"of the shape": name, "value": value} for name, value in rows[-1].items()]
         out.print(table(shown, f"{shape} in {dtype}; {machine(device)}"))
     return {"shapes": rows}

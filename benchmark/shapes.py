@@ -14,6 +14,7 @@ import psutil
 import torch
 from matplotlib.figure import Figure
 
+from benchmark.llama_cpp import llama_cpp_costs
 from benchmark.sections import take_turns
 from cli.files import read_json
 from cli.table import Row
@@ -72,8 +73,11 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
 
 
 @torch.inference_mode()
-def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> Row:
-    """Row of a shape: its costs, its memory, and the speed-ups that follow from the costs.
+def measure_shape(
+    shape: str, dtype: torch.dtype, device: torch.device, beside_llama_cpp: bool = False
+) -> Row:
+    """Row of a shape: its costs, its memory, and the speed-ups that follow from the costs; if asked
+    also the costs of llama.cpp.
 
     Raises InputError where its weights do not fit into memory.
     """
@@ -109,7 +113,8 @@ def measure_shape(shape: str, dtype: torch.dtype, device: torch.device) -> Row:
     if device.type == "cpu":  # before the block that measures the memory's speed
         row["peak, GB"] = (process_bytes("peak") - before) / 1e9
         row["estimate, GB"] = expected(plan=low_bits if copied else None).total / 1e9
-    return row | measured_steps(model, cache, low_bits, copied)
+    row |= measured_steps(model, cache, low_bits, copied)
+    return row | llama_cpp_costs(model, min(PROMPTS)) if beside_llama_cpp else row
 
 
 def process_bytes(kind: str) -> int:

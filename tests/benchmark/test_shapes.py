@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 
 import benchmark.__main__ as command
 from benchmark import shapes
+from benchmark.llama_cpp import write_gguf
 from cli.files import read_json
+from model import parse_config
 from search.costs import CostTable, predicted_speedup
 from tests.calls import status_of
 from tests.folders import LLAMA
 from tests.pictures import faults
 from tests.refusal import refusal
+from weights.fetch import state_of
 from weights.memory import parameter_count
 
 PUBLISHED = {  # parameters of the models, in millions
@@ -79,6 +83,24 @@ def test_the_picture_of_shapes_has_no_faults(report: dict[str, Any]) -> None:
     [row] = report["shapes"]
     larger = row | {"parameters, 10⁶": 1000.0}
     assert list(faults(lambda: shapes.plot_shapes({"shapes": [row, larger]}))) == []
+
+
+def test_a_gguf_file_of_a_shape_holds_its_weights_under_the_names_of_llama_cpp(
+    tmp_path: Path,
+) -> None:
+    """The rows of q and k have another order there."""
+    config = parse_config(LLAMA | {"tie_word_embeddings": True})
+    model = shapes.random_model(config, torch.bfloat16, torch.device("cpu"))
+    write_gguf(model, tmp_path / "model.gguf")
+    read = state_of(GGUFReader(tmp_path / "model.gguf"), config)
+    assert read.keys() == {f"model.{name}" for name in model.state_dict()}
+    for name, tensor in model.named_parameters():
+        found = read[f"model.{name}"]
+        if ".q_proj" in name or ".k_proj" in name:
+            found, tensor = found.flatten().sort().values, tensor.flatten().sort().values
+        assert torch.equal(found, tensor), name
+    wrong = shapes.random_model(config, torch.float32, torch.device("cpu"))
+    assert "takes shapes of Llama in bf16" in refusal(write_gguf, wrong, tmp_path / "other.gguf")
 
 
 def test_a_shape_that_does_not_exist_is_refused_with_the_names(

@@ -1,0 +1,85 @@
+"""llama.cpp on random weights: the same shape as a GGUF file, and the costs of its steps."""
+
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+
+from cli.table import Row
+from model import Decoder, InputError, now
+
+POSITION = 128  # of the steps that are timed
+REPEATS = 9
+
+
+def write_gguf(model: Decoder, path: Path) -> None:
+    """Write a model in bf16 as a GGUF file without a vocabulary. The rows of q and k stay in their
+    order, which is another one there: no text can be read from it.
+
+    Raises InputError for a model that is no Llama in bf16.
+    """
+    config = model.config
+    if config.source["model_type"] != "llama" or model.dtype != torch.bfloat16:
+        raise InputError("--against llama.cpp takes shapes of Llama in bf16")
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
+    for name, tensor in model.named_parameters():
+        theirs = names.get_name(f"model.{name}", (".weight",)) or names.get_name(name, (".weight",))
+        if tensor.dim() == 1:
+            writer.add_tensor(theirs, tensor.float().numpy())
+        else:
+            data = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(theirs, data, raw_dtype=GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp_costs(model: Decoder, prompt: int) -> Row:
+    """llama.cpp's time of a step, and until the first token after a prompt, on torch's number of
+    threads. Raises InputError where llama-cpp-python is missing.
+    """
+    try:
+        import llama_cpp
+    except ImportError as error:
+        raise InputError("--against llama.cpp needs pip install llama-cpp-python") from error
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "shape.gguf")
+        write_gguf(model, path)
+        theirs = llama_cpp.Llama(
+            str(path),
+            n_ctx=prompt + REPEATS,
+            n_threads=threads,
+            n_threads_batch=threads,
+            verbose=False,
+        )
+        theirs.eval([0] * POSITION)
+        seconds = []
+        for _ in range(REPEATS):
+            began = now(model.device)
+            theirs.eval([0])
+            seconds.append(now(model.device) - began)
+        theirs.reset()
+        began = now(model.device)
+        theirs.eval([0] * prompt)
+        first = now(model.device) - began
+    return {
+        "llama.cpp, step, ms": 1e3 * statistics.median(seconds),
+        f"llama.cpp, first token after {prompt}, s": first,
+    }
