@@ -70,15 +70,15 @@ class BreakEven(Policy):
 
     | round | α | speed-up of one token | drafted | accepted | cost | credit after |
     |---|---|---|---|---|---|---|
-    | 1 | 0.70 | 1.030 | 1 | 1 | 1.70 | 3.34 |
-    | 2 | 0.76 | 1.067 | 1 | 0 | 1.70 | 2.66 |
-    | 3 | 0.63 | 0.989 | 0 | 0 | 1.05 | 2.63 |
-    | 4 | 0.63 | 0.991 | 0 | 0 | 1.05 | 2.60 |
+    | 1 | 0.70 | 1.030 | 1 | 1 | 1.70 | 4.34 |
+    | 2 | 0.76 | 1.067 | 1 | 0 | 1.70 | 3.66 |
+    | 3 | 0.63 | 0.989 | 0 | 0 | 1.05 | 3.63 |
+    | 4 | 0.63 | 0.991 | 0 | 0 | 1.05 | 3.60 |
 
     Round 1 drafts by the prior. A second token would be accepted with the probability 0.7 · 0.7 =
     0.49, and is worth it only above 0.65 · 1.03 = 0.67. The failure of round 2 makes drafts lose,
     so rounds 3 and 4 are plain. Meanwhile the past fades, α goes back to 0.70, and some rounds
-    later a token is tried again. The cost includes ``ASKING``. The credit after round 1 is 3 + 2 ·
+    later a token is tried again. The cost includes ``ASKING``. The credit after round 1 is 4 + 2 ·
     1.02 - 1.70.
     """
 
@@ -351,14 +351,14 @@ class Past:
     ``credit``: see ``BreakEven``.
     """
 
-    MOST_CREDIT = 6.0
+    MOST_CREDIT = 10.0
     LEAST_SLOPE = 0.02
     LARGEST_CHANGE = 2.0  # of a slope's estimate: factor up to which a measurement counts
     FADE = 0.99  # the part of its distance to the first value that a slope keeps, per round
 
     rates: dict[str, Rates] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
-    credit: float = 3.0
+    credit: float = 4.0
 
     def rates_of(self, kind: str) -> Rates:
         """The acceptance rates of a kind of draft."""
@@ -379,7 +379,8 @@ class Past:
         return counted
 
     def fade_slope(self, name: str, first: float) -> None:
-        """Count a round without a measurement: the estimate goes back to the first one, so that a
-        draft which was slow once is tried again.
+        """Count a round without a measurement: an estimate above the first one goes back to it, so
+        that a draft which was slow once is tried again.
         """
-        self.slopes[name] = first * (self.slopes[name] / first) ** self.FADE
+        if self.slopes[name] > first:
+            self.slopes[name] = first * (self.slopes[name] / first) ** self.FADE

@@ -19,7 +19,7 @@ names a class in a file of the user.
 import math
 import runpy
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,7 +51,8 @@ LONGEST_ADAPTIVE = 8  # tokens per draft under Draft & Verify's adaptive exit
 START_GREEDY = 0.8  # its first threshold
 START_SAMPLED = 0.5
 ROUND_OVERHEAD = 20e6  # work beside the weights, per round or draft step, in bytes read meanwhile
-VERIFY_SLOPE = 0.03  # of a plain round, for each drafted token that it verifies
+VERIFY_SLOPE = 0.03  # of a plain round, for each drafted token that it verifies, in a large model
+VERIFY_OVERHEAD = 2e6  # and, beside that, in bytes read meanwhile
 # kinds whose draft length the options may set
 LENGTH_IS_FREE = ("lowbit", "exit", "skip", "model", "lookup", "class")
 USEFUL_WITH = {  # kinds of draft on which an option has an effect; "class" is one of the user
@@ -350,7 +351,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             plans[name] = chosen
     ways = {name: by_plan(setting, chosen) for name, chosen in plans.items()}
     ways["lookup"] = lookup(options, setting)
-    slopes = {name: first_slope(model, chosen.plan) for name, chosen in plans.items()}
+    slopes = first_slopes(model, plans)
     priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
     forced = ForcedTokens(model.vocab_size, model.device)  # an empty draft without constraints
     preparation = Preparation(chain.from_iterable(way.preparation.pieces for way in ways.values()))
@@ -361,7 +362,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
             lambda: preparation.is_done,
         ),
         lambda: BreakEven(
-            {KNOWN: VERIFY_SLOPE, **slopes},
+            slopes,
             priors=KNOWN_PRIORS | priors,
             by_confidence=model.device.type == "cpu",  # a GPU would synchronise for each token
         ),
@@ -370,14 +371,19 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def first_slope(model: Decoder, plan: LayerPlan) -> float:
-    """Time that a token drafted under a plan adds to a round, in plain rounds, before any is
-    measured: its draft step, by the bytes of weights that both read, and its verification.
+def first_slopes(model: Decoder, plans: Mapping[str, DraftPlan]) -> dict[str, float]:
+    """Time that a token adds to a round, in plain rounds, before any is measured: of known tokens
+    their verification, of those drafted under a plan also its draft step, by the bytes of weights
+    that it reads.
     """
-    itemsize = model.dtype.itemsize
-    full = bytes_read(model.config, LayerPlan.full(model.num_layers), itemsize)
-    draft = bytes_read(model.config, plan, itemsize)
-    return (draft + ROUND_OVERHEAD) / (full + ROUND_OVERHEAD) + VERIFY_SLOPE
+
+    def reading(plan: LayerPlan) -> float:
+        return bytes_read(model.config, plan, model.dtype.itemsize) + ROUND_OVERHEAD
+
+    full = reading(LayerPlan.full(model.num_layers))
+    verification = VERIFY_SLOPE + VERIFY_OVERHEAD / full
+    drafting = {name: reading(chosen.plan) / full for name, chosen in plans.items()}
+    return {KNOWN: verification} | {name: verification + step for name, step in drafting.items()}
 
 
 DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
