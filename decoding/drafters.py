@@ -206,7 +206,8 @@ class ModelDrafter:
             ):
                 break
             # Constraints read the token in any case. Without them a GPU would have to synchronise.
-            if text.constraints and int(token) in text.rules.eos_ids:
+            on_cpu = policy.reads_draft_confidence and token.device.type == "cpu"
+            if (text.constraints or on_cpu) and int(token) in text.rules.eos_ids:
                 break
         return draft.finished()
 

@@ -141,6 +141,16 @@ def test_a_draft_obeys_the_constraint_and_ends_where_nothing_is_allowed() -> Non
     assert PromptLookup(VOCAB).propose(repeated, 4, *rest).tokens.tolist() == [5]
 
 
+@torch.inference_mode()
+def test_a_draft_whose_confidence_is_read_ends_with_its_end_of_text_token() -> None:
+    """On a CPU the host can read the token too: what follows it would be discarded."""
+    model = tiny_model("llama", vocab=VOCAB)
+    drafter = ModelDrafter(model, model.new_cache(20))
+    rules = Rules(100, eos_ids=frozenset(range(VOCAB)))
+    rest = SamplingParams(), AdaptiveExit(0.0, 4), SeededRandomness(0)
+    assert len(drafter.propose(text_of([1, 2], rules, vocab=VOCAB), 4, *rest).tokens) == 1
+
+
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(
     tokens=st.lists(st.sampled_from([0, 1, 2, 256, 65536]), min_size=1, max_size=30),
