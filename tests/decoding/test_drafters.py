@@ -2,7 +2,8 @@
 tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -51,8 +52,32 @@ rounds_of_the_loop = st.lists(
 )
 
 
+def check_drafts(
+    drafter: ModelDrafter,
+    tokens: list[int],
+    rounds: list[tuple[int, int, int, int]],
+    rows: Callable[[list[int], list[int]], Tensor],
+    verify: Callable[[list[int], list[int]], object] = lambda tokens, drafted: None,
+) -> None:
+    """A draft of every round has the distributions ``rows(tokens, drafted)``. Then the target
+    verifies it, accepts a part, adds a token, and the loop retracts some.
+    """
+    prompt, randomness = len(tokens), SeededRandomness(0)
+    for limit, accepted, target_token, retracted in rounds:
+        text = text_of(tokens, vocab=VOCAB)
+        draft = drafter.propose(text, limit, PARAMS, FixedLength(4), randomness)
+        drafted = draft.tokens.tolist()
+        assert len(drafted) == limit
+        if limit:
+            torch.testing.assert_close(draft.probs, rows(tokens, drafted), rtol=0, atol=1e-12)
+        verify(tokens, drafted)
+        tokens = [*tokens, *drafted[:accepted], target_token]
+        tokens = tokens[: max(prompt, len(tokens) - retracted)]
+        drafter.rollback(len(tokens))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(plan=plans(), rounds=rounds_of_the_loop)
 @torch.inference_mode()
 def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
@@ -63,26 +88,16 @@ def test_a_self_draft_reads_the_targets_entries_at_the_right_positions(
     """
     model, tokens = tiny_model(family, vocab=VOCAB), [1, 2, 3]
     cache = prefilled(model, tokens)
-    drafter, randomness = ModelDrafter(model, cache, plan), SeededRandomness(0)
-    for limit, accepted, target_token, retracted in rounds:
-        draft = drafter.propose(
-            text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness
-        )
-        drafted = draft.tokens.tolist()
-        assert len(drafted) == limit
-        if limit:
-            torch.testing.assert_close(
-                draft.probs, self_draft_rows(model, plan, tokens, drafted), rtol=0, atol=1e-12
-            )
+
+    def verify(tokens: list[int], drafted: list[int]) -> None:
         model(torch.tensor([[tokens[-1], *drafted]]), cache, len(tokens) - 1)
-        tokens = [*tokens, *drafted[:accepted], target_token]
-        tokens = tokens[: max(3, len(tokens) - retracted)]
-        cache.truncate(len(tokens) - 1)
-        drafter.rollback(len(tokens))
+
+    rows = partial(self_draft_rows, model, plan)
+    check_drafts(ModelDrafter(model, cache, plan), tokens, rounds, rows, verify)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(rounds=rounds_of_the_loop, prompt=st.integers(1, CATCH_UP + 4))
 @torch.inference_mode()
 def test_a_draft_models_cache_has_no_hole_after_any_round(
@@ -91,19 +106,7 @@ def test_a_draft_models_cache_has_no_hole_after_any_round(
     """Also after drafts accepted whole, rounds without a draft, and retracted tokens."""
     model, tokens = tiny_model(family, vocab=VOCAB), [at % VOCAB for at in range(prompt)]
     drafter = ModelDrafter(model, model.new_cache(model.max_positions))
-    randomness = SeededRandomness(0)
-    for limit, accepted, target_token, retracted in rounds:
-        draft = drafter.propose(
-            text_of(tokens, vocab=VOCAB), limit, PARAMS, FixedLength(4), randomness
-        )
-        drafted = draft.tokens.tolist()
-        if limit:
-            torch.testing.assert_close(
-                draft.probs, draft_model_rows(model, tokens, drafted), rtol=0, atol=1e-12
-            )
-        tokens = [*tokens, *drafted[:accepted], target_token]
-        tokens = tokens[: max(prompt, len(tokens) - retracted)]
-        drafter.rollback(len(tokens))
+    check_drafts(drafter, tokens, rounds, partial(draft_model_rows, model))
 
 
 @torch.inference_mode()

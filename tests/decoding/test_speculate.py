@@ -130,24 +130,15 @@ def test_a_drafter_that_breaks_its_contract_ends_in_one_line_with_its_class(
     assert re.search(f"drafter {type(drafter).__name__} .*{broken}", said)
 
 
-def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token() -> None:
+def test_a_perfect_draft_is_accepted_whole_and_brings_a_bonus_token_up_to_the_budget() -> None:
+    """Of 18 tokens; none that cannot be used is drafted."""
     model = tiny_model("llama", vocab=VOCAB)
     for params in (SamplingParams(), SamplingParams(1.0)):
         cache = prefilled(model, PROMPT)
-        rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), params=params)
-        assert [(len(r.drafted), r.accepted, len(r.emitted)) for r in rounds] == [(4, 4, 5)] * 4
-
-
-@pytest.mark.parametrize("budget", [1, 2, 3, 7])
-def test_the_budget_is_met_exactly(budget: int) -> None:
-    model = tiny_model("llama", vocab=VOCAB)
-    cache = prefilled(model, PROMPT)
-    rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), rules=Rules(budget))
-    assert len(tokens_of(rounds)) == budget
-    assert [round.finish for round in rounds] == [None] * (len(rounds) - 1) + ["length"]
-    assert all(len(round.drafted) < budget for round in rounds), (
-        "a token that cannot be used was drafted"
-    )
+        how = {"params": params, "rules": Rules(18)}
+        rounds = write(model, cache, ModelDrafter(model, cache), FixedLength(4), **how)
+        counts = [(len(r.drafted), r.accepted, len(r.emitted), r.finish) for r in rounds]
+        assert counts == [(4, 4, 5, None)] * 3 + [(2, 2, 3, "length")]
 
 
 def test_several_samples_come_from_one_prefill_and_equal_those_of_fresh_caches() -> None:

@@ -111,10 +111,12 @@ def failing(folder: Path, method: str, error: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("samples", ["1", "2"])
-@pytest.mark.parametrize("method", ["propose", "rollback"])
 @pytest.mark.parametrize(
-    ("error", "said"),
-    [("1 / 0", "ZeroDivisionError: division by zero"), ("exit(0)", "SystemExit: 0")],
+    ("method", "error", "said"),
+    [
+        ("propose", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("rollback", "exit(0)", "SystemExit: 0"),
+    ],
 )
 def test_an_error_in_a_drafter_says_where_and_keeps_the_text(
     method: str,
