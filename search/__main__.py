@@ -36,8 +36,7 @@ from decoding.verify import COUPLINGS, Coupling
 from model.plan import LOW_BITS
 from search.acceptance import Calibration
 from search.confirm import confirm, plans_to_confirm, write_best
-from search.plots import plot_plans
-from search.prediction import predict_plan
+from search.prediction import plot_plans, predict_plan
 from search.study import (
     SAMPLERS,
     open_study,
