@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmark.llama_cpp import llama_cpp_costs
-from benchmark.sections import take_turns
+from benchmark.sections import take_turns, timed
 from cli.files import read_json
 from cli.table import Row
 from decoding.randomness import KeyedRandomness, Place
@@ -102,9 +102,7 @@ def measure_shape(
     }
     copied = bool(model.fast_bits) and has_memory_for(model, [low_bits])
     if copied:
-        began = now(device)
-        model.prepare(low_bits)
-        row["copies, s"] = now(device) - began
+        _, row["copies, s"] = timed(partial(model.prepare, low_bits), device)
         row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
     for count in PROMPTS:
         began = now(device)
