@@ -26,17 +26,21 @@ def write_gguf(model: Decoder, path: Path) -> None:
     if config.source["model_type"] != "llama" or model.dtype != torch.bfloat16:
         raise InputError("--against llama.cpp takes shapes of Llama in bf16")
     writer = GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+    }
+    for name, size in sizes.items():
+        writer.add_uint32(f"llama.{name}", size)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
     for name, tensor in model.named_parameters():

@@ -532,22 +532,26 @@ NOT_OURS = {  # row: defect, and why it cannot arise here
 }
 
 
-def table_rows(killed: Callable[[Mutant], bool]) -> Iterator[str]:
-    """Table of defects in Markdown, each with the test that fails with it, and the distance that
+def row_of(mutant: Mutant) -> str:
+    """Row of the table of defects in Markdown: the test that fails with it, and the distance that
     the judge of foreign code finds.
     """
-    yield "| # | defect | put into | caught by | judged |"
-    yield "|---|---|---|---|---|"
-    for mutant in MUTANTS:
-        verdict = f"`{mutant.killer.__name__}`" if killed(mutant) else "**nothing**"
-        distance = judged(mutant)
-        shown = "" if distance is None else f"{distance:.2g}" if distance > EXACT else "0"
-        yield f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} | {shown} |"
-    for row, (defect, reason) in NOT_OURS.items():
-        yield f"| {row} | {defect} | nothing | {reason} | |"
+    verdict = f"`{mutant.killer.__name__}`" if kills(mutant) else "**nothing**"
+    distance = judged(mutant)
+    shown = "" if distance is None else f"{distance:.2g}" if distance > EXACT else "0"
+    return f"| {mutant.row} | {mutant.defect} | `{mutant.function}` | {verdict} | {shown} |"
+
+
+def rows_not_ours() -> list[str]:
+    """Rows of the defects that this design cannot have."""
+    return [
+        f"| {row} | {defect} | nothing | {reason} | |" for row, (defect, reason) in NOT_OURS.items()
+    ]
 
 
 if __name__ == "__main__":
     print("This takes about two minutes.", file=sys.stderr)
-    for line in table_rows(kills):
-        print(line, flush=True)
+    print("| # | defect | put into | caught by | judged |\n|---|---|---|---|---|")
+    for mutant in MUTANTS:
+        print(row_of(mutant), flush=True)
+    print(*rows_not_ours(), sep="\n")
