@@ -31,16 +31,14 @@ from cli.files import check_place, read_json, write_json
 from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_of, within
 from cli.picture import write_picture
 from cli.table import Row, table
-from decoding.run.chooser import Setting
+from decoding.run.chooser import load_setting
 from decoding.run.prompt import encode_prompt
 from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from model import InputError
-from model.fast import accelerate
 from search.texts import PROMPTS
 from training.corpus.stories import story_request
-from weights.load import DTYPES, load_model, model_folder, pick_dtype, shown_name
-from weights.tokenizer import Tokenizer
+from weights.load import DTYPES, model_folder, shown_name
 
 STORIES = 24  # prompts of the kind "stories"
 
@@ -144,28 +142,26 @@ def prepare(options: argparse.Namespace) -> Bench:
     folder = model_folder(options.model)
     if options.off_grid:
         folder = off_grid_folder(folder)
-    tokenizer = Tokenizer(folder)
     device = pick_device(options.device)
-    model = accelerate(load_model(folder, pick_dtype(options.dtype, folder, device), device))
+    params = SamplingParams(options.temperature)
+    setting = load_setting(folder, device, options.dtype, params, "race")
     stories = [story_request(random.Random(seed))[0] for seed in range(STORIES)]
     texts = {**PROMPTS, "stories": stories}
     prompts = [
-        (kind, encode_prompt(tokenizer, text))
+        (kind, encode_prompt(setting.tokenizer, text))
         for kind in options.prompts
         for text in texts[kind][: 1 if options.quick else None]
     ]
-    positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
-    if positions > model.max_positions:
+    context = setting.positions
+    setting.positions = max(len(ids) for _, ids in prompts) + options.max_new_tokens
+    if setting.positions > context:
         raise InputError(
-            f"the longest text exceeds the context of {model.max_positions}: lower --max-new-tokens"
+            f"the longest text exceeds the context of {context}: lower --max-new-tokens"
         )
-    setting = Setting(
-        folder, model, tokenizer, SamplingParams(options.temperature), positions, "race"
-    )
     libraries = library_contenders(options, setting)
     drafts = find_drafts(options, setting)
-    if model.why_rows_vary:
-        say(f"texts of drafts may differ from plain decoding's by rounding: {model.why_rows_vary}")
+    if why := setting.model.why_rows_vary:
+        say(f"texts of drafts may differ from plain decoding's by rounding: {why}")
     return Bench(options, setting, prompts, drafts, libraries)
 
 

@@ -2,13 +2,15 @@
 
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
+from benchmark.sections import timed
 from cli.table import Row
-from model import Decoder, InputError, now
+from model import Decoder, InputError
 
 POSITION = 128  # of the steps that are timed
 REPEATS = 9
@@ -74,15 +76,10 @@ def llama_cpp_costs(model: Decoder, prompt: int) -> Row:
             verbose=False,
         )
         theirs.eval([0] * POSITION)
-        seconds = []
-        for _ in range(REPEATS):
-            began = now(model.device)
-            theirs.eval([0])
-            seconds.append(now(model.device) - began)
+        step = partial(theirs.eval, [0])
+        seconds = [timed(step, model.device)[1] for _ in range(REPEATS)]
         theirs.reset()
-        began = now(model.device)
-        theirs.eval([0] * prompt)
-        first = now(model.device) - began
+        _, first = timed(partial(theirs.eval, [0] * prompt), model.device)
     return {
         "llama.cpp, step, ms": 1e3 * statistics.median(seconds),
         f"llama.cpp, first token after {prompt}, s": first,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -65,6 +66,13 @@ def costs_section(bench: Bench) -> list[Row]:
     ]
 
 
+def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """Result of some work on the device, and its seconds."""
+    began = now(device)
+    result = work()
+    return result, now(device) - began
+
+
 @torch.inference_mode()
 def take_turns(
     steps: list[Callable[[], object]], repeats: int, device: torch.device
@@ -77,9 +85,7 @@ def take_turns(
     seconds: list[list[float]] = [[] for _ in steps]
     for _ in range(repeats):
         for step, times in zip(steps, seconds, strict=True):
-            start = now(device)
-            step()
-            times.append(now(device) - start)
+            times.append(timed(step, device)[1])
     return seconds
 
 
@@ -95,9 +101,9 @@ def time_texts(bench: Bench, contenders: dict[str, Contender]) -> dict[str, list
         bench.prompts, "measuring", console=Console(stderr=True), transient=True
     ):
         for name, write in contenders.items():
-            began = now(device)
-            text = write(prompt, bench.options.max_new_tokens)
-            found[name].append(replace(text, seconds=now(device) - began))
+            work = partial(write, prompt, bench.options.max_new_tokens)
+            text, seconds = timed(work, device)
+            found[name].append(replace(text, seconds=seconds))
     return found
 
 
@@ -202,9 +208,7 @@ def write_together(
             )
             for prompt in prompts
         ]
-        began = now(setting.model.device)
-        scheduler.write_all(tasks)
-        seconds.append(now(setting.model.device) - began)
+        seconds.append(timed(partial(scheduler.write_all, tasks), setting.model.device)[1])
     reading, whole = seconds
     speed = len(prompts) * (count - 1) / (whole - reading)
     return speed, [task.text.generated for task in tasks]
@@ -277,11 +281,12 @@ def structured_section(bench: Bench) -> list[Row]:
         turns = []
         for seed in range(2 if bench.options.quick else 1 + STRUCTURED_TURNS):
             coupling = Coupling(setting.coupling, seed)
-            samples = {
-                way: writer.write(writer.new_text(rules), drafting, setting.params, coupling)
-                for way, drafting in ways.items()
-            }
-            turns.append(samples)
+            turns.append(
+                {
+                    way: writer.write(writer.new_text(rules), drafting, setting.params, coupling)
+                    for way, drafting in ways.items()
+                }
+            )
         rows += [{"schema": name, "decoder": way, **structured_row(turns, way)} for way in drafts]
     for way in drafts:
         medians = [row["speed-up"]["median"] for row in rows if row["decoder"] == way]

@@ -10,12 +10,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from matplotlib.figure import Figure
 
 from benchmark.llama_cpp import llama_cpp_costs
-from benchmark.sections import take_turns
+from benchmark.sections import take_turns, timed
 from cli.files import read_json
 from cli.table import Row
 from decoding.randomness import KeyedRandomness, Place
@@ -101,9 +102,7 @@ def measure_shape(
     }
     copied = bool(model.fast_bits) and has_memory_for(model, [low_bits])
     if copied:
-        began = now(device)
-        model.prepare(low_bits)
-        row["copies, s"] = now(device) - began
+        _, row["copies, s"] = timed(partial(model.prepare, low_bits), device)
         row["copies, GB"] = low_bit_bytes(config, low_bits) / 1e9
     for count in PROMPTS:
         began = now(device)
@@ -146,27 +145,27 @@ def measured_steps(model: Decoder, cache: KVCache, low_bits: LayerPlan, copied: 
     if copied:
         drafts = {"low bits": low_bits, "exit": early, "exit in low bits": early.in_bits(4)}
     cache.claim(range(layers), 0, POSITION)  # which a step attends to
-    steps = [step_of(model, cache, rows, None) for rows in ROWS]
-    steps += [step_of(model, cache, 1, plan) for plan in drafts.values()]
-    steps.append(partial(sample, PEAKED * torch.randn(1, model.vocab_size, device=model.device)))
-    block = torch.ones(FLOOR_BYTES // 4, device=model.device)
-    steps.append(block.sum)
-    seconds = [statistics.median(each) for each in take_turns(steps, REPEATS, model.device)]
-    one = seconds[0]
+    steps = {f"{rows} rows": step_of(model, cache, rows, None) for rows in ROWS}
+    steps |= {name: step_of(model, cache, 1, plan) for name, plan in drafts.items()}
+    logits = PEAKED * torch.randn(1, model.vocab_size, device=model.device)
+    steps["sampling"] = partial(sample, logits)
+    steps["floor"] = torch.ones(FLOOR_BYTES // 4, device=model.device).sum
+    times = take_turns([*steps.values()], REPEATS, model.device)
+    seconds = dict(zip(steps, map(statistics.median, times), strict=True))
+    one = seconds.pop("1 rows")
+    floor = seconds.pop("floor")
     size = bytes_read(model.config, LayerPlan.full(layers), model.dtype.itemsize)
-    floor = seconds[-1] * size / FLOOR_BYTES
-    costs = [each / one for each in seconds]
-    verify = interpolated(costs[: len(ROWS)])
     row = {
         "step, ms": 1e3 * one,
-        "GB/s of the memory": FLOOR_BYTES / seconds[-1] / 1e9,
-        "step, of its floor": one / floor,
-        **{f"{rows} rows": cost for rows, cost in zip(ROWS[1:], costs[1:], strict=False)},
+        "GB/s of the memory": FLOOR_BYTES / floor / 1e9,
+        "step, of its floor": one / (floor * size / FLOOR_BYTES),
+        **{name: each / one for name, each in seconds.items()},
     }
-    for name, draft in zip(drafts, costs[len(ROWS) :], strict=False):
-        row[name] = draft
-        row |= {f"{name} at {a}": best_speedup(a, CostTable(draft, verify)) for a in ACCEPTANCES}
-    return row | {"sampling": costs[-2]}
+    verify = interpolated([1.0, *(row[f"{rows} rows"] for rows in ROWS[1:])])
+    for name in drafts:
+        costs = CostTable(row[name], verify)
+        row |= {f"{name} at {a}": best_speedup(a, costs) for a in ACCEPTANCES}
+    return row
 
 
 def sample(logits: torch.Tensor) -> torch.Tensor:
@@ -177,12 +176,7 @@ def sample(logits: torch.Tensor) -> torch.Tensor:
 
 def interpolated(costs: Sequence[float]) -> list[float]:
     """Costs of steps of 1, 2, 3 ... rows, linear between those of ``ROWS``."""
-    steps = []
-    for rows in range(1, LONGEST_DRAFT + 2):
-        above = next(place for place, each in enumerate(ROWS) if each >= rows)
-        share = (ROWS[above] - rows) / (ROWS[above] - ROWS[above - 1]) if rows > 1 else 0.0
-        steps.append(share * costs[above - 1] + (1 - share) * costs[above])
-    return steps
+    return np.interp(range(1, LONGEST_DRAFT + 2), ROWS, costs).tolist()
 
 
 def plot_shapes(report: dict[str, list[Row]]) -> Figure:

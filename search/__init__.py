@@ -2,6 +2,6 @@
 
 Begin with ``__main__``, which says how a plan is found. ``study`` maximises the predicted speed-up,
 which ``prediction`` computes from the acceptance of a plan's drafts (``acceptance``) on calibration
-texts (``texts``) and from their costs (``costs``). ``confirm`` compares the best plans while they
-decode, and ``plots`` draws all that were tried.
+texts (``texts``) and from their costs (``costs``), and draws. ``confirm`` compares the best plans
+while they decode.
 """

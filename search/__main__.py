@@ -29,16 +29,14 @@ from cli.options import DEVICE, DTYPE, FLAG, MODEL, TEMPERATURE, Groups, parser_
 from cli.picture import write_picture
 from cli.table import table
 from decoding.run.calibration import importance_steps
-from decoding.run.chooser import Setting
+from decoding.run.chooser import load_setting
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
-from model.fast import accelerate
 from model.plan import LOW_BITS
 from search.acceptance import Calibration
 from search.confirm import confirm, plans_to_confirm, write_best
-from search.plots import plot_plans
-from search.prediction import predict_plan
+from search.prediction import plot_plans, predict_plan
 from search.study import (
     SAMPLERS,
     open_study,
@@ -48,8 +46,7 @@ from search.study import (
     texts_and_costs,
 )
 from search.texts import read_prompts, split_texts
-from weights.load import DTYPES, load_model, model_fingerprint, model_folder, pick_dtype
-from weights.tokenizer import Tokenizer
+from weights.load import DTYPES, model_fingerprint, model_folder
 
 VERSION = 6  # of the journal
 SEARCH_DEPTHS = 2  # of acceptance in the search; the best plans are judged with more
@@ -130,8 +127,12 @@ def run(options: argparse.Namespace, resuming: str) -> int:
         options.plots.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.calibration)
 
-    setting = load_setting(options, folder)
+    params = SamplingParams(options.temperature)
+    device = pick_device(options.device)
+    setting = load_setting(folder, device, options.dtype, params, options.coupling)
     model = setting.model
+    if model.fast_bits:  # rounds to low bits as ``generate.py`` does
+        list(importance_steps(model, setting.kept, setting.tokenizer))
     coupling = Coupling(options.coupling, options.seed)
     identity = {
         "model": model_fingerprint(folder),
@@ -173,18 +174,6 @@ def run(options: argparse.Namespace, resuming: str) -> int:
     if options.plots is not None:
         write_picture(lambda: plot_plans(predictions, costs), options.plots / "front.svg")
     return status
-
-
-def load_setting(options: argparse.Namespace, folder: Path) -> Setting:
-    """The loaded target, which rounds to low bits as ``generate.py`` does."""
-    params = SamplingParams(options.temperature)
-    tokenizer = Tokenizer(folder)
-    device = pick_device(options.device)
-    model = accelerate(load_model(folder, pick_dtype(options.dtype, folder, device), device))
-    setting = Setting(folder, model, tokenizer, params, model.max_positions, options.coupling)
-    if model.fast_bits:
-        list(importance_steps(model, setting.kept, tokenizer))
-    return setting
 
 
 def main(arguments: list[str] | None = None) -> int:

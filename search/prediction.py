@@ -1,5 +1,5 @@
 """Expected speed-up of drafts over plain decoding, from their acceptance and their costs, with the
-best draft length.
+best draft length; and the picture of all predictions of a search.
 
 Drafts are accepted in bursts, so that a mean acceptance rate predicts the wrong speed. Of a text
 whose draft is right ten times and then wrong ten times, half is accepted; but rounds in its first
@@ -13,19 +13,22 @@ of the loop along the texts:
    speed-up (``predict``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from model import LayerPlan
+from cli.picture import INK, MUTED, RED, SCALE
+from model import FULL, LOW_BITS, LayerPlan
 from search.acceptance import Acceptance, Calibration
-from search.costs import CostTable, SublayerCosts
+from search.costs import CostTable, SublayerCosts, best_speedup
 from weights.memory import LONGEST_DRAFT
 
 GAMMAS = tuple(range(1, LONGEST_DRAFT + 1))
 THRESHOLDS = (0.0, 0.3, 0.45, 0.6, 0.75, 0.9)  # confidence below which a draft ends; 0: never
+LEVELS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # speed-ups that a line joins
 
 
 @dataclass(frozen=True)
@@ -182,3 +185,56 @@ def predict_plan(calibration: Calibration, costs: SublayerCosts, plan: LayerPlan
     threshold.
     """
     return predict(calibration.acceptance(plan), costs.table(plan))
+
+
+def plot_plans(predictions: Mapping[LayerPlan, Prediction], costs: SublayerCosts) -> Figure:
+    """Picture of the tried plans, the best first, by draft cost and acceptance, with lines of equal
+    speed-up.
+
+    The colour is the mean number of bits of a plan's sublayers; a skipped one has 0.
+    """
+    figure = Figure(figsize=(7.5, 5.6))
+    axes = figure.subplots()
+    cost = [costs.table(plan).draft for plan in predictions]
+    kept = [prediction.kept_share for prediction in predictions.values()]
+    grid_cost = np.linspace(0, max(1.05, 1.03 * max(cost)), 80)
+    grid_kept = np.linspace(0, 1, 80)
+    tables = [CostTable(price, costs.verify) for price in grid_cost]
+    speedups = [[best_speedup(rate, table) for table in tables] for rate in grid_kept]
+    lines = axes.contour(
+        grid_cost,
+        grid_kept,
+        speedups,
+        levels=LEVELS,
+        colors=MUTED,
+        linewidths=[2.0 if level == 1 else 0.8 for level in LEVELS],
+        alpha=0.5,
+    )
+    axes.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=9, colors=INK)
+    bits = [np.mean(plan.attention + plan.mlp) for plan in predictions]
+    dots = axes.scatter(
+        cost,
+        kept,
+        s=30,
+        c=bits,
+        cmap=SCALE,
+        vmin=0,
+        vmax=FULL,
+        edgecolors="white",
+        label="plan tried",
+    )
+    axes.scatter(
+        cost[:1], kept[:1], s=150, marker="*", color=RED, edgecolors="white", label="best predicted"
+    )
+    figure.colorbar(
+        dots, ax=axes, label="mean bits of a sublayer", ticks=[0, *LOW_BITS, FULL], pad=0.02
+    )
+    axes.set(
+        xlim=(0, grid_cost[-1]),
+        ylim=(0, 1.02),
+        xlabel="cost of a draft step, in plain rounds",
+        ylabel="share of drafted tokens kept, α",
+        title="The plans tried; lines join equal speed-ups",
+    )
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    return figure

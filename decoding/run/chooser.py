@@ -26,6 +26,8 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
+import torch
+
 from cli.command_line import say
 from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
@@ -38,7 +40,7 @@ from decoding.sampling import SamplingParams
 from model import FULL, LOW_BITS, Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
 from weights.kept import KeptTensors
-from weights.load import load_model, model_folder, read_config
+from weights.load import load_model, model_folder, pick_dtype, read_config
 from weights.memory import bytes_read, has_memory_for
 from weights.tokenizer import Tokenizer
 
@@ -202,6 +204,15 @@ class Setting:
             drafting.preparation.work(math.inf if at_once else 0)
             self.made[made_of] = drafting
         return with_policy(self.made[made_of], options, params)
+
+
+def load_setting(
+    folder: Path, device: torch.device, dtype: str, params: SamplingParams, coupling: str
+) -> Setting:
+    """The prepared target of a folder, for texts up to its context; ``dtype`` as in --dtype."""
+    tokenizer = Tokenizer(folder)
+    model = accelerate(load_model(folder, pick_dtype(dtype, folder, device), device))
+    return Setting(folder, model, tokenizer, params, model.max_positions, coupling)
 
 
 def lookup(options: DraftOptions, setting: Setting) -> Drafting:

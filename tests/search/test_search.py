@@ -27,8 +27,7 @@ from search import __main__ as command
 from search.acceptance import Calibration
 from search.confirm import confirm, is_exit, plans_to_confirm
 from search.costs import SublayerCosts, measure_sublayers
-from search.plots import plot_plans
-from search.prediction import Prediction, predict_plan
+from search.prediction import Prediction, plot_plans, predict_plan
 from search.study import (
     NAME,
     SAMPLERS,
