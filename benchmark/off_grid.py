@@ -8,7 +8,7 @@ almost the same text, and rounding changes its weights.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 from cli.command_line import say
 from decoding.run.calibration import PROMPTS as CALIBRATION
 from decoding.run.calibration import input_squares, linear_layers
-from decoding.run.chooser import Setting
+from decoding.run.prompt import encode_prompt
 from decoding.sampling import SamplingParams
-from decoding.verify import Coupling
 from model import Decoder
 from model.fast import accelerate
 from model.quantise import GROUP
-from search.texts import PROMPTS, Continuation, plain_texts
+from search.texts import PROMPTS, Continuation
+from training.corpus.sampling import sample_texts
 from weights.load import load_model
 from weights.save import save_model
 from weights.tokenizer import Tokenizer
@@ -44,30 +44,49 @@ def off_grid_folder(folder: Path) -> Path:
     )
     model = load_model(folder)
     # It shares the model's weights: later texts are those of the noised model.
-    fast = accelerate(model)
-    greedy = Setting(folder, fast, Tokenizer(folder), SamplingParams(), fast.max_positions)
-    sampled = replace(greedy, params=SamplingParams(0.7))
-    texts = [
-        text
-        for seed in range(TEXTS)
-        for text in plain_texts(sampled, CALIBRATION, TOKENS, Coupling("race", seed))
-    ]
+    write = partial(own_texts, accelerate(model), Tokenizer(folder))
+    texts = [text for seed in range(1, TEXTS + 1) for text in write(SamplingParams(0.7), seed)]
     prompts = [prompt for some in PROMPTS.values() for prompt in some[:2]]
-    held_out = plain_texts(greedy, prompts, TOKENS, Coupling("race", 0))
+    held_out = write(SamplingParams(), prompts=prompts)
     add_noise(model, texts, seed=0)
     save_model(model, copy, tokenizer_from=folder)
     say(
         f"its greedy token is the checkpoint's at {share_kept(model, held_out):.2f} of the"
         " positions of a text"
     )
-    prompts = [some[2] for some in PROMPTS.values() if some[2:]]
-    own = plain_texts(greedy, prompts, TOKENS, Coupling("race", 0))
+    own = write(SamplingParams(), prompts=[some[2] for some in PROMPTS.values() if some[2:]])
     round_to_nearest(model)
     say(
         "rounded to the nearest of four bits, that share of its own texts is"
         f" {share_kept(model, own):.2f}"
     )
     return copy
+
+
+def own_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    seed: int = 0,
+    prompts: Sequence[str] = CALIBRATION,
+) -> list[Continuation]:
+    """The model's continuations of those prompts that fit its context, up to ``TOKENS`` tokens
+    each.
+    """
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    fitting = [ids for ids in encoded if len(ids) < model.max_positions]
+    texts = sample_texts(
+        model,
+        fitting,
+        max_new_tokens=TOKENS,
+        params=params,
+        eos_ids=tokenizer.eos_ids,
+        seed=seed,
+    )
+    return [
+        Continuation(tuple(prompt), tuple(text), TOKENS - len(text))
+        for prompt, text in zip(fitting, texts, strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -14,9 +14,8 @@ from pathlib import Path
 from cli.files import read_text
 from decoding.run.chooser import Setting
 from decoding.run.prompt import encode_prompt
-from decoding.run.together import MOST_TOGETHER, Scheduler
-from decoding.run.writer import Task, plain
-from decoding.text import Rules, Text
+from decoding.run.writer import Writer
+from decoding.text import Rules
 from decoding.verify import Coupling
 from model import InputError
 
@@ -51,22 +50,19 @@ def plain_texts(
     """Plain texts of up to ``count`` tokens after those prompts that fit the context, as the loop
     writes them.
 
-    They share steps where a text written together is the one written alone.
+    A pass over many texts at once would round otherwise, and so write others.
     """
-    model = setting.model
     encoded = [encode_prompt(setting.tokenizer, prompt) for prompt in prompts]
-    fitting = [ids for ids in encoded if len(ids) < model.max_positions]
+    positions = setting.model.max_positions
+    fitting = [ids for ids in encoded if len(ids) < positions]
     rules = Rules(count, setting.tokenizer.eos_ids)
-    tasks = [
-        Task(Text(ids, rules, model), plain(model), setting.params, coupling) for ids in fitting
-    ]
-    capacity = min(model.max_positions, max(map(len, fitting), default=1) + count)
-    Scheduler(model, capacity, 1 if model.why_rows_vary else MOST_TOGETHER).write_all(tasks)
-    texts = [task.text.generated for task in tasks]
-    return [
-        Continuation(tuple(prompt), tuple(text), count - len(text))
-        for prompt, text in zip(fitting, texts, strict=True)
-    ]
+    writer = Writer(setting.model, min(positions, max(map(len, fitting), default=1) + count))
+    texts = []
+    for ids in fitting:
+        writer.begin(ids)
+        sample = writer.write(writer.new_text(rules), writer.plain, setting.params, coupling)
+        texts.append(Continuation(tuple(ids), tuple(sample.tokens), count - len(sample.tokens)))
+    return texts
 
 
 def split_texts(

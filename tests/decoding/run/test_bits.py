@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from benchmark.off_grid import TOKENS, own_texts
 from decoding.policies import FixedLength
 from decoding.run.calibration import (
     PROMPTS,
@@ -32,7 +33,7 @@ from decoding.text import Rules
 from decoding.verify import Coupling
 from model import Decoder, LayerPlan
 from model.fast import accelerate
-from search.texts import Continuation, plain_texts
+from search.texts import Continuation
 from tests.calls import recorded
 from weights import memory
 from weights.load import load_model, model_folder
@@ -41,7 +42,6 @@ from weights.tokenizer import Tokenizer
 pytest.importorskip("numba", reason="low bits are fast with numba only: pip install numba")
 FOLDER = model_folder("tiny-llama")
 GREEDY = SamplingParams()
-TOKENS = 48  # of a text
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def few(tokenizer: Tokenizer) -> list[Continuation]:
-    model = accelerate(load_model(FOLDER))
-    setting = Setting(FOLDER, model, tokenizer, GREEDY, model.max_positions)
-    return plain_texts(setting, PROMPTS[:2], TOKENS, Coupling("race", 0))
+    return own_texts(accelerate(load_model(FOLDER)), tokenizer, GREEDY, prompts=PROMPTS[:2])
 
 
 def test_importance_is_the_mean_square_of_a_layers_inputs(
