@@ -21,9 +21,10 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -106,32 +107,20 @@ def as_noise(data: Tensor, kind: str, ids: Tensor) -> Noise:
 
 
 class Walk(Enumerator):
-    """Enumerator of paths on which uniform numbers are known to lie in parts of (0, 1)."""
+    """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[tuple[float, float]] = []  # of each uniform number, or of another one
         self.raced: set[int] = set()  # the numbers that decided a race
 
     def fresh(self, data: Tensor, kind: str) -> Noise:
         """Noise of new numbers in the shape of a tensor."""
         first = len(self.parts)
-        self.parts += [(0.0, 1.0)] * data.numel()
-        return as_noise(data, kind, torch.arange(first, len(self.parts)).view(data.shape))
-
-    def is_below(self, number: int, threshold: float) -> bool:
-        """Whether a uniform number is below a threshold, which splits its part."""
-        low, high = self.parts[number]
-        split = min(max(threshold, low), high)
-        sides = [
-            ((split - low) / (high - low), (True, (low, split))),
-            ((high - split) / (high - low), (False, (split, high))),
-        ]
-        below, self.parts[number] = self._choose([side for side in sides if side[0] > 0])
-        return below
+        ids = torch.arange(first, first + data.numel())
+        self.parts |= dict.fromkeys(ids.tolist(), (0.0, 1.0))
+        return as_noise(data, kind, ids.view(data.shape))
 
     def next_path(self) -> bool:
-        self.parts = []
         self.raced = set()
         return super().next_path()
 
@@ -357,15 +346,14 @@ def replaced(walk: Walk) -> Iterator[None]:
         if walk.forks or walk.parts:
             raise Refused("torch.manual_seed behind a draw cannot be enumerated: numbers repeat")
 
-    new: dict[tuple[Any, str], Callable[..., Any]] = {(random, "random"): lambda: uniforms(())}
-    new[torch, "manual_seed"] = seed
-    new |= {(np.random, name): lambda *shape: uniforms(shape) for name in NUMPY_UNIFORM}
-    new |= {(random, name): refusing(f"random.{name}") for name in PYTHON_REFUSED}
-    new |= {(np.random, name): refusing(f"numpy.random.{name}") for name in NUMPY_REFUSED}
-    with ExitStack() as stack:
-        for (owner, name), function in new.items():
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+    of_python = {name: refusing(f"random.{name}") for name in PYTHON_REFUSED}
+    of_numpy = {name: refusing(f"numpy.random.{name}") for name in NUMPY_REFUSED}
+    of_numpy |= {name: lambda *shape: uniforms(shape) for name in NUMPY_UNIFORM}
+    with (
+        mock.patch.object(torch, "manual_seed", seed),
+        mock.patch.multiple(random, random=lambda: uniforms(()), **of_python),
+        mock.patch.multiple(np.random, **of_numpy),
+    ):
         yield
 
 
