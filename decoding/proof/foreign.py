@@ -97,12 +97,12 @@ class Noise(Tensor):
     factor: Tensor | float  # by which a u was multiplied
 
 
-def as_noise(data: Tensor, kind: str, ids: Tensor) -> Noise:
+def as_noise(data: Tensor, kind: str, ids: Tensor, factor: Tensor | float = 1.0) -> Noise:
     """The tensor itself as noise, so that functions which write into a tensor can be replaced."""
     data.__class__ = Noise
     data.kind = kind
     data.ids = ids
-    data.factor = 1.0
+    data.factor = factor
     return data
 
 
@@ -249,9 +249,7 @@ def moved(noise: Noise, function: Any, others: Sequence[Any], named: dict[str, A
     if noise.kind == RACE:
         return NotImplemented
     ids = function(noise.ids, *others, **named)
-    made = as_noise(torch.empty(ids.shape), noise.kind, ids)
-    made.factor = noise.factor
-    return made
+    return as_noise(torch.empty(ids.shape), noise.kind, ids, noise.factor)
 
 
 def compare(walk: Walk, left: Any, right: Any, *, is_less: bool) -> Tensor:
@@ -285,9 +283,8 @@ def combine(walk: Walk, name: str, left: Any, right: Any) -> Any:
         return race(noise, torch.as_tensor(logits).double().softmax(-1))
     if name in ("mul", "rmul", "multiply") and UNIFORM in kinds and None in kinds:
         noise, factor = (left, right) if kinds[0] else (right, left)
-        made = as_noise(torch.empty(noise.shape), UNIFORM, noise.ids)
-        made.factor = noise.factor * torch.as_tensor(factor, dtype=torch.float64)
-        return made
+        product = noise.factor * torch.as_tensor(factor, dtype=torch.float64)
+        return as_noise(torch.empty(noise.shape), UNIFORM, noise.ids, product)
     if name == "minimum" and kinds == [UNIFORM, None]:
         return left if (right >= left.factor * (1 - CLOSE)).all() else NotImplemented
     if name == "searchsorted" and kinds == [None, UNIFORM]:
