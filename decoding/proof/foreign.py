@@ -120,6 +120,11 @@ class Walk(Enumerator):
         self.parts |= dict.fromkeys(ids.tolist(), (0.0, 1.0))
         return as_noise(data, kind, ids.view(data.shape))
 
+    def is_below(self, number: Hashable, threshold: float) -> bool:
+        if number in self.raced:
+            raise Refused("a random number that decided a race cannot be compared")
+        return super().is_below(number, threshold)
+
     def next_path(self) -> bool:
         self.raced = set()
         return super().next_path()
@@ -236,6 +241,8 @@ def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[
     if name in LESS + GREATER:
         return compare(walk, first, others[0], is_less=name in LESS)
     if isinstance(first, Noise) and (name, first.kind) in BECOMES:
+        if torch.as_tensor(first.factor != 1).any():
+            return NotImplemented
         return as_noise(torch.empty(first.shape), BECOMES[name, first.kind], first.ids)
     if name == "argmax" and first.kind == RACE:
         return winners(walk, first, *others, **named)
