@@ -102,12 +102,13 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 
 
 def pick_dtype(name: str, folder: Path, device: torch.device) -> torch.dtype:
-    """Dtype of a name in DTYPES. "auto" is the checkpoint's, but where the device only emulates
-    bfloat16 it is float16, or float32 for Gemma, whose activations exceed float16's range.
+    """Dtype of a name in DTYPES. "auto" is that of the checkpoint's embedding. Where the device
+    only emulates bfloat16 it is float16 instead, or float32 for Gemma, whose activations exceed
+    float16's range.
 
     A line says so, also where bfloat16 was asked for there.
     """
-    dtype = DTYPES.get(name) or stored_dtype(folder)
+    dtype = DTYPES.get(name) or stored_tensors(folder)[EMBEDDING].dtype
     if dtype != torch.bfloat16 or multiplies_bf16(device):
         return dtype
     slow = f"{torch.cuda.get_device_name(device)} only emulates bfloat16"
@@ -172,11 +173,6 @@ def drop_tied_head(folder: Path, stored: dict[str, StoredTensor]) -> None:
 def read_config(folder: Path) -> ModelConfig:
     """Config of a Hugging Face folder. Raises InputError for an unsupported architecture."""
     return parse_config(read_json(folder / "config.json"))
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Dtype of a stored checkpoint, that of its embedding: the default of ``load_model``."""
-    return stored_tensors(folder)[EMBEDDING].dtype
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -22,12 +22,14 @@ class Enumerator(Randomness):
     """Randomness that replays a path of outcomes, then takes the first outcome of every new draw.
 
     Each draw and each call of ``accept`` is a fork: a list of outcomes with their probabilities.
+    So is each comparison of a uniform number on (0, 1), which may be known to lie in a part of it.
     """
 
     def __init__(self) -> None:
         self.path: list[int] = []  # the number of the outcome taken at each fork
         self.forks: list[int] = []  # the number of outcomes of each fork
         self.weight = 1.0
+        self.parts: dict[Hashable, tuple[float, float]] = {}  # of (0, 1), by uniform number
 
     def draw(self, probs: Tensor, place: Place) -> Tensor:
         weights = probs.double() / probs.double().sum().clamp(min=torch.finfo(torch.float64).tiny)
@@ -45,6 +47,17 @@ class Enumerator(Randomness):
         possible = [outcome for outcome in outcomes if outcome[0] > 0]
         return torch.tensor(self._choose(possible), dtype=torch.bool, device=probabilities.device)
 
+    def is_below(self, number: Hashable, threshold: float) -> bool:
+        """Whether a uniform number is below a threshold, which splits its part."""
+        low, high = self.parts.get(number, (0.0, 1.0))
+        split = min(max(threshold, low), high)
+        sides = [
+            ((split - low) / (high - low), (True, (low, split))),
+            ((high - split) / (high - low), (False, (split, high))),
+        ]
+        below, self.parts[number] = self._choose([side for side in sides if side[0] > 0])
+        return below
+
     def _choose(self, outcomes: list[tuple[float, Any]]) -> Any:
         """Outcome of this path at its next fork, of ``(probability, outcome)`` pairs."""
         depth = len(self.forks)
@@ -57,6 +70,7 @@ class Enumerator(Randomness):
 
     def next_path(self) -> bool:
         """Go on to the next path that was not taken; False when there is none."""
+        self.parts = {}
         path = self.path[: len(self.forks)]
         while path and path[-1] + 1 == self.forks[len(path) - 1]:
             path.pop()
@@ -77,26 +91,10 @@ class RaceEnumerator(Enumerator):
     place splits the interval at its p_a.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[Place, tuple[float, float]] = {}
-
     def draw(self, probs: Tensor, place: Place) -> Tensor:
-        low, high = self.known.get(place, (0.0, 1.0))
         a, b = probs.double().tolist()
-        split = min(max(a / (a + b), low), high) if a + b else high
-        sides = [
-            ((split - low) / (high - low), 0, (low, split)),
-            ((high - split) / (high - low), 1, (split, high)),
-        ]
-        token, self.known[place] = self._choose(
-            [(share, (token, part)) for share, token, part in sides if share]
-        )
-        return torch.tensor(token, device=probs.device)
-
-    def next_path(self) -> bool:
-        self.known = {}
-        return super().next_path()
+        first_wins = self.is_below(place, a / (a + b) if a + b else 1.0)
+        return torch.tensor(0 if first_wins else 1, device=probs.device)
 
 
 def output_law(

@@ -21,9 +21,10 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -96,42 +97,35 @@ class Noise(Tensor):
     factor: Tensor | float  # by which a u was multiplied
 
 
-def as_noise(data: Tensor, kind: str, ids: Tensor) -> Noise:
+def as_noise(data: Tensor, kind: str, ids: Tensor, factor: Tensor | float = 1.0) -> Noise:
     """The tensor itself as noise, so that functions which write into a tensor can be replaced."""
     data.__class__ = Noise
     data.kind = kind
     data.ids = ids
-    data.factor = 1.0
+    data.factor = factor
     return data
 
 
 class Walk(Enumerator):
-    """Enumerator of paths on which uniform numbers are known to lie in parts of (0, 1)."""
+    """Enumerator of paths of code that draws numbers, which count from 0, uniform or others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[tuple[float, float]] = []  # of each uniform number, or of another one
         self.raced: set[int] = set()  # the numbers that decided a race
 
     def fresh(self, data: Tensor, kind: str) -> Noise:
         """Noise of new numbers in the shape of a tensor."""
         first = len(self.parts)
-        self.parts += [(0.0, 1.0)] * data.numel()
-        return as_noise(data, kind, torch.arange(first, len(self.parts)).view(data.shape))
+        ids = torch.arange(first, first + data.numel())
+        self.parts |= dict.fromkeys(ids.tolist(), (0.0, 1.0))
+        return as_noise(data, kind, ids.view(data.shape))
 
-    def is_below(self, number: int, threshold: float) -> bool:
-        """Whether a uniform number is below a threshold, which splits its part."""
-        low, high = self.parts[number]
-        split = min(max(threshold, low), high)
-        sides = [
-            ((split - low) / (high - low), (True, (low, split))),
-            ((high - split) / (high - low), (False, (split, high))),
-        ]
-        below, self.parts[number] = self._choose([side for side in sides if side[0] > 0])
-        return below
+    def is_below(self, number: Hashable, threshold: float) -> bool:
+        if number in self.raced:
+            raise Refused("a random number that decided a race cannot be compared")
+        return super().is_below(number, threshold)
 
     def next_path(self) -> bool:
-        self.parts = []
         self.raced = set()
         return super().next_path()
 
@@ -247,6 +241,8 @@ def use(walk: Walk, name: str, function: Any, given: Sequence[Any], named: dict[
     if name in LESS + GREATER:
         return compare(walk, first, others[0], is_less=name in LESS)
     if isinstance(first, Noise) and (name, first.kind) in BECOMES:
+        if torch.as_tensor(first.factor != 1).any():
+            return NotImplemented
         return as_noise(torch.empty(first.shape), BECOMES[name, first.kind], first.ids)
     if name == "argmax" and first.kind == RACE:
         return winners(walk, first, *others, **named)
@@ -260,9 +256,7 @@ def moved(noise: Noise, function: Any, others: Sequence[Any], named: dict[str, A
     if noise.kind == RACE:
         return NotImplemented
     ids = function(noise.ids, *others, **named)
-    made = as_noise(torch.empty(ids.shape), noise.kind, ids)
-    made.factor = noise.factor
-    return made
+    return as_noise(torch.empty(ids.shape), noise.kind, ids, noise.factor)
 
 
 def compare(walk: Walk, left: Any, right: Any, *, is_less: bool) -> Tensor:
@@ -296,9 +290,8 @@ def combine(walk: Walk, name: str, left: Any, right: Any) -> Any:
         return race(noise, torch.as_tensor(logits).double().softmax(-1))
     if name in ("mul", "rmul", "multiply") and UNIFORM in kinds and None in kinds:
         noise, factor = (left, right) if kinds[0] else (right, left)
-        made = as_noise(torch.empty(noise.shape), UNIFORM, noise.ids)
-        made.factor = noise.factor * torch.as_tensor(factor, dtype=torch.float64)
-        return made
+        product = noise.factor * torch.as_tensor(factor, dtype=torch.float64)
+        return as_noise(torch.empty(noise.shape), UNIFORM, noise.ids, product)
     if name == "minimum" and kinds == [UNIFORM, None]:
         return left if (right >= left.factor * (1 - CLOSE)).all() else NotImplemented
     if name == "searchsorted" and kinds == [None, UNIFORM]:
@@ -357,15 +350,14 @@ def replaced(walk: Walk) -> Iterator[None]:
         if walk.forks or walk.parts:
             raise Refused("torch.manual_seed behind a draw cannot be enumerated: numbers repeat")
 
-    new: dict[tuple[Any, str], Callable[..., Any]] = {(random, "random"): lambda: uniforms(())}
-    new[torch, "manual_seed"] = seed
-    new |= {(np.random, name): lambda *shape: uniforms(shape) for name in NUMPY_UNIFORM}
-    new |= {(random, name): refusing(f"random.{name}") for name in PYTHON_REFUSED}
-    new |= {(np.random, name): refusing(f"numpy.random.{name}") for name in NUMPY_REFUSED}
-    with ExitStack() as stack:
-        for (owner, name), function in new.items():
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+    of_python = {name: refusing(f"random.{name}") for name in PYTHON_REFUSED}
+    of_numpy = {name: refusing(f"numpy.random.{name}") for name in NUMPY_REFUSED}
+    of_numpy |= {name: lambda *shape: uniforms(shape) for name in NUMPY_UNIFORM}
+    with (
+        mock.patch.object(torch, "manual_seed", seed),
+        mock.patch.multiple(random, random=lambda: uniforms(()), **of_python),
+        mock.patch.multiple(np.random, **of_numpy),
+    ):
         yield
 
 

@@ -58,7 +58,7 @@ def run_loop(
     cache = model.new_cache(model.max_positions)
     model.prefill(torch.tensor([request.prompt[:-1]], dtype=torch.int64), cache)
     verify = {"ratio": rules.verify_by_ratio, "race": rules.verify_by_race}[coupling]
-    text = Text(request.prompt, request.rules, model, lambda token: TEXTS[token])
+    text = Text(request.prompt, request, model, lambda token: TEXTS[token])
     drafter = setup.drafter(model, cache)
     policy = setup.policy()
     try:

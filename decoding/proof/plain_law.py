@@ -4,22 +4,17 @@ It shares only the function ``distribution`` and a grammar's masks with the prod
 no rounds, drafts, caches or rollbacks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decoding.proof.table_model import TEXTS
 from decoding.sampling import SamplingParams, distribution
-from decoding.text import Constraint, Rules
-
-if TYPE_CHECKING:
-    from decoding.grammar import Grammar
+from decoding.text import Rules
 
 DEAD_END = "every token forbidden"
 
@@ -35,30 +30,12 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
-    """Prompt, sampling parameters and rules of a text."""
+class Request(Rules):
+    """Prompt and sampling parameters of a text, beside its rules."""
 
+    max_new_tokens: int = 2
     prompt: tuple[int, ...] = (0,)
     params: SamplingParams = SamplingParams(temperature=1.0)
-    max_new_tokens: int = 2
-    eos_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()
-    banned: tuple[str, ...] = ()
-    constraint: Constraint | None = None
-    grammar: Grammar | None = None
-
-    @property
-    def rules(self) -> Rules:
-        """The rules in the production loop's type."""
-        constraints = (self.constraint,) if self.constraint else ()
-        return Rules(
-            self.max_new_tokens,
-            self.eos_ids,
-            self.stop_strings,
-            self.banned,
-            constraints,
-            self.grammar,
-        )
 
 
 def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
@@ -70,8 +47,9 @@ def plain_law(model: Rows, request: Request) -> dict[Outcome, float]:
     ) -> None:
         history = request.prompt + tokens
         allowed = torch.ones(model.vocab_size, dtype=torch.bool)
-        if request.constraint and (mask := request.constraint(history)) is not None:
-            allowed &= mask
+        for constraint in request.constraints:
+            if (mask := constraint(history)) is not None:
+                allowed &= mask
         if request.grammar:
             allowed &= request.grammar(len(request.prompt))(history)
         for token in forbidden.get(len(tokens), frozenset()):

@@ -114,7 +114,7 @@ def request(name: str, number: int = 0) -> Request:
     """A request under a grammar, with other parameters and stops for each number."""
     more = {"max_new_tokens": 3} | STOPS[number % len(STOPS)]
     eos = frozenset({EOS})
-    return Request((0,), PARAMS[number % len(PARAMS)], eos_ids=eos, grammar=grammar(name), **more)
+    return Request(params=PARAMS[number % len(PARAMS)], eos_ids=eos, grammar=grammar(name), **more)
 
 
 def policy_of(drafter: str, number: int) -> Callable[[], Policy]:
@@ -126,7 +126,7 @@ def keeps_the_law(name: str, drafter: str, numbers: Sequence[int]) -> None:
     for number in numbers:
         asked, model = request(name, number), table(f"{name} {drafter} {number}")
         setup = Setup(DRAFTERS[drafter], policy_of(drafter, number))
-        known = replace(asked, grammar=None, constraint=of_language(name))
+        known = replace(asked, grammar=None, constraints=(of_language(name),))
         expected = plain_law(model, known)
         loop = partial(run_loop, model, asked, setup)
         assert deviation(loop, expected) < EXACT
@@ -159,7 +159,7 @@ def test_under_the_race_every_drafter_writes_the_plain_text(name: str) -> None:
 def test_the_law_of_the_race_is_plain_constrained_samplings() -> None:
     """By enumeration, which takes two tokens: a's up to the end of the text, which is b."""
     endless = Grammar("regex", "a*", Vocabulary((b"a", b""), frozenset({1}), lambda text: []))
-    asked = Request((0,), max_new_tokens=4, eos_ids=frozenset({1}), grammar=endless)
+    asked = Request(max_new_tokens=4, eos_ids=frozenset({1}), grammar=endless)
     rows = torch.rand(2, 5, 2, dtype=torch.float64, generator=generator("race")) + 0.1
     model = TableModel(*(rows / rows.sum(-1, keepdim=True)))
     for drafter, make in DRAFTERS.items():

@@ -73,7 +73,7 @@ REQUESTS = {
     "stop": Request(max_new_tokens=4, stop_strings=("ba",)),
     "temperature": Request(params=SamplingParams(0.6, top_p=0.9), max_new_tokens=4),
     "penalty": Request(params=SamplingParams(1.0, repetition_penalty=1.5), max_new_tokens=4),
-    "constraint": Request(max_new_tokens=4, constraint=no_three_alike),
+    "constraint": Request(max_new_tokens=4, constraints=(no_three_alike,)),
     "banned": Request(max_new_tokens=3, banned=("ab",)),
     "banned, two words": Request(max_new_tokens=2, banned=("bb", "aaa")),
     "banned from the prompt": Request(prompt=(0, 1), max_new_tokens=2, banned=("ba", "bba")),

@@ -83,12 +83,12 @@ AXES: dict[str, dict[str, object]] = {
     },
     "rule": {
         "free": {},
-        "constraint": {"constraint": no_letter_twice},
+        "constraint": {"constraints": (no_letter_twice,)},
         "banned": {"banned": ("bb",)},
         # Two tokens, since repeated retractions make too many paths for a third, as they do above
         # in some tables.
         "banned from the prompt": {"banned": ("aa", "ba"), "prompt": (1, 0), "max_new_tokens": 2},
-        "banned and constraint": {"banned": ("ab",), "constraint": no_letter_twice},
+        "banned and constraint": {"banned": ("ab",), "constraints": (no_letter_twice,)},
     },
 }
 
@@ -156,10 +156,11 @@ def case_deviation(
         for axis, values in (AXES | {"drafter": drafters}).items()
     }
     rules = {"max_new_tokens": max_new_tokens, **chosen["stop"], **chosen["rule"]}
-    if "constraint" in rules:
-        rules["constraint"] = undefined_beyond_the_end(
-            rules["constraint"], rules.get("eos_ids", frozenset())
-        )
+    if "constraints" in rules:
+        eos_ids = rules.get("eos_ids", frozenset())
+        rules["constraints"] = [
+            undefined_beyond_the_end(each, eos_ids) for each in rules["constraints"]
+        ]
     request = Request(params=chosen["params"], **rules)
     setup = Setup(chosen["drafter"], chosen["policy"])
     return distance(model, request, setup, oracle or model)

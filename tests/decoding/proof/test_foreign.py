@@ -107,6 +107,8 @@ def test_rows_and_samples_are_independent() -> None:
         (lambda: float(torch.rand(1)), "__float__ of u"),
         (lambda: (torch.rand(3) + 1e-9).log(), "add of u"),
         (lambda: (P / torch.empty(3).exponential_()).topk(1), "topk of a race"),
+        (lambda: (torch.rand(3) * 2).log() < 0, "log of u"),
+        (lambda: (P / -(u := torch.rand(3)).log()).argmax() + (u[0] < 0.5), "decided a race"),
         (lambda: random.choice([1, 2]), "random.choice"),
         (lambda: (torch.rand(1), torch.manual_seed(0)), "manual_seed behind a draw"),
         (lambda: np.random.default_rng(), "numpy.random.default_rng"),

@@ -253,13 +253,13 @@ def test_the_joint_law_of_two_texts_is_the_product_of_plain_samplings(
     target, draft = torch.rand(2, 4, 2, dtype=torch.float64, generator=generator) + 0.1
     model = table(target / target.sum(-1, keepdim=True), draft / draft.sum(-1, keepdim=True))
     drafting = Drafting("self", lambda cache: self_draft(model, cache), lambda: FixedLength(1))
-    requests = [Request((0, 1), max_new_tokens=2), Request((1,), max_new_tokens=2, banned=("bb",))]
+    requests = [Request(prompt=(0, 1)), Request(prompt=(1,), banned=("bb",))]
 
     def write(randomness: Randomness) -> tuple[object, ...]:
         coupling = SimpleNamespace(
             name="ratio", randomness=lambda device: randomness, verify=verify_by_ratio
         )
-        texts = [Text(each.prompt, each.rules, model, TEXTS.__getitem__) for each in requests]
+        texts = [Text(each.prompt, each, model, TEXTS.__getitem__) for each in requests]
         tasks = [Task(text, drafting, SamplingParams(1.0), coupling) for text in texts]
         Scheduler(model, 16, 2).write_all(tasks)
         return tuple((tuple(text.generated), text.finish) for text in texts)
