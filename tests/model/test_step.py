@@ -228,7 +228,7 @@ def test_a_prompt_is_read_by_torch_and_long_calls_are_cut_into_steps(
     model.prefill(text[:, :100], cache)
     assert not step.called and cache.length == 100
     model(text[:, 100:], cache, 100)
-    assert [len(call.args[1].positions) for call in step.call_args_list] == [64, 36]
+    assert [len(call.args[1].tokens) for call in step.call_args_list] == [64, 36]
     assert cache.length == 200
 
 
@@ -385,11 +385,9 @@ def test_narrow_numbers_are_rounded_as_torch_rounds_them(
 
 
 def test_float16_numbers_are_widened_exactly() -> None:
-    kind = dot.F16  # Numba takes a closure's number for a constant
-
     @numba.njit
     def run(halves, wide):
-        dot.widen_row(kind, halves.ctypes.data, len(halves), wide.ctypes.data)
+        dot.widen_row(dot.F16, halves.ctypes.data, len(halves), wide.ctypes.data)
         return wide[0] + halves[0]  # keeps both until they are read
 
     halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)

@@ -106,29 +106,18 @@ class FastDecoder(PreparedDecoder):
         plan = plan or self.full
         for tokens, cache, start in calls:
             cache.claim(plan.attention_layers, start, tokens.shape[1])
-        rows = [self._rows(*call) for call in calls]
-        batch = Batch(*map(np.concatenate, zip(*rows, strict=True)))
+        batch = Batch(*map(np.concatenate, zip(*(rows_of(*call) for call in calls), strict=True)))
         positions = max(cache.capacity for _, cache, _ in calls)
         weights = self.plans.get(plan)
         if weights is None or weights.cos.shape[1] < positions:
             weights = self._weights(plan, positions)
         steps = [
             step(weights, Batch(*(each[first : first + MOST_ROWS] for each in batch)))
-            for first in range(0, len(batch.positions), MOST_ROWS)
+            for first in range(0, len(batch.tokens), MOST_ROWS)
         ]
         logits = torch.from_numpy(np.concatenate(steps) if len(steps) > 1 else steps[0])
         by_call = logits.split([tokens.numel() for tokens, _, _ in calls])
         return [each.view(*call[0].shape, -1) for each, call in zip(by_call, calls, strict=True)]
-
-    def _rows(self, tokens: Tensor, cache: KVCache, start: int) -> Batch:
-        """Rows of one call, text by text."""
-        texts, count = tokens.shape
-        return Batch(
-            embeddings=self.model.embed_tokens(tokens).detach().float().flatten(0, 1).numpy(),
-            positions=np.arange(texts * count) % count + start,
-            entries=cache.addresses.numpy().repeat(count, 0),
-            head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
-        )
 
     @torch.no_grad()
     def _weights(self, plan: LayerPlan, positions: int) -> Weights:
@@ -157,6 +146,7 @@ class FastDecoder(PreparedDecoder):
         cos, sin = map(torch.stack, zip(*tables, strict=True))
         self.plans[plan] = Weights(
             kind=self.kind,
+            embedding=model.embed_tokens.weight.data_ptr(),
             embedding_scale=np.float32(model.embedding_scale),
             eps=np.float32(config.norm_eps),
             attention_task=attention_task(self.kind),
@@ -202,6 +192,17 @@ class FastDecoder(PreparedDecoder):
 def scales(norm: RMSNorm) -> np.ndarray:
     """Factors by which a norm scales, float32."""
     return (norm.weight.float() + (1 - norm.neutral)).numpy()
+
+
+def rows_of(tokens: Tensor, cache: KVCache, start: int) -> Batch:
+    """Rows of one call, text by text."""
+    texts, count = tokens.shape
+    return Batch(
+        tokens=tokens.numpy().ravel(),
+        positions=np.arange(texts * count) % count + start,
+        entries=cache.addresses.numpy().repeat(count, 0),
+        head_bytes=np.full(texts * count, cache.keys[0].stride(1) * cache.keys[0].itemsize),
+    )
 
 
 def attend_by_flash(

@@ -39,6 +39,7 @@ Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from llvmlite import ir
 from numba import types
@@ -363,11 +364,13 @@ def add_numbers(builder: ir.IRBuilder, power: int, place: Value, count: Value) -
     return Value(builder, builder.extract_element(sums.raw, ir.Constant(I32, 0)))
 
 
-@instruction(types.void(*[types.int64] * 4), constants=1)
-def widen_row(builder: ir.IRBuilder, kind: int, row: Value, columns: Value, out: Value) -> None:
+@instruction(types.void(*[types.int64] * 4))
+def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
     """Numbers of a row of this kind as float32."""
 
-    def store_vector(first: Value, left: Value | None) -> None:
+    def store_vector(kind: int, first: Value, left: Value | None) -> None:
         store(out + first * 4, read(kind, row, first, left), left)
 
-    in_blocks(columns, LANES, store_vector)
+    for each in (BF16, F16, F32):
+        with builder.if_then(builder.icmp_signed("==", kind.raw, kind.constant(each).raw)):
+            in_blocks(columns, LANES, partial(store_vector, each))

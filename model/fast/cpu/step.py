@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model.fast.cpu import elements, team
-from model.fast.cpu.dot import GROUP, NUMBER_BYTES
+from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
 from model.fast.cpu.kernels import address, compiled
 from model.fast.cpu.tasks import CHUNK
 
@@ -31,6 +31,7 @@ class Weights(NamedTuple):
     """Model under a layer plan, in float32. Soft caps are 0 where there is none."""
 
     kind: int  # of the cache and of all weights not in low bits
+    embedding: int  # address
     embedding_scale: np.float32
     eps: np.float32
     attention_task: int  # address
@@ -49,12 +50,24 @@ class Weights(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of a step, and the caches of their texts. Integers are int64."""
+    """Rows of a step, and the caches of their texts. All arrays are int64."""
 
-    embeddings: np.ndarray  # [rows, hidden] float32, of tokens
+    tokens: np.ndarray  # [rows], ids
     positions: np.ndarray  # [rows]
     entries: np.ndarray  # [rows, layers, 2], addresses of the keys and the values of a text
     head_bytes: np.ndarray  # [rows], bytes from one head of these to the next
+
+
+@compiled()
+def embed(weights: Weights, tokens: np.ndarray) -> np.ndarray:
+    """Embeddings of tokens times their scale: ``[rows]`` ids -> ``[rows, hidden]``."""
+    hidden = len(weights.final_norm)
+    x = np.empty((len(tokens), hidden), np.float32)
+    for row in range(len(tokens)):
+        place = weights.embedding + tokens[row] * hidden * NUMBER_BYTES[weights.kind]
+        widen_row(weights.kind, place, hidden, address(x[row]))
+    x *= weights.embedding_scale
+    return x
 
 
 @compiled()
@@ -212,7 +225,7 @@ def run_step(board: np.ndarray, weights: Weights, batch: Batch) -> np.ndarray:
     Blocks are those of ``model.llama`` (a norm before each sublayer) and ``model.gemma2`` (one
     before, one behind).
     """
-    x = batch.embeddings * weights.embedding_scale
+    x = embed(weights, batch.tokens)
     for layer in range(len(weights.matrices)):
         if weights.matrices[layer, Q].neurons:
             norms = weights.norms[layer, 0]
