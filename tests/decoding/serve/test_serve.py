@@ -534,24 +534,27 @@ def test_of_eighty_requests_of_four_clients_none_is_lost_or_mixed_up_and_nothing
                 assert served.ask("/v1/completions", body)[0] in (400, 413)
 
     def forty_requests() -> tuple[int, ...]:
-        """Numbers of tensors, parameters, texts and jobs in memory after them."""
+        """Numbers of tensors, texts, parameters and jobs in memory after them."""
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(client_of, range(4)))
         assert served.text(**COMPANY[0]) == alone[0]
         until(lambda: served.idle and held()[-1] == 0)  # threads let go of jobs a little later
         return held()
 
-    (tensors, *others), (more_tensors, *same) = forty_requests(), forty_requests()
+    (tensors, texts, *others), (more_tensors, more_texts, *same) = (
+        forty_requests(),
+        forty_requests(),
+    )
     assert others == same and max(widths) > 1 and len({*alone}) == len(COMPANY)
-    # a row keeps some of its last text; forty requests would leak forty tensors
-    assert more_tensors < tensors + 20
+    # a row keeps its last text, once it had one; forty requests would leak forty
+    assert more_tensors < tensors + 20 and more_texts < texts + 20
 
 
 def held() -> tuple[int, ...]:
-    """Numbers of tensors, parameters, texts and jobs in memory."""
+    """Numbers of tensors, texts, parameters and jobs in memory."""
     gc.collect()
     counts = Counter(type(each) for each in gc.get_objects())
-    return counts[torch.Tensor], counts[torch.nn.Parameter], counts[Text], counts[Job]
+    return counts[torch.Tensor], counts[Text], counts[torch.nn.Parameter], counts[Job]
 
 
 # ---- the live page's events ----
