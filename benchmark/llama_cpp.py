@@ -3,6 +3,7 @@
 import statistics
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -10,21 +11,25 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_m
 
 from benchmark.sections import timed
 from cli.table import Row
-from model import Decoder, InputError
+from model import Decoder, InputError, ModelConfig
 
 POSITION = 128  # of the steps that are timed
 REPEATS = 9
 
 
-def write_gguf(model: Decoder, path: Path) -> None:
-    """Write a model in bf16 as a GGUF file without a vocabulary. The rows of q and k stay in their
-    order, which is another one there: no text can be read from it.
+def check_llama_cpp(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises InputError for a shape that is no Llama in bf16, or without llama-cpp-python."""
+    if config.source["model_type"] != "llama" or dtype != torch.bfloat16:
+        raise InputError("--against llama.cpp takes shapes of Llama in bf16")
+    if find_spec("llama_cpp") is None:
+        raise InputError("--against llama.cpp needs pip install llama-cpp-python")
 
-    Raises InputError for a model that is no Llama in bf16.
+
+def write_gguf(model: Decoder, path: Path) -> None:
+    """Write a Llama in bf16 as a GGUF file without a vocabulary. The rows of q and k stay in their
+    order, which is another one there: no text can be read from it.
     """
     config = model.config
-    if config.source["model_type"] != "llama" or model.dtype != torch.bfloat16:
-        raise InputError("--against llama.cpp takes shapes of Llama in bf16")
     writer = GGUFWriter(path, "llama")
     sizes = {
         "vocab_size": config.vocab_size,
@@ -58,12 +63,10 @@ def write_gguf(model: Decoder, path: Path) -> None:
 
 def llama_cpp_costs(model: Decoder, prompt: int) -> Row:
     """llama.cpp's time of a step, and until the first token after a prompt, on torch's number of
-    threads. Raises InputError where llama-cpp-python is missing.
+    threads.
     """
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise InputError("--against llama.cpp needs pip install llama-cpp-python") from error
+    import llama_cpp
+
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "shape.gguf")

@@ -15,7 +15,7 @@ import psutil
 import torch
 from matplotlib.figure import Figure
 
-from benchmark.llama_cpp import llama_cpp_costs
+from benchmark.llama_cpp import check_llama_cpp, llama_cpp_costs
 from benchmark.sections import take_turns, timed
 from cli.files import read_json
 from cli.table import Row
@@ -80,9 +80,11 @@ def measure_shape(
     """Row of a shape: its costs, its memory, and the speed-ups that follow from the costs; if asked
     also the costs of llama.cpp.
 
-    Raises InputError where its weights do not fit into memory.
+    Raises InputError where its weights do not fit into memory, or llama.cpp cannot run it.
     """
     config = config_of(shape)
+    if beside_llama_cpp:
+        check_llama_cpp(config, dtype)
     layers = config.num_layers
     positions = max(PROMPTS) + max(ROWS)
     low_bits = LayerPlan.full(layers).in_bits(4)

@@ -99,8 +99,14 @@ def test_a_gguf_file_of_a_shape_holds_its_weights_under_the_names_of_llama_cpp(
         if ".q_proj" in name or ".k_proj" in name:
             found, tensor = found.flatten().sort().values, tensor.flatten().sort().values
         assert torch.equal(found, tensor), name
-    wrong = shapes.random_model(config, torch.float32, torch.device("cpu"))
-    assert "takes shapes of Llama in bf16" in refusal(write_gguf, wrong, tmp_path / "other.gguf")
+
+
+def test_a_shape_that_llama_cpp_cannot_run_is_refused_before_it_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--shape", "gemma-2-2b", "--against", "llama.cpp", "--device", "cpu"]
+    assert status_of(command.main, options) == 2
+    assert "takes shapes of Llama in bf16" in capsys.readouterr().err
 
 
 def test_a_shape_that_does_not_exist_is_refused_with_the_names(
