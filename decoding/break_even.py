@@ -44,8 +44,9 @@ class BreakEven(Policy):
     for offers has a cost too; it is saved while the credit is below ``RESERVE``, which is enough
     for another trial.
 
-    Fading: a model whose offer is not taken loses a part of its past, and its estimates go back
-    to their first values. So bad luck in a few rounds does not decide for long.
+    Fading: the past of a model counts less after each round in which its offer is not taken. So α
+    goes back to its first value, and a slope above its first value does too. Bad luck in a few
+    rounds does not decide for long.
 
     Known tokens: those that no model drafts, such as a lookup's. They have one slope, that of their
     verification. They are compared with the text afterwards, even if their offer was not taken.
@@ -53,7 +54,8 @@ class BreakEven(Policy):
     The clock (``grant_clock``) measures the slope of a model's tokens in each round in which it
     drafts: by the time of a draft step, and that of the rest of the round, a plain round but for
     the verification of the draft. Both are of the same moment, so that a busy machine does not
-    change the slope. Without a clock slopes keep their first values. Where several texts share the
+    change the slope. Without a clock, and where no confidence is read behind each step, slopes keep
+    their first values. Where several texts share the
     model's steps no time is taken. Then each other text adds ``ANOTHER_TEXT`` to the slopes, since
     the more rows a step has, the more another row costs. So drafts become shorter, and at some
     number of texts none pays.

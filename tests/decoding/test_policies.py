@@ -304,6 +304,32 @@ def test_the_more_texts_share_steps_the_less_break_even_drafts() -> None:
     assert lengths[0] >= 4 > lengths[7] and lengths[-1] == 0
 
 
+def test_no_time_is_taken_while_several_texts_share_steps() -> None:
+    """The steps of the others are in it."""
+    policy = with_clock(0.4)
+    policy.sharers = lambda: 2
+    write(policy, 12, 0.2)
+    assert not policy.past.slopes
+
+
+def test_a_slope_that_was_measured_below_its_first_value_stays_and_a_larger_one_fades() -> None:
+    past = Past(slopes={"fast": 0.2, "slow": 0.9})
+    for _ in range(500):
+        past.fade_slope("fast", 0.4)
+        past.fade_slope("slow", 0.4)
+    assert past.slopes["fast"] == 0.2 and past.slopes["slow"] == pytest.approx(0.4, rel=0.01)
+
+
+def test_time_beyond_the_estimate_is_paid_from_the_credit() -> None:
+    """Up to the factor to which a measurement counts."""
+    credits = []
+    for draft in (0.2, 0.3, 10.0):
+        policy = with_clock(0.2)
+        write(policy, 1, draft, accepts=0)
+        credits.append(policy.past.credit)
+    assert credits[0] > credits[1] > credits[2] >= 0
+
+
 def test_without_a_clock_lengths_follow_from_the_text_alone() -> None:
     """Times that are observed all the same would change them."""
     timeless = BreakEven({"model": 0.3})

@@ -271,8 +271,8 @@ def broadcast(value: Value, lanes: int = LANES) -> Value:
 def add_lanes(vectors: list[Value]) -> Value:
     """Sum of the lanes of each of 1, 2, 4, 8 or 16 vectors, as one vector with a lane for each.
 
-    The upper half of a sum's lanes is added to its lower half until a single lane remains. From
-    then on two vectors share a register, so many sums take little longer than one.
+    In each step the upper half of a sum's lanes is added to its lower half. The halves of two
+    vectors then share a register, so many sums take little longer than one.
     """
     width = LANES  # of a sum in each vector
     while width > 1:
