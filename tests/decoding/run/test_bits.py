@@ -285,6 +285,14 @@ def test_the_clock_is_granted_where_no_draft_length_can_change_a_text(
         assert policy.grant_clock.called is (granted and not rows_vary)
 
 
+def test_a_draft_of_auto_is_verified_in_eight_rows_and_ends_by_confidence_on_a_cpu(
+    model: Decoder, tokenizer: Tokenizer
+) -> None:
+    setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
+    policy = setting.drafting(DraftOptions("auto"), GREEDY).new_policy()
+    assert policy.gamma + 1 == 8 and policy.reads_draft_confidence
+
+
 def test_auto_needs_no_memory_for_the_low_bit_copies_of_its_plan(tmp_path: Path) -> None:
     """They are made only if they fit."""
     plan = tmp_path / "plan.json"
