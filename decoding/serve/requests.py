@@ -90,8 +90,8 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
             message = "the request could not be answered"
     kind = "server_error" if status >= 500 else "invalid_request_error"
     field = re.match(r"[\w-]*", message)[0].replace("-", "_")
-    is_field = field in {*LiveBody.model_fields, *ChatBody.model_fields} or UNKNOWN in message
-    param = field if is_field else None
+    known = {*LiveBody.model_fields, *ChatBody.model_fields}
+    param = field if field in known or UNKNOWN in message else None
     return status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 

@@ -27,39 +27,10 @@ from decoding.serve.requests import (
 from model import InputError
 
 NAMES = [
-    *(
-        "prompt",
-        "messages",
-        "model",
-        "n",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-    ),
-    *(
-        "repetition_penalty",
-        "seed",
-        "coupling",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "ban",
-        "draft",
-        "gamma",
-    ),
-    *(
-        "adaptive",
-        "exit_layer",
-        "min_target_confidence",
-        "beside",
-        "plan",
-        "draft_model",
-        "logprobs",
-        "user",
-    ),
+    *("prompt", "messages", "model", "n", "stream", "stream_options", "temperature", "top_k"),
+    *("top_p", "min_p", "repetition_penalty", "seed", "coupling", "max_tokens", "stop", "ban"),
+    *("max_completion_tokens", "draft", "gamma", "adaptive", "exit_layer", "beside", "plan"),
+    *("min_target_confidence", "draft_model", "logprobs", "user"),
 ]
 LIKELY = ["a", "exit", "none", "skip", "race", "x.py:C", "", 0, 1, 3, 0.5, -1, True, None, ["a"]]
 MESSAGE = {"role": "user", "content": "the hen"}

@@ -327,17 +327,6 @@ def chunks(body: bytes) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
 
 
-def test_no_request_of_a_burst_is_called_late(served: Served) -> None:
-    """All bodies have come, more at once than may arrive slowly."""
-    address = "127.0.0.1", served.port
-    connections = [socket.create_connection(address, timeout=60) for _ in range(80)]
-    body = b'{"prompt": "a", "max_tokens": 1}'
-    for connection in connections:
-        connection.sendall(HALF.replace(b"100", b"%d" % len(body)).removesuffix(b"{") + body)
-    answers = {connection.recv(12) for connection in connections}
-    assert answers <= {b"HTTP/1.1 200", b"HTTP/1.1 429"}
-
-
 def test_half_sent_bodies_keep_nobody_out_and_are_given_up(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
