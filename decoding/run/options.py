@@ -9,7 +9,7 @@ import json
 import math
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -328,24 +328,6 @@ class TextOptions(NamedTuple):
     rules: Rules
     coupling: Coupling
 
-    @staticmethod
-    def of(
-        options: Namespace,
-        eos_ids: frozenset[int] = frozenset(),
-        grammar: Grammar | None = None,
-    ) -> TextOptions:
-        """The options of a text among those of a command line or a call. Raises InputError for a
-        value out of range.
-        """
-        draft = {name: getattr(options, name) for name in DRAFTING}
-        params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
-        return TextOptions(
-            DraftOptions(options.draft, **draft),
-            SamplingParams(**params),
-            Rules(options.max_new_tokens, eos_ids, options.stop, options.ban, grammar=grammar),
-            Coupling.of(options.coupling, options.seed),
-        )
-
 
 def read_grammar_files(options: Namespace) -> Namespace:
     """The command line's options with the contents of the files that --json-schema and --grammar
@@ -415,38 +397,29 @@ def check_options(options: Namespace) -> None:
 class Request:
     """The request of ``generate.py``'s command line, checked before any weight is read.
 
-    ``prompt`` and its token ``ids`` are empty where there is no prompt, as with --serve. ``name``
-    is the model's, as it is shown; ``repeat_with`` has the options that repeat a sampled text, and
-    is empty for a greedy one. Raises InputError.
+    ``asked`` has the options of its texts. ``prompt`` and its token ``ids`` are empty where there
+    is no prompt, as with --serve. ``name`` is the model's, as it is shown; ``repeat_with`` has the
+    options that repeat a sampled text, and is empty for a greedy one. Raises InputError.
     """
 
     def __init__(self, options: Namespace) -> None:
         check_options(options)
         self.options = options
-        self.draft, self.params, self.rules, self.coupling = TextOptions.of(options)
-        number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
-        self.repeat_with = f"{self.coupling}{number}" if options.temperature else ""
         self.folder = model_folder(options.model, options.revision)
         self.name = shown_name(self.folder)
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
+        read = read_grammar_files(options)
+        self.asked = self.text_options(read)
+        number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
+        self.repeat_with = f"{self.asked.coupling}{number}" if options.temperature else ""
         self.prompt = ""
         self.ids: list[int] = []
         has_prompt = options.prompt is not None or options.prompt_file is not None
         if has_prompt or not (options.serve or options.interactive or options.dry_run):
-            self._read_prompt()
-
-    def _read_prompt(self) -> None:
-        """Read the prompt and the grammar, and limit the text to the room that the prompt leaves
-        in the context.
-        """
-        self.prompt = read_prompt(self.options.prompt, self.options.prompt_file)
-        read = read_grammar_files(self.options)
-        rules = self.text_options(read).rules
-        self.ids = self.encode(self.prompt, read)
-        budget = min(rules.max_new_tokens, self.context - len(self.ids))
-        self.rules = replace(rules, max_new_tokens=budget)
+            self.prompt = read_prompt(options.prompt, options.prompt_file)
+            self.ids = self.encode(self.prompt, read)
 
     def text_options(self, options: Namespace, seconds: float = math.inf) -> TextOptions:
         """The options of a text of this model, with its end-of-text tokens and its grammar, among
@@ -459,11 +432,18 @@ class Request:
         if len(given) > 1:
             raise InputError("give one of --json-schema, --regex and --grammar")
         grammar = None
-        if given:
-            source = getattr(options, given[0])
+        for name in given:
             tokens = vocabulary(self.tokenizer, self.config.vocab_size)
-            grammar = Grammar(GRAMMARS[given[0]], source, tokens, seconds)
-        return TextOptions.of(options, self.tokenizer.eos_ids, grammar)
+            grammar = Grammar(GRAMMARS[name], getattr(options, name), tokens, seconds)
+        draft = {name: getattr(options, name) for name in DRAFTING}
+        params = {field.name: getattr(options, field.name) for field in fields(SamplingParams)}
+        eos_ids = self.tokenizer.eos_ids
+        return TextOptions(
+            DraftOptions(options.draft, **draft),
+            SamplingParams(**params),
+            Rules(options.max_new_tokens, eos_ids, options.stop, options.ban, grammar=grammar),
+            Coupling.of(options.coupling, options.seed),
+        )
 
     def encode(self, prompt: str, options: Namespace) -> list[int]:
         """Token ids of a prompt, by options whose files are read. Raises InputError for anything
@@ -495,7 +475,8 @@ class Request:
     @property
     def capacity(self) -> int:
         """Positions of prompt and output; without a prompt the context, for conversations."""
-        return len(self.ids) + self.rules.max_new_tokens if self.prompt else self.context
+        wanted = len(self.ids) + self.asked.rules.max_new_tokens
+        return min(wanted, self.context) if self.prompt else self.context
 
     def needs(self) -> dict[str, Any]:
         """Arguments of ``weights.memory.estimate`` besides the config and the device.
@@ -503,7 +484,7 @@ class Request:
         The plans of ``auto`` are not counted: they are used only if their low-bit copies fit.
         Raises InputError for a draft model or a plan that cannot be read.
         """
-        draft = self.draft
+        draft = self.asked.draft
         kernels = gpu_bits(self.device, self.dtype)
         chosen = plan_for(draft, self.folder, self.config.num_layers, kernels)
         is_auto = draft.kind == "auto"
@@ -519,13 +500,13 @@ class Request:
 
     def optional_copies(self) -> int:
         """Most bytes of the low-bit copies that --draft auto makes if they fit."""
-        if self.draft.kind != "auto":
+        if self.asked.draft.kind != "auto":
             return 0
         kernels = gpu_bits(self.device, self.dtype)
         is_compiled = self.dtype != torch.float64 and not self.options.no_compile
         if self.device.type == "cpu" and is_compiled and not why_not_compiled():
             kernels = LOW_BITS
-        plans = plans_for_auto(self.draft, self.folder, self.config.num_layers, kernels)
+        plans = plans_for_auto(self.asked.draft, self.folder, self.config.num_layers, kernels)
         return sum(low_bit_bytes(self.config, chosen.plan) for chosen in plans.values())
 
     def memory(self, **changes: Any) -> Memory:

@@ -25,7 +25,7 @@ from decoding.run.options import (
 from decoding.run.prompt import check_prompt, checked_prompt, conversation
 from decoding.run.together import MOST_TOGETHER, Scheduler
 from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
-from decoding.text import Rules, Text, TokenBytes
+from decoding.text import Text, TokenBytes
 from model import Decoder, InputError
 from model.fast import accelerate
 from weights.load import load_model
@@ -67,9 +67,9 @@ class Session:
             request.folder,
             model,
             self.tokenizer,
-            request.params,
+            request.asked.params,
             request.capacity,
-            request.coupling.name,
+            request.asked.coupling.name,
         )
         self.writer: Writer | None = None
         self.sample: Sample | None = None
@@ -122,18 +122,16 @@ class Session:
             raise InputError(f"{fixed[0]} is an option of load, not of a call")
         return read_grammar_files(merge_options(self.request.options, given))
 
-    def new_text(self, ids: Sequence[int], rules: Rules, positions: int | None = None) -> Text:
-        """A text that holds only its prompt, and ends at this many positions, or the context."""
-        room = (positions or self.request.most_positions) - len(ids)
-        rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
-        return Text(ids, rules, self.model, self.tokenizer.token_bytes)
-
     def task(
         self, ids: Sequence[int], asked: TextOptions, positions: int | None = None, **more: Any
     ) -> Task:
-        """A text to be written after a prompt, with its drafting; ``more`` are further fields."""
+        """A text to be written after a prompt, up to this many positions, by default the context;
+        ``more`` are further fields.
+        """
+        room = (positions or self.request.most_positions) - len(ids)
+        rules = replace(asked.rules, max_new_tokens=min(asked.rules.max_new_tokens, room))
+        text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
         drafting = self.setting.drafting(asked.draft, asked.params)
-        text = self.new_text(ids, asked.rules, positions)
         return Task(text, drafting, asked.params, asked.coupling, **more)
 
     def new_writer(self, capacity: int) -> Writer:

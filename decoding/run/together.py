@@ -21,7 +21,7 @@ from torch import Tensor
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.rounds import Round
 from decoding.run.writer import Drafting, Task, Writer
-from model import Decoder, KVCache, LayerPlan, chunk_at, now
+from model import Decoder, KVCache, LayerPlan, chunk_at
 
 MOST_TOGETHER = 16  # texts that share steps
 
@@ -76,8 +76,10 @@ class Slot(Writer):
         return super().clock() - self.scheduler.reading
 
     def tell(self, task: Task, round: Round) -> None:
-        """Leave a round for the scheduler, whose readers' errors end all texts."""
-        task.unread.append((round, task.sample.seconds))
+        """Call the readers of a text with a new round; no text's clock counts their time."""
+        began = super().clock()
+        super().tell(task, round)
+        self.scheduler.reading += super().clock() - began
 
     def sharers(self) -> int:
         return len(self.scheduler.active)
@@ -112,19 +114,24 @@ class Scheduler:
         """Whether a text that is submitted now begins at once."""
         return len(self.active) + len(self.waiting) < len(self.slots)
 
-    def write_all(self, tasks: Sequence[Task]) -> None:
-        """Write these texts. Raises the first error, when all have ended."""
+    def write_all(self, tasks: Sequence[Task]) -> float:
+        """Write texts to their ends, together; returns the seconds without those of readers. Raises
+        the first error, when all have ended.
+        """
+        clock = self.slots[0].clock
+        began = clock()
         self.waiting += tasks
         self.run()
         for error in [task.error for task in tasks if task.error]:
             raise error
+        return clock() - began
 
     @torch.inference_mode()
     def run(self, before_step: Callable[[], None] = lambda: None) -> None:
         """Write all submitted texts, until none is left. A text that fails ends alone.
 
-        ``before_step`` is called before each step, and may submit and cancel texts. Ctrl-C and
-        errors of readers end all; samples hold the texts so far.
+        ``before_step`` is called before each step, and may submit and cancel texts. Ctrl-C and a
+        closed standard output end all; samples hold the texts so far.
         """
         try:
             before_step()
@@ -139,36 +146,30 @@ class Scheduler:
             self.active.clear()
 
     def _write(self, task: Task) -> None:
-        """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's; GreenletExit ends this
-        one alone.
+        """Write a text, in its greenlet. Its errors end it alone; Ctrl-C and those of a reader that
+        prints go on to the scheduler's.
         """
         self.active.append(task)
         try:
             task.slot.begin(task.text.tokens, task.answers)
-            list(task.slot.rounds(task))
-        except (KeyboardInterrupt, GreenletExit):
+            task.slot.write_all([task])
+        except OSError:
             raise
-        except BaseException as error:
+        except Exception as error:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
 
     def _go_on(self, task: Task, result: Tensor | BaseException | None = None) -> None:
-        """Run a text's loop until its next call, and tell the readers its new rounds and draft.
+        """Run a text's loop until its next call, and tell its new draft, if there is one.
 
         ``result`` is that of the last call. An exception is raised in the loop.
         """
         go_on = task.loop.throw if isinstance(result, BaseException) else task.loop.switch
         task.call = go_on(result)  # None where the loop has ended
-        began = now(self.model.device)
-        for round, seconds in task.unread:
-            for read in task.readers:
-                read(round, seconds)
-        task.unread.clear()
         if task.ended:
             self.active.remove(task)
         elif task.on_draft and self._verifies(task) and task.call.tokens.shape[1] > 1:
             task.on_draft(task.call.tokens[0, 1:].tolist())
-        self.reading += now(self.model.device) - began
 
     def _admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""

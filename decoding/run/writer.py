@@ -93,14 +93,17 @@ def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None)
 
 @dataclass
 class Sample:
-    """A written text with its rounds. ``seconds`` are those of decoding, without the prompt."""
+    """A written text; ``draft`` is the name of its drafting.
+
+    ``timeline`` has each round with the seconds of decoding so far, without the prompt.
+    ``trouble`` is the reason why steps fell back to the readable blocks, if they did.
+    """
 
     source: Text
-    rounds: list[Round] = field(default_factory=list)
+    draft: str
+    timeline: list[tuple[Round, float]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
-    seconds: float = 0.0
-    trouble: str | None = None  # the reason why steps fell back to the readable blocks
-    draft: str = ""  # the name of the drafting
+    trouble: str | None = None
 
     def __repr__(self) -> str:
         return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
@@ -119,6 +122,16 @@ class Sample:
     def finish(self) -> str:
         """Why the text ended: "eos", "stop", "length", or "interrupted"."""
         return self.source.finish or "interrupted"
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds in which the text was written."""
+        return [round for round, _ in self.timeline]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of decoding."""
+        return self.timeline[-1][1] if self.timeline else 0.0
 
     @property
     def speed(self) -> float:
@@ -149,10 +162,9 @@ class Task:
     loop: Any = None  # the greenlet in which the text is written
     slot: Writer | None = None
     call: Any = None  # of the model, to be computed
-    unread: list[tuple[Round, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sample = Sample(self.text, draft=self.drafting.name)
+        self.sample = Sample(self.text, self.drafting.name)
 
     @property
     def ended(self) -> bool:
@@ -257,12 +269,21 @@ class Writer:
         readers: Sequence[Reader] = (),
         observer: Observer | None = None,
     ) -> Sample:
-        """Write a text, which holds the prompt, to its end: see ``rounds``. The time of the
-        ``readers`` is not counted.
-        """
+        """Write a text, which holds the prompt, to its end: see ``rounds``."""
         task = Task(text, drafting, params, coupling, [*readers], observer)
-        list(self.rounds(task))
+        self.write_all([task])
         return task.sample
+
+    def again(self, task: Task, drafting: Drafting, rules: Rules | None = None) -> Sample:
+        """Write the text of a task anew, with another drafting or other rules."""
+        text = self.new_text(rules or task.text.rules)
+        return self.write(text, drafting, task.params, task.coupling)
+
+    def write_all(self, tasks: Sequence[Task]) -> float:
+        """Write texts to their ends, one after another; returns the seconds of decoding."""
+        for task in tasks:
+            list(self.rounds(task))
+        return sum(task.sample.seconds for task in tasks)
 
     def rounds(self, task: Task) -> Iterator[Round]:
         """The rounds of a text, each added to its sample. The time of its ``observer`` and
@@ -299,9 +320,8 @@ class Writer:
         began = self.clock()
         for round in rounds:
             seconds = self.clock() - began
-            sample.seconds += seconds
+            sample.timeline.append((round, sample.seconds + seconds))
             sample.trouble = self.model.trouble  # a step may have fallen back
-            sample.rounds.append(round)
             sample.statistics.add(round)
             if task.observer:
                 task.observer(*records.pop())
@@ -320,14 +340,14 @@ class Writer:
         """Number of texts that share the model's steps now, with this one."""
         return 1
 
-    def warm_up(self, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed.
+    def warm_up(self, task: Task) -> None:
+        """Write a few tokens of a text, with its draft and without, before anything is timed.
 
         There are enough for a draft of full length and the token after it, as far as the cache
         reaches. Low-bit copies are made first.
         """
-        drafting.preparation.work()
-        wanted = max(LEAST_WARM_UP, drafting.new_policy().gamma + 2)
+        task.drafting.preparation.work()
+        wanted = max(LEAST_WARM_UP, task.drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
-        for way in (drafting, self.plain):
-            self.write(self.new_text(rules), way, params, coupling)
+        for way in (task.drafting, self.plain):
+            self.again(task, way, rules)

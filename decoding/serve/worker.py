@@ -71,21 +71,17 @@ class Worker:
         self.scheduler = Scheduler(session.model, session.request.capacity, slots)
         self.jobs: list[Job] = []  # in order of arrival
         self.arrived = threading.Event()
-        request = session.request
-        drafting = session.setting.drafting(request.draft, request.params)
+        asked = session.request.asked._replace(rules=Rules(16))
+        drafts = asked.draft, DraftOptions("none")
+        texts = [session.task([0], asked._replace(draft=draft)) for draft in drafts]
+        drafting = texts[0].drafting
         drafting.preparation.work()  # no client waits for it
         plan = drafting.plan
         widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
         # of the low-bit copies that requests may ask for
         self.bits = max(widths, default=LOW_BITS[0])
         # A few tokens, so that no client waits for a compiler.
-        plain = session.setting.drafting(DraftOptions("none"), request.params)
-        self.scheduler.write_all(
-            [
-                Task(session.new_text([0], Rules(16)), way, request.params, request.coupling)
-                for way in (drafting, plain)
-            ]
-        )
+        self.scheduler.write_all(texts)
 
     def enqueue(self, job: Job) -> None:
         """Queue a job, in the event loop's thread. Raises HTTPException where it is full."""

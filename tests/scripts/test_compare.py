@@ -76,8 +76,9 @@ def idly_written(model: str, tokens: int) -> tuple[writer.Sample, Callable[[], s
     texts, greedy = writer.Writer(load_model(Path(model)), 80), SamplingParams()
     texts.begin([5, 9, 2])
     way = replace(texts.plain, new_policy=lambda: FixedLength(1))
-    sample = texts.write(texts.new_text(Rules(tokens)), way, greedy, COUPLING)
-    return sample, partial(comparison, texts, sample, way, greedy, COUPLING)
+    task = writer.Task(texts.new_text(Rules(tokens)), way, greedy, COUPLING)
+    texts.write_all([task])
+    return task.sample, partial(comparison, texts, task)
 
 
 def test_texts_that_differ_are_reported_with_their_first_difference(model: str) -> None:
