@@ -48,7 +48,8 @@ def write(session: Session) -> None:
     options = request.options
     output = Output(session)
     first = output.tasks[0]
-    slots = 1 if options.compare else session.slots(options.num_samples, request.capacity)
+    is_shown_beside_plain = options.compare or options.svg
+    slots = 1 if is_shown_beside_plain else session.slots(len(output.tasks), request.capacity)
     try:
         if slots > 1:
             scheduler = Scheduler(session.model, request.capacity, slots)
@@ -56,14 +57,12 @@ def write(session: Session) -> None:
             return
         writer = session.new_writer(request.capacity)
         writer.begin(request.ids)
-        if options.compare or options.svg or request.device.type == "cuda":
+        if is_shown_beside_plain or request.device.type == "cuda":
             writer.warm_up(first)
         for task in output.tasks:
             output.write([task], writer.write_all)
         if options.compare:
-            # a class of the user may misstate its q
-            result = comparison(writer, first, exact=":" not in options.draft)
-            print(result, file=sys.stderr)
+            print(comparison(writer, first), file=sys.stderr)
         if options.svg:
             output.write_picture(writer.again(first, writer.plain))
     finally:  # complete samples are printed, also after Ctrl-C or an error

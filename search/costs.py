@@ -161,18 +161,12 @@ def write_timed(
     """A text of this many tokens, and the mean seconds of its rounds with a draft of full length,
     without the first, which reads weights that no cache holds.
     """
-    clock: list[float] = []
-    sample = writer.write(
-        writer.new_text(Rules(tokens)),
-        way,
-        setting.params,
-        Coupling(setting.coupling, 0),
-        readers=[lambda round, seconds: clock.append(seconds)],
-    )
+    text = writer.new_text(Rules(tokens))
+    sample = writer.write(text, way, setting.params, Coupling(setting.coupling, 0))
     longest = way.new_policy().gamma
     seconds = [
         after - before
-        for round, (before, after) in zip(sample.rounds[1:], pairwise(clock), strict=True)
+        for (_, before), (round, after) in pairwise(sample.timeline)
         if len(round.drafted) == longest
     ]
     return sample.tokens, statistics.fmean(seconds)

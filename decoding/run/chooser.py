@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from cli.command_line import say
 from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.run.calibration import kept_of, low_bit_steps
 from decoding.run.plan_file import DraftPlan, read_plan
 from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
@@ -411,35 +411,25 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 
 
 def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same drafting under the policy that the options ask for, else its default one, behind the
-    confidence gate if asked.
+    """The same drafting under the policy of --gamma and --adaptive, else its default one, behind
+    the confidence gate if asked.
 
-    A drafting that is plain by default stays plain, unless --gamma is given.
+    A length that is not given is that of the plan, if any; so is the adaptive exit's first
+    threshold. A drafting that is plain by default stays plain, unless --gamma is given.
     """
-    default = drafting.new_policy
-    gate = options.min_target_confidence
-    is_default = options.gamma is None and options.adaptive is None
-    if options.gamma is None and default().gamma == 0:
+    new_policy = drafting.new_policy
+    if options.gamma is None and new_policy().gamma == 0:
         return drafting
-
-    def new_policy() -> Policy:
-        policy = default() if is_default else policy_asked_for(options, drafting.chosen, params)
-        return policy if gate is None else ConfidenceGate(policy, gate)
-
-    return replace(drafting, new_policy=new_policy)
-
-
-def policy_asked_for(
-    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
-) -> Policy:
-    """The policy of --gamma and --adaptive. A length that is not given is that of the ``chosen``
-    plan, if any; so is the threshold.
-    """
-    gamma = options.gamma
-    if gamma is None and chosen:
-        gamma = chosen.gamma
-    if not options.adaptive:
-        return FixedLength(GAMMA if gamma is None else gamma)
-    first = START_SAMPLED if params.temperature else START_GREEDY
-    threshold = (chosen and chosen.threshold) or first
-    return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)
+    chosen = drafting.chosen
+    gamma = chosen.gamma if options.gamma is None and chosen else options.gamma
+    if options.adaptive:
+        first = START_SAMPLED if params.temperature else START_GREEDY
+        threshold = (chosen and chosen.threshold) or first
+        longest = LONGEST_ADAPTIVE if gamma is None else gamma
+        new_policy = partial(AdaptiveExit, threshold, longest)
+    elif options.gamma is not None or options.adaptive is not None:
+        new_policy = partial(FixedLength, GAMMA if gamma is None else gamma)
+    gate = options.min_target_confidence
+    if gate is None:
+        return replace(drafting, new_policy=new_policy)
+    return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))

@@ -13,12 +13,11 @@ FEW_TOKENS = 48
 SHORT = 0.5
 
 
-def comparison(writer: Writer, task: Task, *, exact: bool = True) -> str:
+def comparison(writer: Writer, task: Task) -> str:
     """Median speed-up over plain decoding with its range, and whether the texts are equal.
 
     The text of the ``task`` is written. In greedy decoding and under the race the plain text must
-    equal it. Under the ratio rule the two have the same law, if the drafter states its q truly:
-    ``exact`` is False where that is unknown.
+    equal it. Under the ratio rule the two have the same law, if the drafter states its q truly.
     """
     if task.drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
@@ -26,8 +25,7 @@ def comparison(writer: Writer, task: Task, *, exact: bool = True) -> str:
     while len(turns) < TURNS or (len(turns) < MOST_TURNS and is_short(turns)):
         turns.append([writer.again(task, way) for way in (task.drafting, writer.plain)])
     if task.params.temperature and task.coupling.name == "ratio":
-        condition = "" if exact else ", if the drafter states its q truly"
-        texts = f"another text of the same law{condition}"
+        texts = "another text of the same law, if the drafter states its q truly"
     else:
         texts = difference(task.sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
     tokens = fewest_tokens(turns)

@@ -203,7 +203,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--svg": {
             "type": Path,
             "metavar": "FILE",
-            "help": "write a moving picture of the run beside plain decoding",
+            "help": "write a moving picture of the first text beside plain decoding",
         },
         "--json": {**FLAG, "help": "print one JSON object per text on standard output"},
         "--serve": {
@@ -381,17 +381,13 @@ def check_options(options: Namespace) -> None:
         raise InputError(f"--context must be at least 1, found {options.context}")
     for place in filter(None, (options.html, options.svg)):
         check_place(place)
-    if options.html and options.svg and options.html.resolve() == options.svg.resolve():
-        raise InputError(f"--html and --svg name the same file {options.svg}: give two")
     of_one_prompt = ("prompt", "prompt_file", "compare", "html", "svg", "json")
-    if (options.serve or options.interactive) and any(map(vars(options).get, of_one_prompt)):
+    has_prompt = any(map(vars(options).get, of_one_prompt))
+    if sum(map(bool, (has_prompt, options.interactive, options.serve))) > 1:
         raise InputError(
-            "--serve and --interactive take no prompt, --compare, --html, --svg or --json"
+            "--serve and --interactive stand alone: they take no prompt, --compare, --html, --svg"
+            " or --json"
         )
-    if options.serve and options.interactive:
-        raise InputError("give --serve or --interactive: one process does one of them")
-    if options.svg and options.num_samples > 1:
-        raise InputError("--svg shows one text: leave out --num-samples")
 
 
 class Request:
@@ -450,22 +446,13 @@ class Request:
         but text, and for a prompt that is too long for the context.
         """
         ids = prompt_ids(self.tokenizer, checked_prompt(prompt), options)
-        check_prompt(ids, self.config, self.folder, self.most_positions)
+        check_prompt(ids, self.config, self.folder, self.context)
         return ids
 
     @property
-    def most_positions(self) -> int:
+    def context(self) -> int:
         """Most positions of any text: --context, at most the model's."""
         return min(self.options.context or math.inf, self.config.max_positions)
-
-    @property
-    def context(self) -> int:
-        """Most positions of the request's text: all, after a prompt or with --context; else, of
-        texts that are not known yet, at most ``CONTEXT``.
-        """
-        if self.prompt or self.options.context:
-            return self.most_positions
-        return min(CONTEXT, self.most_positions)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -474,9 +461,13 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Positions of prompt and output; without a prompt the context, for conversations."""
+        """Positions of a cache: for the prompt and its output or, where texts are not known yet,
+        for the context, of at most ``CONTEXT`` unless --context is given.
+        """
         wanted = len(self.ids) + self.asked.rules.max_new_tokens
-        return min(wanted, self.context) if self.prompt else self.context
+        if not self.prompt:
+            wanted = self.options.context or CONTEXT
+        return min(wanted, self.context)
 
     def needs(self) -> dict[str, Any]:
         """Arguments of ``weights.memory.estimate`` besides the config and the device.

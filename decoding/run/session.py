@@ -103,11 +103,8 @@ class Session:
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
         given = self.options(options)
-        asked = self.request.text_options(given)
-        tasks = []
-        for number, ids in enumerate([self.request.encode(prompt, given) for prompt in prompts]):
-            coupling = replace(asked.coupling, sample=number)
-            tasks.append(self.task(ids, asked._replace(coupling=coupling)))
+        ids = [self.request.encode(prompt, given) for prompt in prompts]
+        tasks = self.tasks(ids, self.request.text_options(given))
         capacity = max((len(task.text) + task.text.remaining for task in tasks), default=1)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
@@ -128,11 +125,19 @@ class Session:
         """A text to be written after a prompt, up to this many positions, by default the context;
         ``more`` are further fields.
         """
-        room = (positions or self.request.most_positions) - len(ids)
+        room = (positions or self.request.context) - len(ids)
         rules = replace(asked.rules, max_new_tokens=min(asked.rules.max_new_tokens, room))
         text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
         drafting = self.setting.drafting(asked.draft, asked.params)
         return Task(text, drafting, asked.params, asked.coupling, **more)
+
+    def tasks(self, prompts: Sequence[Sequence[int]], asked: TextOptions) -> list[Task]:
+        """A text after each prompt, with random numbers of its own."""
+        couplings = [replace(asked.coupling, sample=number) for number in range(len(prompts))]
+        return [
+            self.task(ids, asked._replace(coupling=coupling))
+            for ids, coupling in zip(prompts, couplings, strict=True)
+        ]
 
     def new_writer(self, capacity: int) -> Writer:
         """A writer with a cache of its own."""

@@ -265,12 +265,9 @@ class Writer:
         drafting: Drafting,
         params: SamplingParams,
         coupling: Coupling,
-        *,
-        readers: Sequence[Reader] = (),
-        observer: Observer | None = None,
     ) -> Sample:
         """Write a text, which holds the prompt, to its end: see ``rounds``."""
-        task = Task(text, drafting, params, coupling, [*readers], observer)
+        task = Task(text, drafting, params, coupling)
         self.write_all([task])
         return task.sample
 

@@ -146,7 +146,7 @@ def context_length(command_line: Request, slots: int) -> int:
     free = free_bytes(command_line.device)
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     draft = command_line.needs()["draft"] or config
-    positions = min(command_line.context, draft.max_positions)
+    positions = min(command_line.capacity, draft.max_positions)
 
     def memory_for(positions: int) -> Memory:
         one = command_line.memory(

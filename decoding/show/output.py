@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -28,21 +27,15 @@ class Output:
         self.session = session
         self.request = session.request
         self.file = sys.stderr if self.request.options.json else sys.stdout
-        self.recordings: list[Recording] = []  # for the page
-        self.tasks = [self.task(number) for number in range(self.request.options.num_samples)]
+        prompts = [self.request.ids] * self.request.options.num_samples
+        self.tasks = session.tasks(prompts, self.request.asked)
         self.samples: list[Sample] = []  # that have been shown
-
-    def task(self, number: int) -> Task:
-        """The task of a sample, recorded for the page if one is asked for."""
-        request = self.request
-        coupling = replace(request.asked.coupling, sample=number)
-        task = self.session.task(request.ids, request.asked._replace(coupling=coupling))
-        if request.options.html:
-            recording = Recording(task.params, self.session.labels)
-            self.recordings.append(recording)
-            task.readers.append(recording.add)
-            task.observer = recording.observe
-        return task
+        self.recordings: list[Recording] = []  # of all tasks, for the page
+        if self.request.options.html:
+            for task in self.tasks:
+                self.recordings.append(Recording(task.params, session.labels))
+                task.readers.append(self.recordings[-1].add)
+                task.observer = self.recordings[-1].observe
 
     def write(self, tasks: Sequence[Task], write_all: Callable[[Sequence[Task]], float]) -> None:
         """Write samples at once, by a function that returns the seconds this took.
