@@ -10,11 +10,9 @@ import math
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from cli.device import pick_device
 from cli.files import check_place, explaining, read_text
@@ -34,8 +32,7 @@ from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
-from model import LOW_BITS, InputError
-from model.fast import gpu_bits, why_not_compiled
+from model import InputError
 from weights.load import DTYPES, model_folder, pick_dtype, read_config, shown_name
 from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
@@ -321,12 +318,24 @@ CONTEXT = 8192
 
 
 class TextOptions(NamedTuple):
-    """Options of drafting and sampling, the rules of the text, and its seed."""
+    """Options of a text in their types: its draft, sampling parameters, rules and seed, and for its
+    prompt whether it is a turn of a chat (None: where the model can chat), the system message, and
+    the JSON schema that the model is told.
+    """
 
     draft: DraftOptions
     params: SamplingParams
     rules: Rules
     coupling: Coupling
+    chat: bool | None
+    system: str | None
+    schema: str | None
+
+    def encode(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
+        """Token ids of a prompt."""
+        return encode_prompt(
+            tokenizer, prompt, chat=self.chat, system=self.system, schema=self.schema
+        )
 
 
 def read_grammar_files(options: Namespace) -> Namespace:
@@ -345,22 +354,6 @@ def read_grammar_files(options: Namespace) -> Namespace:
     return Namespace(**{**vars(options), "json_schema": schema, "grammar": grammar})
 
 
-def told_schema(options: Namespace) -> str | None:
-    """The JSON schema that the model is told, of options whose files are read."""
-    return options.json_schema if options.schema_prompt else None
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str, options: Namespace) -> list[int]:
-    """Token ids of a prompt, by options whose files are read."""
-    return encode_prompt(
-        tokenizer,
-        prompt,
-        chat=options.chat,
-        system=options.system,
-        schema=told_schema(options),
-    )
-
-
 @lru_cache(maxsize=1)
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Tokens of a model of this vocabulary size, as grammars read them."""
@@ -372,11 +365,8 @@ def check_options(options: Namespace) -> None:
     """Raises InputError for options of a command line that do not go together, for numbers out of
     range, and for files that cannot be written.
     """
-    texts = options.system or "", options.regex or "", *options.stop, *options.ban
-    with explaining(
-        "the text of --system, --regex, --stop or --ban is not UTF-8", (UnicodeEncodeError,)
-    ):
-        "".join(texts).encode()
+    for name in ("system", "regex", "stop", "ban"):
+        check_option(name, getattr(options, name))
     if options.context is not None and options.context < 1:
         raise InputError(f"--context must be at least 1, found {options.context}")
     for place in filter(None, (options.html, options.svg)):
@@ -406,8 +396,8 @@ class Request:
         self.device = pick_device(options.device)
         self.config = read_config(self.folder)
         self.dtype = pick_dtype(options.dtype, self.folder, self.device)
-        read = read_grammar_files(options)
-        self.asked = self.text_options(read)
+        self.tokenizer = Tokenizer(self.folder)
+        self.asked = self.text_options(read_grammar_files(options))
         number = f" --num-samples {options.num_samples}" if options.num_samples > 1 else ""
         self.repeat_with = f"{self.asked.coupling}{number}" if options.temperature else ""
         self.prompt = ""
@@ -415,11 +405,10 @@ class Request:
         has_prompt = options.prompt is not None or options.prompt_file is not None
         if has_prompt or not (options.serve or options.interactive or options.dry_run):
             self.prompt = read_prompt(options.prompt, options.prompt_file)
-            self.ids = self.encode(self.prompt, read)
+            self.ids = self.encode(self.prompt, self.asked)
 
     def text_options(self, options: Namespace, seconds: float = math.inf) -> TextOptions:
-        """The options of a text of this model, with its end-of-text tokens and its grammar, among
-        those of a call whose files are read.
+        """The options of a text of this model, among those of a call whose files are read.
 
         ``seconds``: the longest that all masks of a grammar may take. Raises InputError for a value
         out of range, for several grammars, and for a wrong one.
@@ -439,13 +428,16 @@ class Request:
             SamplingParams(**params),
             Rules(options.max_new_tokens, eos_ids, options.stop, options.ban, grammar=grammar),
             Coupling.of(options.coupling, options.seed),
+            options.chat,
+            options.system,
+            options.json_schema if options.schema_prompt else None,
         )
 
-    def encode(self, prompt: str, options: Namespace) -> list[int]:
-        """Token ids of a prompt, by options whose files are read. Raises InputError for anything
-        but text, and for a prompt that is too long for the context.
+    def encode(self, prompt: str, asked: TextOptions) -> list[int]:
+        """Token ids of a prompt. Raises InputError for anything but text, and for a prompt that is
+        too long for the context.
         """
-        ids = prompt_ids(self.tokenizer, checked_prompt(prompt), options)
+        ids = asked.encode(self.tokenizer, checked_prompt(prompt))
         check_prompt(ids, self.config, self.folder, self.context)
         return ids
 
@@ -453,11 +445,6 @@ class Request:
     def context(self) -> int:
         """Most positions of any text: --context, at most the model's."""
         return min(self.options.context or math.inf, self.config.max_positions)
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return Tokenizer(self.folder)
 
     @property
     def capacity(self) -> int:
@@ -476,8 +463,7 @@ class Request:
         Raises InputError for a draft model or a plan that cannot be read.
         """
         draft = self.asked.draft
-        kernels = gpu_bits(self.device, self.dtype)
-        chosen = plan_for(draft, self.folder, self.config.num_layers, kernels)
+        chosen = plan_for(draft, self.folder, self.config.num_layers)
         is_auto = draft.kind == "auto"
         longest = BreakEven.LONGEST_WITH_FORCED if is_auto else LONGEST_DRAFT
         return {
@@ -490,14 +476,12 @@ class Request:
         }
 
     def optional_copies(self) -> int:
-        """Most bytes of the low-bit copies that --draft auto makes if they fit."""
+        """Most bytes of the low-bit copies that --draft auto makes if they fit, and if the device
+        has kernels for them.
+        """
         if self.asked.draft.kind != "auto":
             return 0
-        kernels = gpu_bits(self.device, self.dtype)
-        is_compiled = self.dtype != torch.float64 and not self.options.no_compile
-        if self.device.type == "cpu" and is_compiled and not why_not_compiled():
-            kernels = LOW_BITS
-        plans = plans_for_auto(self.asked.draft, self.folder, self.config.num_layers, kernels)
+        plans = plans_for_auto(self.asked.draft, self.folder, self.config.num_layers)
         return sum(low_bit_bytes(self.config, chosen.plan) for chosen in plans.values())
 
     def memory(self, **changes: Any) -> Memory:

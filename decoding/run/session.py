@@ -8,7 +8,6 @@ Texts are shown by ``TextStream``, the characters of a growing text that will st
 from __future__ import annotations
 
 import codecs
-from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from decoding.run.options import (
     TextOptions,
     merge_options,
     read_grammar_files,
-    told_schema,
 )
 from decoding.run.prompt import check_prompt, checked_prompt, conversation
 from decoding.run.together import MOST_TOGETHER, Scheduler
@@ -83,8 +81,8 @@ class Session:
     def stream(self, prompt: str, **options: object) -> Iterator[str]:
         """The text after a prompt, in pieces as they are written. Raises InputError."""
         self.streaming.close()
-        given = self.options(options)
-        task = self.task(self.request.encode(prompt, given), self.request.text_options(given))
+        asked = self.asked(options)
+        task = self.task(self.request.encode(prompt, asked), asked)
         longest = len(task.text) + task.text.remaining
         if self.writer is None or self.writer.capacity < longest:
             rounded_up = -(-longest // POSITIONS) * POSITIONS
@@ -102,9 +100,8 @@ class Session:
         self.streaming.close()
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
-        given = self.options(options)
-        ids = [self.request.encode(prompt, given) for prompt in prompts]
-        tasks = self.tasks(ids, self.request.text_options(given))
+        asked = self.asked(options)
+        tasks = self.tasks([self.request.encode(prompt, asked) for prompt in prompts], asked)
         capacity = max((len(task.text) + task.text.remaining for task in tasks), default=1)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
@@ -113,11 +110,12 @@ class Session:
         """A new conversation, with a cache of its own; its ``system`` message is an option."""
         return Conversation(self, options)
 
-    def options(self, given: dict[str, object]) -> Namespace:
+    def asked(self, given: dict[str, object]) -> TextOptions:
         """The options of a call, with the session's where it gives none. Raises InputError."""
         if fixed := [name for name in OF_THE_MODEL if name in given]:
             raise InputError(f"{fixed[0]} is an option of load, not of a call")
-        return read_grammar_files(merge_options(self.request.options, given))
+        options = merge_options(self.request.options, given)
+        return self.request.text_options(read_grammar_files(options))
 
     def task(
         self, ids: Sequence[int], asked: TextOptions, positions: int | None = None, **more: Any
@@ -175,7 +173,7 @@ class Conversation:
     def __init__(self, session: Session, options: dict[str, object]) -> None:
         self.session = session
         self.options = options
-        system = session.options(options).system
+        system = session.asked(options).system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.writer: Writer | None = None
         self.sample: Sample | None = None
@@ -194,10 +192,9 @@ class Conversation:
         """The model's answer in pieces; of one that is not read to its end, those so far stay."""
         session = self.session
         session.streaming.close()
-        given = session.options(self.options | options)
-        asked = session.request.text_options(given)
+        asked = session.asked(self.options | options)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
-        ids, answers = conversation(session.tokenizer, messages, told_schema(given))
+        ids, answers = conversation(session.tokenizer, messages, asked.schema)
         if self.writer is None:
             self.writer = session.new_writer(session.request.capacity)
         if len(ids) >= self.writer.capacity:
@@ -211,13 +208,11 @@ class Conversation:
         session.streaming = self._answer(messages, pieces(self.writer, task))
         return session.streaming
 
-    def forget(self, turns: int = 1) -> None:
-        """Forget the oldest turns of the user, with their answers. Raises InputError."""
-        if turns < 1:
-            raise InputError(f"turns must be at least 1, found {turns}")
+    def forget(self) -> None:
+        """Forget the oldest turn of the user, if any, with its answer."""
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
-        end = users[turns] if turns < len(users) else len(self.messages)
-        del self.messages[users[0] if users else end : end]
+        begin, end = [*users, len(self.messages), len(self.messages)][:2]
+        del self.messages[begin:end]
 
     def _answer(self, messages: list[dict[str, str]], pieces: Pieces) -> Pieces:
         try:

@@ -29,9 +29,7 @@ from decoding.run.options import (
     Request,
     TextOptions,
     merge_options,
-    prompt_ids,
     read_grammar_files,
-    told_schema,
 )
 from decoding.run.prompt import Spans, check_prompt, conversation, too_long
 from decoding.sampling import SamplingParams
@@ -188,7 +186,7 @@ class CompletionBody(TextBody):
         """The texts that the prompt is made of."""
         return [self.prompt]
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+    def encode(self, tokenizer: Tokenizer, asked: TextOptions) -> tuple[list[int], Spans]:
         """Token ids of the prompt as plain text, and the earlier answers in it: none."""
         return tokenizer.encode(self.prompt), ()
 
@@ -199,9 +197,9 @@ class LiveBody(CompletionBody):
     stream: Literal[True] = True
     beside: bool = False
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+    def encode(self, tokenizer: Tokenizer, asked: TextOptions) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        return prompt_ids(tokenizer, self.prompt, options), ()
+        return asked.encode(tokenizer, self.prompt), ()
 
 
 class ChatBody(TextBody):
@@ -214,7 +212,7 @@ class ChatBody(TextBody):
         """The text of each message."""
         return ["".join(part.text for part in message.content) for message in self.messages]
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+    def encode(self, tokenizer: Tokenizer, asked: TextOptions) -> tuple[list[int], Spans]:
         """Token ids of the messages, and the positions of the answers in them.
 
         Where they begin with no system message, the command line's stands before them.
@@ -225,9 +223,9 @@ class ChatBody(TextBody):
             {"role": message.role, "content": text}
             for message, text in zip(self.messages, self.texts, strict=True)
         ]
-        if options.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": options.system})
-        return conversation(tokenizer, messages, told_schema(options))
+        if asked.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": asked.system})
+        return conversation(tokenizer, messages, asked.schema)
 
 
 class ParsedRequest(NamedTuple):
@@ -269,11 +267,12 @@ class RequestReader:
         size = len("".join(body.texts).encode())
         if size > self.most_bytes:
             raise too_long(f"{size} bytes", command_line.config, command_line.context)
-        ids, answers = body.encode(command_line.tokenizer, options)
+        wanted = body.max_completion_tokens or body.max_tokens
+        options.max_new_tokens = wanted or options.max_new_tokens
+        asked = command_line.text_options(options, MASK_SECONDS)
+        ids, answers = body.encode(command_line.tokenizer, asked)
         check_prompt(ids, command_line.config, Path(command_line.name), command_line.context)
-        wanted = body.max_completion_tokens or body.max_tokens or options.max_new_tokens
-        options.max_new_tokens = min(wanted, command_line.context - len(ids))
-        return ParsedRequest(body, ids, answers, command_line.text_options(options, MASK_SECONDS))
+        return ParsedRequest(body, ids, answers, asked)
 
     def options_of(self, body: TextBody) -> Namespace:
         """The command line's options, with those of a request in their place; those of drafting

@@ -103,11 +103,12 @@ def test_any_fields_are_a_request_or_a_refusal(
     if sound:
         body = {**body, **({"messages": [MESSAGE]} if kind is ChatBody else {"prompt": "the hen"})}
     try:
-        _, ids, _, (draft, _, rules, _) = read(reader, kind, **body)
+        _, ids, _, asked = read(reader, kind, **body)
     except (InputError, ValidationError, HTTPException) as error:
         assert "\n" not in refusal(error).detail
         return
-    assert 0 < len(ids) < 64 and 1 <= rules.max_new_tokens <= 64 - len(ids)
+    draft = asked.draft
+    assert 0 < len(ids) < 64 and asked.rules.max_new_tokens >= 1
     assert draft.kind in DRAFTERS and draft.plan is draft.draft_model is None
     assert (draft.gamma or 0) <= MAX_GAMMA
 
