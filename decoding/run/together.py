@@ -183,7 +183,7 @@ class Scheduler:
             free = [slot for slot in self.slots if slot not in taken]
             # A conversation goes on where its cache is.
             task.slot = max(
-                free, key=lambda slot: slot.reusable_entries(task.text.tokens, task.answers)
+                free, key=lambda slot: len(slot.kept_segments(task.text.tokens, task.answers))
             )
             task.loop = greenlet(lambda _, task=task: self._write(task))
             self._go_on(task)

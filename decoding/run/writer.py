@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from reprlib import repr as shortened
 from time import perf_counter
 from typing import Any
@@ -21,9 +23,9 @@ from decoding.drafters import Drafter, ModelDrafter, NoDraft
 from decoding.model_port import Model
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
-from decoding.rounds import Round, Statistics
+from decoding.rounds import Round, Statistics, common_prefix
 from decoding.run.plan_file import DraftPlan
-from decoding.run.prompt import Segment, Spans, reusable, segments_of
+from decoding.run.prompt import Segment, Spans, segments_of, steps
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
@@ -214,36 +216,35 @@ class Writer:
         model reads the prompt into its cache when it first drafts.
         """
         began = self.clock()
-        segments = segments_of(len(prompt), answers)
-        reused = self.reusable_entries(prompt, answers)
+        segments = segments_of(prompt, answers)
+        kept = self.kept_segments(prompt, answers)
+        at = sum(len(segment.tokens) for segment in kept)
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
-            drafter.rollback(reused + 1 if reused else 0)
-        self.cache.truncate(reused)
-        ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
-        for segment in segments:
-            first = max(segment.begin, reused)
-            read = self.target if segment.by_steps else self.target.prefill
-            if first < segment.end:
-                read(ids[:, first : segment.end], self.cache, first)
+            drafter.rollback(at + 1 if at else 0)
+        self.cache.truncate(at)
+        for by_step, group in groupby(segments[len(kept) :], key=attrgetter("by_step")):
+            tokens = [token for segment in group for token in segment.tokens]
+            read = self.target if by_step else self.target.prefill
+            read(torch.tensor([tokens], device=self.model.device), self.cache, at)
+            at += len(tokens)
         self.prompt = list(prompt)
         self.segments = segments
         return self.clock() - began
 
-    def reusable_entries(self, prompt: Sequence[int], answers: Spans) -> int:
-        """Number of entries of the cache that this prompt can use: none without ``answers``."""
-        if not answers:
-            return 0
-        tokens = self.prompt
-        segments = self.segments
-        if self.text is not None and self.prompt:
+    def kept_segments(self, prompt: Sequence[int], answers: Spans) -> list[Segment]:
+        """Segments of a prompt whose entries the cache holds: none without ``answers``."""
+        if not (answers and self.prompt):
+            return []
+        read = self.segments
+        if self.text is not None:
             # Behind the prompt is its last text, written in steps. An interrupted round may have
             # left entries of its draft behind those.
             end = min(self.cache.length, len(self.text) - 1)
-            tokens = self.text.tokens[:end]
-            segments = [*segments, Segment(self.text.prompt_length - 1, end, True)]
-        return reusable(tokens, segments, prompt, segments_of(len(prompt), answers))
+            read = [*read, *steps(self.text.tokens[self.text.prompt_length - 1 : end])]
+        wanted = segments_of(prompt, answers)
+        return wanted[: common_prefix(read, wanted)]
 
     def new_text(self, rules: Rules) -> Text:
         """A text that holds only the prompt."""
