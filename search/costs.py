@@ -30,7 +30,7 @@ from decoding.drafters import KnownTokens
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan
-from decoding.run.writer import GAMMA, Drafting, Writer, model_drafter
+from decoding.run.writer import Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import LayerPlan
@@ -220,7 +220,7 @@ def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
     return Drafting(
         "plan",
         lambda cache: model_drafter(model, cache, chosen.plan),
-        lambda: chosen.new_policy(GAMMA),
+        chosen.new_policy,
         chosen,
     )
 

@@ -34,8 +34,8 @@ from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
 from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.run.calibration import kept_of, low_bit_steps
-from decoding.run.plan_file import DraftPlan, read_plan
-from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
+from decoding.run.plan_file import GAMMA, DraftPlan, read_plan
+from decoding.run.writer import Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
 from model import FULL, LOW_BITS, Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
@@ -237,7 +237,7 @@ def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
     return Drafting(
         plan_in_words(plan),
         lambda cache: model_drafter(model, cache, plan),
-        lambda: chosen.new_policy(GAMMA),
+        chosen.new_policy,
         chosen,
         Preparation(preparing(setting, plan)),
     )

@@ -27,8 +27,8 @@ from decoding.run.chooser import (
     plan_for,
     plans_for_auto,
 )
+from decoding.run.plan_file import GAMMA
 from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, read_prompt
-from decoding.run.writer import GAMMA
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.rounds import Round
+from decoding.run.prompt import segments_of
 from decoding.run.writer import Drafting, Task, Writer
 from model import Decoder, KVCache, LayerPlan, chunk_at
 
@@ -182,9 +183,8 @@ class Scheduler:
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
             # A conversation goes on where its cache is.
-            task.slot = max(
-                free, key=lambda slot: len(slot.kept_segments(task.text.tokens, task.answers))
-            )
+            wanted = segments_of(task.text.tokens, task.answers)
+            task.slot = max(free, key=lambda slot: len(slot.kept_segments(wanted)))
             task.loop = greenlet(lambda _, task=task: self._write(task))
             self._go_on(task)
         return bool(self.active)

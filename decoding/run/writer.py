@@ -24,7 +24,7 @@ from decoding.model_port import Model
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
 from decoding.rounds import Round, Statistics, common_prefix
-from decoding.run.plan_file import DraftPlan
+from decoding.run.plan_file import GAMMA, DraftPlan
 from decoding.run.prompt import Segment, Spans, segments_of, steps
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
@@ -32,7 +32,6 @@ from decoding.text import Rules, Text, TokenBytes
 from decoding.verify import Coupling, Verify
 from model import Decoder, KVCache, LayerPlan, now
 
-GAMMA = 4  # tokens drafted per round by default
 PREPARING = 0.1  # share of a round's time for the preparation of drafts behind it
 LEAST_WARM_UP = 4  # tokens written before anything is timed
 
@@ -217,7 +216,7 @@ class Writer:
         """
         began = self.clock()
         segments = segments_of(prompt, answers)
-        kept = self.kept_segments(prompt, answers)
+        kept = self.kept_segments(segments)
         at = sum(len(segment.tokens) for segment in kept)
         self.prompt = []
         self.text = None
@@ -233,9 +232,12 @@ class Writer:
         self.segments = segments
         return self.clock() - began
 
-    def kept_segments(self, prompt: Sequence[int], answers: Spans) -> list[Segment]:
-        """Segments of a prompt whose entries the cache holds: none without ``answers``."""
-        if not (answers and self.prompt):
+    def kept_segments(self, wanted: list[Segment]) -> list[Segment]:
+        """Segments at the beginning of a conversation whose entries the cache holds.
+
+        A prompt without answers, which is one segment, is always read anew.
+        """
+        if len(wanted) < 2 or not self.prompt:
             return []
         read = self.segments
         if self.text is not None:
@@ -243,7 +245,6 @@ class Writer:
             # left entries of its draft behind those.
             end = min(self.cache.length, len(self.text) - 1)
             read = [*read, *steps(self.text.tokens[self.text.prompt_length - 1 : end])]
-        wanted = segments_of(prompt, answers)
         return wanted[: common_prefix(read, wanted)]
 
     def new_text(self, rules: Rules) -> Text:
@@ -261,11 +262,7 @@ class Writer:
         return self.drafters[drafting.new_drafter]
 
     def write(
-        self,
-        text: Text,
-        drafting: Drafting,
-        params: SamplingParams,
-        coupling: Coupling,
+        self, text: Text, drafting: Drafting, params: SamplingParams, coupling: Coupling
     ) -> Sample:
         """Write a text, which holds the prompt, to its end: see ``rounds``."""
         task = Task(text, drafting, params, coupling)
@@ -284,8 +281,8 @@ class Writer:
         return sum(task.sample.seconds for task in tasks)
 
     def rounds(self, task: Task) -> Iterator[Round]:
-        """The rounds of a text, each added to its sample. The time of its ``observer`` and
-        ``readers``, and that between two rounds, is not counted.
+        """The rounds of a text, each added to its sample. The time of its ``readers``, and that
+        between two rounds, is not counted.
 
         The policy has a clock where no text can change by a draft's length. Under the ratio rule a
         length decides which random numbers a token is drawn with, and where rows depend on each
@@ -303,7 +300,6 @@ class Writer:
         policy, randomness, verify = self.decide(
             (policy, task.coupling.randomness(self.model.device), task.coupling.verify)
         )
-        records: list[tuple[Any, ...]] = []  # of the round, for the observer
         rounds = speculate(
             self.target,
             self.cache,
@@ -313,7 +309,7 @@ class Writer:
             task.params,
             randomness,
             verify,
-            observer=task.observer and (lambda *record: records.append(record)),
+            observer=task.observer,
         )
         began = self.clock()
         for round in rounds:
@@ -321,8 +317,6 @@ class Writer:
             sample.timeline.append((round, sample.seconds + seconds))
             sample.trouble = self.model.trouble  # a step may have fallen back
             sample.statistics.add(round)
-            if task.observer:
-                task.observer(*records.pop())
             self.tell(task, round)
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.

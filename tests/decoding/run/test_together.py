@@ -386,7 +386,7 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
     assert not scheduler.active and not scheduler.waiting
 
 
-def test_readers_and_the_observer_take_no_time_of_the_text(
+def test_readers_take_no_time_of_the_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = Writer(MODELS["float64"], 20)
@@ -399,10 +399,9 @@ def test_readers_and_the_observer_take_no_time_of_the_text(
         seconds += 1
 
     text, greedy = writer.new_text(Rules(6)), SamplingParams()
-    readers = {"readers": [take_time], "observer": take_time}
-    task = Task(text, writer.plain, greedy, Coupling("race", 0), **readers)
+    task = Task(text, writer.plain, greedy, Coupling("race", 0), [take_time])
     assert writer.write_all([task]) == task.sample.seconds == 0.0
-    assert (len(task.sample.rounds), seconds) == (6, 12.0)
+    assert (len(task.sample.rounds), seconds) == (6, 6.0)
 
 
 def test_what_readers_take_is_no_decoding_time() -> None:
