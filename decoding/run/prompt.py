@@ -69,12 +69,12 @@ def tell_schema(
     tokenizer: Tokenizer, messages: Sequence[dict[str, str]], schema: str | None
 ) -> Sequence[dict[str, str]]:
     """The messages of a conversation with a JSON ``schema``, if any, which the model is told at the
-    end of the system message or, where the chat template refuses one, of the first message.
+    end of the system message or, where the chat template refuses one, of the first message. The
+    schema is one that ``Grammar`` has taken.
     """
     if schema is None:
         return messages
-    with explaining("--json-schema is no JSON", (ValueError, RecursionError)):
-        line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
+    line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
     if messages[0]["role"] != "system":
         with_system = [{"role": "system", "content": line}, *messages]
         with suppress(InputError):
