@@ -37,7 +37,7 @@ from decoding.run.calibration import kept_of, low_bit_steps
 from decoding.run.plan_file import GAMMA, DraftPlan, read_plan
 from decoding.run.writer import Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
-from model import FULL, LOW_BITS, Decoder, InputError, KVCache, LayerPlan
+from model import FULL, Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
 from weights.kept import KeptTensors
 from weights.load import load_model, model_folder, pick_dtype, read_config
@@ -108,8 +108,6 @@ class DraftOptions:
         gate = self.min_target_confidence
         if gate is not None and not 0 <= gate <= 1:
             raise InputError(f"--min-target-confidence must be from 0 to 1, found {gate}")
-        if self.bits not in (None, *LOW_BITS):
-            raise InputError(f"--bits must be {' or '.join(map(str, LOW_BITS))}, found {self.bits}")
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 

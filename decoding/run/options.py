@@ -32,7 +32,7 @@ from decoding.run.prompt import check_prompt, checked_prompt, encode_prompt, rea
 from decoding.sampling import SamplingParams
 from decoding.text import Rules
 from decoding.verify import COUPLINGS, Coupling
-from model import InputError
+from model import LOW_BITS, InputError
 from weights.load import DTYPES, model_folder, pick_dtype, read_config, shown_name
 from weights.memory import LONGEST_DRAFT, Memory, estimate, low_bit_bytes
 from weights.tokenizer import Tokenizer
@@ -88,6 +88,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--bits": {
             "type": int,
+            "choices": LOW_BITS,
             "metavar": "B",
             "help": "bits per weight of lowbit, exit and skip: 4 or 8",
         },
@@ -294,7 +295,7 @@ def check_option(name: str, value: Any) -> None:
     default = settings.get("default")
     if "choices" in settings:
         fits = value in settings["choices"]
-        wanted = f"one of {', '.join(settings['choices'])}"
+        wanted = f"one of {', '.join(map(str, settings['choices']))}"
     elif isinstance(default, list):
         fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
         wanted = "a list of strings"

@@ -67,8 +67,8 @@ class ModelProxy:
 class Slot(Writer):
     """Writer of one of the texts written together; its cache serves one text after another."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(scheduler.model, scheduler.capacity)
+    def __init__(self, scheduler: Scheduler, capacity: int) -> None:
+        super().__init__(scheduler.model, capacity)
         self.target = ModelProxy(scheduler.model)
         self.scheduler = scheduler
 
@@ -100,11 +100,10 @@ class Scheduler:
     def __init__(self, model: Decoder, capacity: int, slots: int) -> None:
         """``capacity``: positions of each slot's cache, for the longest prompt with its output."""
         self.model = model
-        self.capacity = capacity
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
         self.reading = 0.0  # seconds that readers took
-        self.slots = [Slot(self) for _ in range(slots)]
+        self.slots = [Slot(self, capacity) for _ in range(slots)]
 
     def submit(self, task: Task) -> None:
         """Put a text in the queue, from any thread, also while others are written."""

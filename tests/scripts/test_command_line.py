@@ -92,6 +92,7 @@ def test_the_cpu_is_used_with_a_line_where_torch_cannot_use_the_gpu(
         (["a", "--draft", "lookup", "--gamma", "-1"], "gamma must be at least 0"),
         (["a", "--min-target-confidence", "1.2"], "min-target-confidence must be from 0 to 1"),
         (["a", "--draft", "exit", "--exit-layer", "5"], "exit layer 5 is not in 1..4"),
+        (["a", "--draft", "lowbit", "--bits", "5"], "argument --bits: invalid choice: 5"),
         (["a", "--draft", "none", "--gamma", "3"], "--gamma has no effect with --draft none"),
         (["a", "--exit-layer", "2"], "--exit-layer has no effect with --draft auto"),
         (["a", "--draft", "exit", "--plan", "p"], "--plan has no effect with --draft exit"),
