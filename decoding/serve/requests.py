@@ -74,7 +74,8 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
     match error:
         case ValidationError():
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))[:80] or "''"
+            # a client's names may hold line breaks
+            place = " ".join(".".join(map(str, first["loc"])).split())[:80] or "''"
             told = UNKNOWN if first["type"] == "extra_forbidden" else first["msg"]
             message = f"{place if first['loc'] else 'the body'}: {told}"
         case HTTPException():
