@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before anything that takes long to import
 import argparse
 import os
 import sys
-from dataclasses import replace
 
 from cli.command_line import run_command
 from cli.files import explaining
@@ -48,29 +47,24 @@ def write(session: Session) -> None:
     request = session.request
     options = request.options
     output = Output(session)
-    couplings = [replace(request.coupling, sample=number) for number in range(options.num_samples)]
-    slots = 1 if options.compare else session.slots(options.num_samples, request.capacity)
+    first = output.tasks[0]
+    is_shown_beside_plain = options.compare or options.svg
+    slots = 1 if is_shown_beside_plain else session.slots(len(output.tasks), request.capacity)
     try:
         if slots > 1:
-            output.write_together(Scheduler(session.model, request.capacity, slots), couplings)
+            scheduler = Scheduler(session.model, request.capacity, slots)
+            output.write(output.tasks, scheduler.write_all)
             return
         writer = session.new_writer(request.capacity)
         writer.begin(request.ids)
-        if options.compare or options.svg or request.device.type == "cuda":
-            writer.warm_up(output.drafting, request.params, request.coupling)
-        samples = [output.write(writer, coupling) for coupling in couplings]
+        if is_shown_beside_plain or request.device.type == "cuda":
+            writer.warm_up(first)
+        for task in output.tasks:
+            output.write([task], writer.write_all)
         if options.compare:
-            result = comparison(
-                writer,
-                samples[0],
-                output.drafting,
-                request.params,
-                request.coupling,
-                exact=":" not in options.draft,  # a class of the user may misstate its q
-            )
-            print(result, file=sys.stderr)
+            print(comparison(writer, first), file=sys.stderr)
         if options.svg:
-            output.write_picture(writer)
+            output.write_picture(writer.again(first, writer.plain))
     finally:  # complete samples are printed, also after Ctrl-C or an error
         output.close()
 

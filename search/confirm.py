@@ -14,7 +14,7 @@ from rich.progress import track
 
 from cli.table import Row
 from decoding.rounds import Statistics
-from decoding.run.chooser import Setting, by_plan, fit_head, plan_in_words
+from decoding.run.chooser import Setting, by_plan, plan_in_words
 from decoding.run.plan_file import DraftPlan, write_plan
 from decoding.run.writer import Drafting, Writer, plain
 from decoding.text import Rules
@@ -69,7 +69,7 @@ def confirm(
     A plan is predicted on the held-out texts by the costs of its own rounds, measured now. Then it
     decodes in turns with plain decoding.
     """
-    drafts = [by_plan(setting, fit_head(plan, setting.model.fast_bits)) for plan in plans]
+    drafts = [by_plan(setting, plan) for plan in plans]
     for draft in drafts:
         draft.preparation.work()
     prompts = [text.prompt for text in held_out]

@@ -30,7 +30,7 @@ from decoding.drafters import KnownTokens
 from decoding.policies import AdaptiveExit, FixedLength
 from decoding.run.chooser import Setting
 from decoding.run.plan_file import DraftPlan
-from decoding.run.writer import GAMMA, Drafting, Writer, model_drafter
+from decoding.run.writer import Drafting, Writer, model_drafter
 from decoding.text import Rules, Text
 from decoding.verify import Coupling
 from model import LayerPlan
@@ -161,18 +161,12 @@ def write_timed(
     """A text of this many tokens, and the mean seconds of its rounds with a draft of full length,
     without the first, which reads weights that no cache holds.
     """
-    clock: list[float] = []
-    sample = writer.write(
-        writer.new_text(Rules(tokens)),
-        way,
-        setting.params,
-        Coupling(setting.coupling, 0),
-        readers=[lambda round, seconds: clock.append(seconds)],
-    )
+    text = writer.new_text(Rules(tokens))
+    sample = writer.write(text, way, setting.params, Coupling(setting.coupling, 0))
     longest = way.new_policy().gamma
     seconds = [
         after - before
-        for round, (before, after) in zip(sample.rounds[1:], pairwise(clock), strict=True)
+        for (_, before), (round, after) in pairwise(sample.timeline)
         if len(round.drafted) == longest
     ]
     return sample.tokens, statistics.fmean(seconds)
@@ -226,7 +220,7 @@ def drafting_under(setting: Setting, chosen: DraftPlan) -> Drafting:
     return Drafting(
         "plan",
         lambda cache: model_drafter(model, cache, chosen.plan),
-        lambda: chosen.new_policy(GAMMA),
+        chosen.new_policy,
         chosen,
     )
 

@@ -410,7 +410,7 @@ MUTANTS = [
         "the baseline is timed without a warm-up",
         generate,
         "write",
-        "writer.warm_up(output.drafting, request.params, request.coupling)",
+        "writer.warm_up(first)",
         "pass",
         test_compare.test_the_baseline_starts_from_the_same_context_after_a_warm_up,
     ),

@@ -1,11 +1,16 @@
 """Parts around the loop that serve a request: choice of a draft, writing, comparing.
 
-A run in one paragraph. ``options`` has the table of all options, and its ``Request`` checks those
-of a command line, with the prompt, the device and the memory, before any weight is read. A
-``session.Session`` loads the model. Its ``chooser.Setting`` makes a ``Drafting`` of the options of
-drafting: a drafter with its policy. A ``writer.Writer`` has one KV cache: it reads a prompt
-(``begin``) and writes texts after it (``rounds``). There a ``Text`` grows by the loop's rounds, and
-a ``Sample`` records them, with the seconds they took; readers of the rounds show the text. A
-``together.Scheduler`` runs several writers side by side, whose texts share the model's steps, and
-``ranks`` runs all of this on each of several processes.
+The way of a request, from the command line to the loop:
+
+    options.OPTIONS   the table of all options; argparse makes a Namespace of a command line,
+                      merge_options of the arguments of a call or the fields of a request
+    options.Request   a command line, checked before any weight is read: model, prompt, memory
+    TextOptions       the options of one text in their types; files are read, no Namespace goes on
+    session.Session   the loaded model, which makes a task of each text
+    chooser.Setting   makes the task's Drafting, a drafter with its policy
+    writer.Task       a text after its prompt, its drafting, its readers; its Sample is the result
+    writer.Writer     one KV cache: it reads a prompt (begin) and writes tasks by the loop (rounds)
+
+A ``together.Scheduler`` runs several writers side by side, whose texts share the model's steps.
+With ``ranks``, all of this runs on each of several processes.
 """

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
@@ -32,12 +32,12 @@ from cli.command_line import say
 from cli.files import one_line
 from decoding.break_even import KNOWN, BreakEven
 from decoding.drafters import BestOf, Drafter, ForcedTokens, PromptLookup
-from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength, Policy
+from decoding.policies import AdaptiveExit, ConfidenceGate, FixedLength
 from decoding.run.calibration import kept_of, low_bit_steps
-from decoding.run.plan_file import DraftPlan, read_plan
-from decoding.run.writer import GAMMA, Drafting, Preparation, model_drafter, plain
+from decoding.run.plan_file import GAMMA, DraftPlan, read_plan
+from decoding.run.writer import Drafting, Preparation, model_drafter, plain
 from decoding.sampling import SamplingParams
-from model import FULL, LOW_BITS, Decoder, InputError, KVCache, LayerPlan
+from model import FULL, Decoder, InputError, KVCache, LayerPlan
 from model.fast import accelerate
 from weights.kept import KeptTensors
 from weights.load import load_model, model_folder, pick_dtype, read_config
@@ -108,20 +108,16 @@ class DraftOptions:
         gate = self.min_target_confidence
         if gate is not None and not 0 <= gate <= 1:
             raise InputError(f"--min-target-confidence must be from 0 to 1, found {gate}")
-        if self.bits not in (None, *LOW_BITS):
-            raise InputError(f"--bits must be {' or '.join(map(str, LOW_BITS))}, found {self.bits}")
         if self.kind == "model" and self.draft_model is None:
             raise InputError("--draft model needs --draft-model DIR")
 
 
-def plan_for(
-    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
-) -> DraftPlan | None:
+def plan_for(options: DraftOptions, folder: Path, layers: int) -> DraftPlan | None:
     """The plan under which the target drafts for itself; None where --draft has none.
 
     Of exit the first layers, by default half of them; of lowbit all layers, by default in four
-    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. For
-    ``kernels`` see ``fit_head``. Raises InputError for a plan that cannot be read.
+    bits; of skip and auto the plan of --plan, else that of the model's folder, if any. Raises
+    InputError for a plan that cannot be read.
     """
     shipped = folder / "plan.json"
     if options.kind == "exit":
@@ -134,31 +130,14 @@ def plan_for(
         chosen = read_plan(options.plan or shipped, layers, folder)
     else:
         return None
-    if options.bits:
-        chosen = replace(chosen, plan=chosen.plan.in_bits(options.bits))
-    return fit_head(chosen, kernels)
+    return replace(chosen, plan=chosen.plan.in_bits(options.bits)) if options.bits else chosen
 
 
-def fit_head(chosen: DraftPlan, kernels: tuple[int, ...]) -> DraftPlan:
-    """The plan with its head in four bits instead of eight where only four have a kernel: there, on
-    a GPU, a head of eight would read the checkpoint's own weights. ``kernels`` are the numbers of
-    bits that have one.
-    """
-    if chosen.plan.head == 8 and kernels == (4,):
-        return replace(chosen, plan=replace(chosen.plan, head=4))
-    return chosen
-
-
-def plans_for_auto(
-    options: DraftOptions, folder: Path, layers: int, kernels: tuple[int, ...]
-) -> dict[str, DraftPlan]:
-    """The plans by name that can pay for self-drafts on a device with these ``kernels``."""
-    plans: dict[str, DraftPlan] = {}
-    if BITS in kernels:
-        plans["low bits"] = plan_for(DraftOptions("lowbit"), folder, layers, kernels)
-    given = plan_for(options, folder, layers, kernels)
-    pays = given and given.gamma != 0 and (bool(kernels) or not given.plan.has_low_bits)
-    if pays and given.plan not in [each.plan for each in plans.values()]:
+def plans_for_auto(options: DraftOptions, folder: Path, layers: int) -> dict[str, DraftPlan]:
+    """The plans by name that may pay for self-drafts."""
+    plans = {"low bits": plan_for(DraftOptions("lowbit"), folder, layers)}
+    given = plan_for(options, folder, layers)
+    if given and given.gamma != 0 and given.plan != plans["low bits"].plan:
         plans["plan"] = given
     return plans
 
@@ -229,7 +208,7 @@ def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
     no draft pays.
     """
     model = setting.model
-    chosen = plan_for(options, setting.folder, model.num_layers, model.fast_bits)
+    chosen = plan_for(options, setting.folder, model.num_layers)
     if chosen is None:
         raise InputError(
             f"{setting.folder} has no plan.json: give --plan FILE, or find a plan with python -m"
@@ -243,9 +222,12 @@ def self_draft(options: DraftOptions, setting: Setting) -> Drafting:
 def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
     """The target under a layer plan, sharing its cache, with the policy of the plan.
 
-    Prints a line where low bits make drafts no faster.
+    A head in eight bits gets four where only four have a kernel: there, on a GPU, it would read the
+    checkpoint's own weights. Prints a line where low bits make drafts no faster.
     """
     model = setting.model
+    if chosen.plan.head == 8 and model.fast_bits == (4,):
+        chosen = replace(chosen, plan=replace(chosen.plan, head=4))
     plan = chosen.plan
     if plan.has_low_bits and not model.fast_bits:
         where = f"{model.dtype} on {model.device.type}"
@@ -253,7 +235,7 @@ def by_plan(setting: Setting, chosen: DraftPlan) -> Drafting:
     return Drafting(
         plan_in_words(plan),
         lambda cache: model_drafter(model, cache, plan),
-        lambda: chosen.new_policy(GAMMA),
+        chosen.new_policy,
         chosen,
         Preparation(preparing(setting, plan)),
     )
@@ -356,15 +338,15 @@ def blaming(kind: str, in_text: bool = False) -> Iterator[None]:
 def auto(options: DraftOptions, setting: Setting) -> Drafting:
     """In each round the best of lookup, low bits and the plan, if any: see ``BreakEven``."""
     model = setting.model
-    possible = plans_for_auto(options, setting.folder, model.num_layers, model.fast_bits)
-    plans: dict[str, DraftPlan] = {}
-    for name, chosen in possible.items():
-        if has_memory_for(model, [chosen.plan, *(each.plan for each in plans.values())]):
-            plans[name] = chosen
-    ways = {name: by_plan(setting, chosen) for name, chosen in plans.items()}
+    ways: dict[str, Drafting] = {}
+    for name, chosen in plans_for_auto(options, setting.folder, model.num_layers).items():
+        plans = [chosen.plan, *(way.plan for way in ways.values())]
+        is_fast = model.fast_bits or not chosen.plan.has_low_bits
+        if is_fast and has_memory_for(model, plans):
+            ways[name] = by_plan(setting, chosen)
+    slopes = first_slopes(model, {name: way.plan for name, way in ways.items()})
+    priors = {name: way.chosen.kept_share for name, way in ways.items() if way.chosen.kept_share}
     ways["lookup"] = lookup(options, setting)
-    slopes = first_slopes(model, plans)
-    priors = {name: each.kept_share for name, each in plans.items() if each.kept_share}
     forced = ForcedTokens(model.vocab_size, model.device)  # an empty draft without constraints
     preparation = Preparation(chain.from_iterable(way.preparation.pieces for way in ways.values()))
     return Drafting(
@@ -384,7 +366,7 @@ def auto(options: DraftOptions, setting: Setting) -> Drafting:
     )
 
 
-def first_slopes(model: Decoder, plans: Mapping[str, DraftPlan]) -> dict[str, float]:
+def first_slopes(model: Decoder, plans: Mapping[str, LayerPlan]) -> dict[str, float]:
     """Time that a token adds to a round, in plain rounds, before any is measured: of known tokens
     their verification, of those drafted under a plan also its draft step, by the bytes of weights
     that it reads.
@@ -395,7 +377,7 @@ def first_slopes(model: Decoder, plans: Mapping[str, DraftPlan]) -> dict[str, fl
 
     full = reading(LayerPlan.full(model.num_layers))
     verification = VERIFY_SLOPE + VERIFY_OVERHEAD / full
-    drafting = {name: reading(chosen.plan) / full for name, chosen in plans.items()}
+    drafting = {name: reading(plan) / full for name, plan in plans.items()}
     return {KNOWN: verification} | {name: verification + step for name, step in drafting.items()}
 
 
@@ -411,35 +393,25 @@ DRAFTERS: dict[str, Callable[[DraftOptions, Setting], Drafting]] = {
 
 
 def with_policy(drafting: Drafting, options: DraftOptions, params: SamplingParams) -> Drafting:
-    """The same drafting under the policy that the options ask for, else its default one, behind the
-    confidence gate if asked.
+    """The same drafting under the policy of --gamma and --adaptive, else its default one, behind
+    the confidence gate if asked.
 
-    A drafting that is plain by default stays plain, unless --gamma is given.
+    A length that is not given is that of the plan, if any; so is the adaptive exit's first
+    threshold. A drafting that is plain by default stays plain, unless --gamma is given.
     """
-    default = drafting.new_policy
-    gate = options.min_target_confidence
-    is_default = options.gamma is None and options.adaptive is None
-    if options.gamma is None and default().gamma == 0:
+    new_policy = drafting.new_policy
+    if options.gamma is None and new_policy().gamma == 0:
         return drafting
-
-    def new_policy() -> Policy:
-        policy = default() if is_default else policy_asked_for(options, drafting.chosen, params)
-        return policy if gate is None else ConfidenceGate(policy, gate)
-
-    return replace(drafting, new_policy=new_policy)
-
-
-def policy_asked_for(
-    options: DraftOptions, chosen: DraftPlan | None, params: SamplingParams
-) -> Policy:
-    """The policy of --gamma and --adaptive. A length that is not given is that of the ``chosen``
-    plan, if any; so is the threshold.
-    """
-    gamma = options.gamma
-    if gamma is None and chosen:
-        gamma = chosen.gamma
-    if not options.adaptive:
-        return FixedLength(GAMMA if gamma is None else gamma)
-    first = START_SAMPLED if params.temperature else START_GREEDY
-    threshold = (chosen and chosen.threshold) or first
-    return AdaptiveExit(threshold, LONGEST_ADAPTIVE if gamma is None else gamma)
+    chosen = drafting.chosen
+    gamma = chosen.gamma if options.gamma is None and chosen else options.gamma
+    if options.adaptive:
+        first = START_SAMPLED if params.temperature else START_GREEDY
+        threshold = (chosen and chosen.threshold) or first
+        longest = LONGEST_ADAPTIVE if gamma is None else gamma
+        new_policy = partial(AdaptiveExit, threshold, longest)
+    elif options.gamma is not None or options.adaptive is not None:
+        new_policy = partial(FixedLength, GAMMA if gamma is None else gamma)
+    gate = options.min_target_confidence
+    if gate is None:
+        return replace(drafting, new_policy=new_policy)
+    return replace(drafting, new_policy=lambda: ConfidenceGate(new_policy(), gate))

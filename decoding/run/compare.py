@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from decoding.rounds import common_prefix
-from decoding.run.writer import Drafting, Sample, Writer
-from decoding.sampling import SamplingParams
-from decoding.verify import Coupling
+from decoding.run.writer import Sample, Task, Writer
 
 TURNS = 3  # a text is written both ways, one after the other, at least this often
 MOST_TURNS = 20
@@ -15,37 +13,24 @@ FEW_TOKENS = 48
 SHORT = 0.5
 
 
-def comparison(
-    writer: Writer,
-    sample: Sample,
-    drafting: Drafting,
-    params: SamplingParams,
-    coupling: Coupling,
-    *,
-    exact: bool = True,
-) -> str:
+def comparison(writer: Writer, task: Task) -> str:
     """Median speed-up over plain decoding with its range, and whether the texts are equal.
 
-    ``sample`` is a text of the drafting. In greedy decoding and under the race the plain text must
-    equal it. Under the ratio rule the two have the same law, if the drafter states its q truly:
-    ``exact`` is False where that is unknown.
+    The text of the ``task`` has been written. In greedy decoding and under the race the plain text
+    must equal it. Under the ratio rule the two have the same law, if the drafter states its q
+    truly.
     """
-    if drafting.new_policy().gamma == 0:
+    if task.drafting.new_policy().gamma == 0:
         return "[both ways are plain decoding: there is no speed-up to measure]"
+    tokens = task.sample.statistics.tokens
+    most = TURNS if tokens < FEW_TOKENS else MOST_TURNS
     turns: list[list[Sample]] = []
-    while len(turns) < TURNS or (len(turns) < MOST_TURNS and is_short(turns)):
-        turns.append(
-            [
-                writer.write(writer.new_text(sample.source.rules), way, params, coupling)
-                for way in (drafting, writer.plain)
-            ]
-        )
-    if params.temperature and coupling.name == "ratio":
-        condition = "" if exact else ", if the drafter states its q truly"
-        texts = f"another text of the same law{condition}"
+    while len(turns) < TURNS or (len(turns) < most and shortest(turns) < SHORT):
+        turns.append([writer.again(task, way) for way in (task.drafting, writer.plain)])
+    if task.params.temperature and task.coupling.name == "ratio":
+        texts = "another text of the same law, if the drafter states its q truly"
     else:
-        texts = difference(sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
-    tokens = fewest_tokens(turns)
+        texts = difference(task.sample.tokens, turns[0][1].tokens, writer.model.why_rows_vary)
     if tokens < FEW_TOKENS:
         return f"[{texts}; too short to compare speeds: {tokens} tokens]"
     ratios = [drafted.speed / plain.speed for drafted, plain in turns]
@@ -59,17 +44,9 @@ def comparison(
     )
 
 
-def is_short(turns: Sequence[Sequence[Sample]]) -> bool:
-    """Whether more turns would make the speeds comparable: all took little time, but not because
-    the text has few tokens.
-    """
-    seconds = min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
-    return seconds < SHORT and fewest_tokens(turns) >= FEW_TOKENS
-
-
-def fewest_tokens(turns: Sequence[Sequence[Sample]]) -> int:
-    """Number of tokens of the shortest text."""
-    return min(sample.statistics.tokens for turn in turns for sample in turn)
+def shortest(turns: Sequence[Sequence[Sample]]) -> float:
+    """Seconds of all turns, of the way that takes less."""
+    return min(sum(sample.seconds for sample in way) for way in zip(*turns, strict=True))
 
 
 def difference(drafted: Sequence[int], plain: Sequence[int], why_rows_vary: str | None) -> str:

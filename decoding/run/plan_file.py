@@ -17,6 +17,7 @@ from decoding.policies import AdaptiveExit, FixedLength, Policy
 from model import FULL, LOW_BITS, InputError, LayerPlan
 from weights.load import model_fingerprint
 
+GAMMA = 4  # tokens drafted per round by default
 SUBLAYERS = ("attn", "mlp")
 WIDTHS = (*LOW_BITS, FULL)
 
@@ -35,9 +36,9 @@ class DraftPlan:
     threshold: float | None = None
     kept_share: float | None = None
 
-    def new_policy(self, default_gamma: int) -> Policy:
+    def new_policy(self) -> Policy:
         """The plan's policy: drafts of its length, ended early by its threshold, if any."""
-        gamma = default_gamma if self.gamma is None else self.gamma
+        gamma = GAMMA if self.gamma is None else self.gamma
         return (
             AdaptiveExit(self.threshold, gamma, step=0.0) if self.threshold else FixedLength(gamma)
         )

@@ -69,12 +69,12 @@ def tell_schema(
     tokenizer: Tokenizer, messages: Sequence[dict[str, str]], schema: str | None
 ) -> Sequence[dict[str, str]]:
     """The messages of a conversation with a JSON ``schema``, if any, which the model is told at the
-    end of the system message or, where the chat template refuses one, of the first message.
+    end of the system message or, where the chat template refuses one, of the first message. The
+    schema is one that ``Grammar`` has taken.
     """
     if schema is None:
         return messages
-    with explaining("--json-schema is no JSON", (ValueError, RecursionError)):
-        line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
+    line = f"Answer in JSON that follows this schema: {json.dumps(json.loads(schema))}"
     if messages[0]["role"] != "system":
         with_system = [{"role": "system", "content": line}, *messages]
         with suppress(InputError):
@@ -107,29 +107,39 @@ def too_long(size: str, config: ModelConfig, context: int) -> InputError:
 
 
 class Segment(NamedTuple):
-    """Positions ``[begin, end)`` of a prompt, read ``by_steps`` or by one prefill."""
+    """Tokens of a prompt that are read at once: one by a step, or many by a prefill.
 
-    begin: int
-    end: int
-    by_steps: bool
+    Steps round every token alike, wherever they end. The rounding of a prefill depends on all of
+    its tokens, so it is one segment.
+    """
+
+    tokens: Sequence[int]
+    by_step: bool
 
 
 MOST_ANSWERS = 64  # that are found in a conversation: each takes two renderings of the template
 Spans = Sequence[tuple[int, int]]  # positions [begin, end) of earlier answers, in order
 
 
-def segments_of(length: int, answers: Spans) -> list[Segment]:
-    """The segments of a prompt of ``length`` tokens, but for the last, which the first round reads.
+def segments_of(prompt: Sequence[int], answers: Spans) -> list[Segment]:
+    """The segments of a prompt, but for its last token, which the first round reads.
 
     The token before an answer is read by the first step of the answer, and so belongs to it.
     """
+    tokens = prompt[:-1]
     found = []
     at = 0
     for begin, end in answers:
-        found += [Segment(at, begin - 1, False), Segment(max(at, begin - 1), end, True)]
+        first = max(at, begin - 1)
+        found += [Segment(tokens[at:first], False), *steps(tokens[first:end])]
         at = end
-    found.append(Segment(at, length - 1, False))
-    return [segment for segment in found if segment.begin < segment.end]
+    found.append(Segment(tokens[at:], False))
+    return [segment for segment in found if segment.tokens]
+
+
+def steps(tokens: Sequence[int]) -> list[Segment]:
+    """Segments of tokens that are read one by one."""
+    return [Segment([token], True) for token in tokens]
 
 
 def conversation(
@@ -153,25 +163,3 @@ def conversation(
         if end > begin:
             answers.append((begin, end))
     return ids, answers
-
-
-def reusable(
-    tokens: Sequence[int], read: Sequence[Segment], ids: Sequence[int], wanted: Sequence[Segment]
-) -> int:
-    """Number of entries of a cache that a new prompt can use.
-
-    The cache holds ``tokens``, read in the segments ``read``; the prompt's are ``ids`` and
-    ``wanted``. Of steps every token counts by itself, a prefill counts only as a whole, since the
-    rounding of a row depends on the others of its chunk.
-    """
-    entries = 0
-    for old, new in zip(read, wanted, strict=False):
-        if (old.begin, old.by_steps) != (new.begin, new.by_steps):
-            break
-        end = min(old.end, new.end)
-        equal = new.begin + common_prefix(tokens[new.begin : end], ids[new.begin : end])
-        if new.by_steps or equal == old.end == new.end:
-            entries = equal
-        if not equal == old.end == new.end:
-            break
-    return entries

@@ -8,7 +8,6 @@ Texts are shown by ``TextStream``, the characters of a growing text that will st
 from __future__ import annotations
 
 import codecs
-from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,12 +19,11 @@ from decoding.run.options import (
     TextOptions,
     merge_options,
     read_grammar_files,
-    told_schema,
 )
 from decoding.run.prompt import check_prompt, checked_prompt, conversation
 from decoding.run.together import MOST_TOGETHER, Scheduler
 from decoding.run.writer import Decisions, Reader, Sample, Task, Writer
-from decoding.text import Rules, Text, TokenBytes
+from decoding.text import Text, TokenBytes
 from model import Decoder, InputError
 from model.fast import accelerate
 from weights.load import load_model
@@ -67,9 +65,9 @@ class Session:
             request.folder,
             model,
             self.tokenizer,
-            request.params,
+            request.asked.params,
             request.capacity,
-            request.coupling.name,
+            request.asked.coupling.name,
         )
         self.writer: Writer | None = None
         self.sample: Sample | None = None
@@ -83,8 +81,8 @@ class Session:
     def stream(self, prompt: str, **options: object) -> Iterator[str]:
         """The text after a prompt, in pieces as they are written. Raises InputError."""
         self.streaming.close()
-        given = self.options(options)
-        task = self.task(self.request.encode(prompt, given), self.request.text_options(given))
+        asked = self.asked(options)
+        task = self.task(self.request.encode(prompt, asked), asked)
         longest = len(task.text) + task.text.remaining
         if self.writer is None or self.writer.capacity < longest:
             rounded_up = -(-longest // POSITIONS) * POSITIONS
@@ -102,12 +100,8 @@ class Session:
         self.streaming.close()
         if not isinstance(prompts, list | tuple):
             raise InputError(f"prompts must be a list of strings, found {prompts!r:.80}")
-        given = self.options(options)
-        asked = self.request.text_options(given)
-        tasks = []
-        for number, ids in enumerate([self.request.encode(prompt, given) for prompt in prompts]):
-            coupling = replace(asked.coupling, sample=number)
-            tasks.append(self.task(ids, asked._replace(coupling=coupling)))
+        asked = self.asked(options)
+        tasks = self.tasks([self.request.encode(prompt, asked) for prompt in prompts], asked)
         capacity = max((len(task.text) + task.text.remaining for task in tasks), default=1)
         Scheduler(self.model, capacity, self.slots(len(tasks), capacity)).write_all(tasks)
         return [task.sample for task in tasks]
@@ -116,25 +110,32 @@ class Session:
         """A new conversation, with a cache of its own; its ``system`` message is an option."""
         return Conversation(self, options)
 
-    def options(self, given: dict[str, object]) -> Namespace:
+    def asked(self, given: dict[str, object]) -> TextOptions:
         """The options of a call, with the session's where it gives none. Raises InputError."""
         if fixed := [name for name in OF_THE_MODEL if name in given]:
             raise InputError(f"{fixed[0]} is an option of load, not of a call")
-        return read_grammar_files(merge_options(self.request.options, given))
-
-    def new_text(self, ids: Sequence[int], rules: Rules, positions: int | None = None) -> Text:
-        """A text that holds only its prompt, and ends at this many positions, or the context."""
-        room = (positions or self.request.most_positions) - len(ids)
-        rules = replace(rules, max_new_tokens=max(1, min(rules.max_new_tokens, room)))
-        return Text(ids, rules, self.model, self.tokenizer.token_bytes)
+        options = merge_options(self.request.options, given)
+        return self.request.text_options(read_grammar_files(options))
 
     def task(
         self, ids: Sequence[int], asked: TextOptions, positions: int | None = None, **more: Any
     ) -> Task:
-        """A text to be written after a prompt, with its drafting; ``more`` are further fields."""
+        """A text to be written after a prompt, up to this many positions, by default the context;
+        ``more`` are further fields.
+        """
+        room = (positions or self.request.context) - len(ids)
+        rules = replace(asked.rules, max_new_tokens=min(asked.rules.max_new_tokens, room))
+        text = Text(ids, rules, self.model, self.tokenizer.token_bytes)
         drafting = self.setting.drafting(asked.draft, asked.params)
-        text = self.new_text(ids, asked.rules, positions)
         return Task(text, drafting, asked.params, asked.coupling, **more)
+
+    def tasks(self, prompts: Sequence[Sequence[int]], asked: TextOptions) -> list[Task]:
+        """A text after each prompt, with random numbers of its own."""
+        couplings = [replace(asked.coupling, sample=number) for number in range(len(prompts))]
+        return [
+            self.task(ids, asked._replace(coupling=coupling))
+            for ids, coupling in zip(prompts, couplings, strict=True)
+        ]
 
     def new_writer(self, capacity: int) -> Writer:
         """A writer with a cache of its own."""
@@ -172,7 +173,7 @@ class Conversation:
     def __init__(self, session: Session, options: dict[str, object]) -> None:
         self.session = session
         self.options = options
-        system = session.options(options).system
+        system = session.asked(options).system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.writer: Writer | None = None
         self.sample: Sample | None = None
@@ -191,10 +192,9 @@ class Conversation:
         """The model's answer in pieces; of one that is not read to its end, those so far stay."""
         session = self.session
         session.streaming.close()
-        given = session.options(self.options | options)
-        asked = session.request.text_options(given)
+        asked = session.asked(self.options | options)
         messages = [*self.messages, {"role": "user", "content": checked_prompt(text)}]
-        ids, answers = conversation(session.tokenizer, messages, told_schema(given))
+        ids, answers = conversation(session.tokenizer, messages, asked.schema)
         if self.writer is None:
             self.writer = session.new_writer(session.request.capacity)
         if len(ids) >= self.writer.capacity:
@@ -208,13 +208,11 @@ class Conversation:
         session.streaming = self._answer(messages, pieces(self.writer, task))
         return session.streaming
 
-    def forget(self, turns: int = 1) -> None:
-        """Forget the oldest turns of the user, with their answers. Raises InputError."""
-        if turns < 1:
-            raise InputError(f"turns must be at least 1, found {turns}")
+    def forget(self) -> None:
+        """Forget the oldest turn of the user, if any, with its answer."""
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
-        end = users[turns] if turns < len(users) else len(self.messages)
-        del self.messages[users[0] if users else end : end]
+        begin, end = [*users, len(self.messages), len(self.messages)][:2]
+        del self.messages[begin:end]
 
     def _answer(self, messages: list[dict[str, str]], pieces: Pieces) -> Pieces:
         try:

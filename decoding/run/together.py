@@ -20,8 +20,9 @@ from torch import Tensor
 
 from decoding.drafters import BestOf, Drafter, ModelDrafter
 from decoding.rounds import Round
+from decoding.run.prompt import segments_of
 from decoding.run.writer import Drafting, Task, Writer
-from model import Decoder, KVCache, LayerPlan, chunk_at, now
+from model import Decoder, KVCache, LayerPlan, chunk_at
 
 MOST_TOGETHER = 16  # texts that share steps
 
@@ -66,8 +67,8 @@ class ModelProxy:
 class Slot(Writer):
     """Writer of one of the texts written together; its cache serves one text after another."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(scheduler.model, scheduler.capacity)
+    def __init__(self, scheduler: Scheduler, capacity: int) -> None:
+        super().__init__(scheduler.model, capacity)
         self.target = ModelProxy(scheduler.model)
         self.scheduler = scheduler
 
@@ -76,8 +77,10 @@ class Slot(Writer):
         return super().clock() - self.scheduler.reading
 
     def tell(self, task: Task, round: Round) -> None:
-        """Leave a round for the scheduler, whose readers' errors end all texts."""
-        task.unread.append((round, task.sample.seconds))
+        """Call the readers of a text with a new round; no text's clock counts their time."""
+        began = super().clock()
+        super().tell(task, round)
+        self.scheduler.reading += super().clock() - began
 
     def sharers(self) -> int:
         return len(self.scheduler.active)
@@ -97,11 +100,10 @@ class Scheduler:
     def __init__(self, model: Decoder, capacity: int, slots: int) -> None:
         """``capacity``: positions of each slot's cache, for the longest prompt with its output."""
         self.model = model
-        self.capacity = capacity
         self.waiting: list[Task] = []
         self.active: list[Task] = []  # in order of arrival
         self.reading = 0.0  # seconds that readers took
-        self.slots = [Slot(self) for _ in range(slots)]
+        self.slots = [Slot(self, capacity) for _ in range(slots)]
 
     def submit(self, task: Task) -> None:
         """Put a text in the queue, from any thread, also while others are written."""
@@ -112,19 +114,24 @@ class Scheduler:
         """Whether a text that is submitted now begins at once."""
         return len(self.active) + len(self.waiting) < len(self.slots)
 
-    def write_all(self, tasks: Sequence[Task]) -> None:
-        """Write these texts. Raises the first error, when all have ended."""
+    def write_all(self, tasks: Sequence[Task]) -> float:
+        """Write texts to their ends, together; returns the seconds without those of readers. Raises
+        the first error, when all have ended.
+        """
+        clock = self.slots[0].clock
+        began = clock()
         self.waiting += tasks
         self.run()
         for error in [task.error for task in tasks if task.error]:
             raise error
+        return clock() - began
 
     @torch.inference_mode()
     def run(self, before_step: Callable[[], None] = lambda: None) -> None:
         """Write all submitted texts, until none is left. A text that fails ends alone.
 
-        ``before_step`` is called before each step, and may submit and cancel texts. Ctrl-C and
-        errors of readers end all; samples hold the texts so far.
+        ``before_step`` is called before each step, and may submit and cancel texts. Ctrl-C and a
+        closed standard output end all; samples hold the texts so far.
         """
         try:
             before_step()
@@ -139,36 +146,30 @@ class Scheduler:
             self.active.clear()
 
     def _write(self, task: Task) -> None:
-        """Write a text, in its greenlet. Ctrl-C goes on to the scheduler's; GreenletExit ends this
-        one alone.
+        """Write a text, in its greenlet. Its errors end it alone; Ctrl-C and those of a reader that
+        prints go on to the scheduler's.
         """
         self.active.append(task)
         try:
             task.slot.begin(task.text.tokens, task.answers)
-            list(task.slot.rounds(task))
-        except (KeyboardInterrupt, GreenletExit):
+            task.slot.write_all([task])
+        except OSError:
             raise
-        except BaseException as error:
+        except Exception as error:
             task.error = error
             task.slot.prompt = []  # the cache may hold anything
 
     def _go_on(self, task: Task, result: Tensor | BaseException | None = None) -> None:
-        """Run a text's loop until its next call, and tell the readers its new rounds and draft.
+        """Run a text's loop until its next call, and tell its new draft, if there is one.
 
         ``result`` is that of the last call. An exception is raised in the loop.
         """
         go_on = task.loop.throw if isinstance(result, BaseException) else task.loop.switch
         task.call = go_on(result)  # None where the loop has ended
-        began = now(self.model.device)
-        for round, seconds in task.unread:
-            for read in task.readers:
-                read(round, seconds)
-        task.unread.clear()
         if task.ended:
             self.active.remove(task)
         elif task.on_draft and self._verifies(task) and task.call.tokens.shape[1] > 1:
             task.on_draft(task.call.tokens[0, 1:].tolist())
-        self.reading += now(self.model.device) - began
 
     def _admit(self) -> bool:
         """End cancelled texts, and begin waiting ones; returns whether any is being written."""
@@ -181,9 +182,8 @@ class Scheduler:
             taken = [other.slot for other in self.active]
             free = [slot for slot in self.slots if slot not in taken]
             # A conversation goes on where its cache is.
-            task.slot = max(
-                free, key=lambda slot: slot.reusable_entries(task.text.tokens, task.answers)
-            )
+            wanted = segments_of(task.text.tokens, task.answers)
+            task.slot = max(free, key=lambda slot: len(slot.kept_segments(wanted)))
             task.loop = greenlet(lambda _, task=task: self._write(task))
             self._go_on(task)
         return bool(self.active)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from reprlib import repr as shortened
 from time import perf_counter
 from typing import Any
@@ -21,16 +23,15 @@ from decoding.drafters import Drafter, ModelDrafter, NoDraft
 from decoding.model_port import Model
 from decoding.policies import FixedLength, Policy
 from decoding.randomness import Randomness
-from decoding.rounds import Round, Statistics
-from decoding.run.plan_file import DraftPlan
-from decoding.run.prompt import Segment, Spans, reusable, segments_of
+from decoding.rounds import Round, Statistics, common_prefix
+from decoding.run.plan_file import GAMMA, DraftPlan
+from decoding.run.prompt import Segment, Spans, segments_of, steps
 from decoding.sampling import SamplingParams
 from decoding.speculate import Observer, speculate
 from decoding.text import Rules, Text, TokenBytes
 from decoding.verify import Coupling, Verify
 from model import Decoder, KVCache, LayerPlan, now
 
-GAMMA = 4  # tokens drafted per round by default
 PREPARING = 0.1  # share of a round's time for the preparation of drafts behind it
 LEAST_WARM_UP = 4  # tokens written before anything is timed
 
@@ -93,14 +94,17 @@ def model_drafter(model: Decoder, cache: KVCache, plan: LayerPlan | None = None)
 
 @dataclass
 class Sample:
-    """A written text with its rounds. ``seconds`` are those of decoding, without the prompt."""
+    """A written text; ``draft`` is the name of its drafting.
+
+    ``timeline`` has each round with the seconds of decoding so far, without the prompt.
+    ``trouble`` is the reason why steps fell back to the readable blocks, if they did.
+    """
 
     source: Text
-    rounds: list[Round] = field(default_factory=list)
+    draft: str
+    timeline: list[tuple[Round, float]] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
-    seconds: float = 0.0
-    trouble: str | None = None  # the reason why steps fell back to the readable blocks
-    draft: str = ""  # the name of the drafting
+    trouble: str | None = None
 
     def __repr__(self) -> str:
         return f"Sample({shortened(self.text)}, {self.finish}, {self.speed:.1f} tokens/s)"
@@ -119,6 +123,16 @@ class Sample:
     def finish(self) -> str:
         """Why the text ended: "eos", "stop", "length", or "interrupted"."""
         return self.source.finish or "interrupted"
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds in which the text was written."""
+        return [round for round, _ in self.timeline]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of decoding."""
+        return self.timeline[-1][1] if self.timeline else 0.0
 
     @property
     def speed(self) -> float:
@@ -149,10 +163,9 @@ class Task:
     loop: Any = None  # the greenlet in which the text is written
     slot: Writer | None = None
     call: Any = None  # of the model, to be computed
-    unread: list[tuple[Round, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sample = Sample(self.text, draft=self.drafting.name)
+        self.sample = Sample(self.text, self.drafting.name)
 
     @property
     def ended(self) -> bool:
@@ -202,36 +215,37 @@ class Writer:
         model reads the prompt into its cache when it first drafts.
         """
         began = self.clock()
-        segments = segments_of(len(prompt), answers)
-        reused = self.reusable_entries(prompt, answers)
+        segments = segments_of(prompt, answers)
+        kept = self.kept_segments(segments)
+        at = sum(len(segment.tokens) for segment in kept)
         self.prompt = []
         self.text = None
         for drafter in self.drafters.values():
-            drafter.rollback(reused + 1 if reused else 0)
-        self.cache.truncate(reused)
-        ids = torch.tensor([prompt], dtype=torch.int64, device=self.model.device)
-        for segment in segments:
-            first = max(segment.begin, reused)
-            read = self.target if segment.by_steps else self.target.prefill
-            if first < segment.end:
-                read(ids[:, first : segment.end], self.cache, first)
+            drafter.rollback(at + 1 if at else 0)
+        self.cache.truncate(at)
+        for by_step, group in groupby(segments[len(kept) :], key=attrgetter("by_step")):
+            tokens = [token for segment in group for token in segment.tokens]
+            read = self.target if by_step else self.target.prefill
+            read(torch.tensor([tokens], device=self.model.device), self.cache, at)
+            at += len(tokens)
         self.prompt = list(prompt)
         self.segments = segments
         return self.clock() - began
 
-    def reusable_entries(self, prompt: Sequence[int], answers: Spans) -> int:
-        """Number of entries of the cache that this prompt can use: none without ``answers``."""
-        if not answers:
-            return 0
-        tokens = self.prompt
-        segments = self.segments
-        if self.text is not None and self.prompt:
+    def kept_segments(self, wanted: list[Segment]) -> list[Segment]:
+        """Segments at the beginning of a conversation whose entries the cache holds.
+
+        A prompt without answers, which is one segment, is always read anew.
+        """
+        if len(wanted) < 2 or not self.prompt:
+            return []
+        read = self.segments
+        if self.text is not None:
             # Behind the prompt is its last text, written in steps. An interrupted round may have
             # left entries of its draft behind those.
             end = min(self.cache.length, len(self.text) - 1)
-            tokens = self.text.tokens[:end]
-            segments = [*segments, Segment(self.text.prompt_length - 1, end, True)]
-        return reusable(tokens, segments, prompt, segments_of(len(prompt), answers))
+            read = [*read, *steps(self.text.tokens[self.text.prompt_length - 1 : end])]
+        return wanted[: common_prefix(read, wanted)]
 
     def new_text(self, rules: Rules) -> Text:
         """A text that holds only the prompt."""
@@ -248,25 +262,27 @@ class Writer:
         return self.drafters[drafting.new_drafter]
 
     def write(
-        self,
-        text: Text,
-        drafting: Drafting,
-        params: SamplingParams,
-        coupling: Coupling,
-        *,
-        readers: Sequence[Reader] = (),
-        observer: Observer | None = None,
+        self, text: Text, drafting: Drafting, params: SamplingParams, coupling: Coupling
     ) -> Sample:
-        """Write a text, which holds the prompt, to its end: see ``rounds``. The time of the
-        ``readers`` is not counted.
-        """
-        task = Task(text, drafting, params, coupling, [*readers], observer)
-        list(self.rounds(task))
+        """Write a text, which holds the prompt, to its end: see ``rounds``."""
+        task = Task(text, drafting, params, coupling)
+        self.write_all([task])
         return task.sample
 
+    def again(self, task: Task, drafting: Drafting, rules: Rules | None = None) -> Sample:
+        """Write the text of a task anew, with another drafting or other rules."""
+        text = self.new_text(rules or task.text.rules)
+        return self.write(text, drafting, task.params, task.coupling)
+
+    def write_all(self, tasks: Sequence[Task]) -> float:
+        """Write texts to their ends, one after another; returns the seconds of decoding."""
+        for task in tasks:
+            list(self.rounds(task))
+        return sum(task.sample.seconds for task in tasks)
+
     def rounds(self, task: Task) -> Iterator[Round]:
-        """The rounds of a text, each added to its sample. The time of its ``observer`` and
-        ``readers``, and that between two rounds, is not counted.
+        """The rounds of a text, each added to its sample. The time of its ``readers``, and that
+        between two rounds, is not counted.
 
         The policy has a clock where no text can change by a draft's length. Under the ratio rule a
         length decides which random numbers a token is drawn with, and where rows depend on each
@@ -284,7 +300,6 @@ class Writer:
         policy, randomness, verify = self.decide(
             (policy, task.coupling.randomness(self.model.device), task.coupling.verify)
         )
-        records: list[tuple[Any, ...]] = []  # of the round, for the observer
         rounds = speculate(
             self.target,
             self.cache,
@@ -294,17 +309,14 @@ class Writer:
             task.params,
             randomness,
             verify,
-            observer=task.observer and (lambda *record: records.append(record)),
+            observer=task.observer,
         )
         began = self.clock()
         for round in rounds:
             seconds = self.clock() - began
-            sample.seconds += seconds
+            sample.timeline.append((round, sample.seconds + seconds))
             sample.trouble = self.model.trouble  # a step may have fallen back
-            sample.rounds.append(round)
             sample.statistics.add(round)
-            if task.observer:
-                task.observer(*records.pop())
             self.tell(task, round)
             yield round
             # No text changes where its drafts begin later, so none waits for the copies.
@@ -320,14 +332,14 @@ class Writer:
         """Number of texts that share the model's steps now, with this one."""
         return 1
 
-    def warm_up(self, drafting: Drafting, params: SamplingParams, coupling: Coupling) -> None:
-        """Write a few tokens, with the draft and without, before anything is timed.
+    def warm_up(self, task: Task) -> None:
+        """Write a few tokens of a text, with its draft and without, before anything is timed.
 
         There are enough for a draft of full length and the token after it, as far as the cache
         reaches. Low-bit copies are made first.
         """
-        drafting.preparation.work()
-        wanted = max(LEAST_WARM_UP, drafting.new_policy().gamma + 2)
+        task.drafting.preparation.work()
+        wanted = max(LEAST_WARM_UP, task.drafting.new_policy().gamma + 2)
         rules = Rules(min(wanted, self.capacity - len(self.prompt)))
-        for way in (drafting, self.plain):
-            self.write(self.new_text(rules), way, params, coupling)
+        for way in (task.drafting, self.plain):
+            self.again(task, way, rules)

@@ -32,9 +32,7 @@ from decoding.run.options import (
     Request,
     TextOptions,
     merge_options,
-    prompt_ids,
     read_grammar_files,
-    told_schema,
 )
 from decoding.run.prompt import Spans, check_prompt, conversation, too_long
 from decoding.sampling import SamplingParams
@@ -76,7 +74,8 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
     match error:
         case ValidationError():
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))[:80] or "''"
+            # a client's names may hold line breaks
+            place = " ".join(".".join(map(str, first["loc"])).split())[:80] or "''"
             told = UNKNOWN if first["type"] == "extra_forbidden" else first["msg"]
             message = f"{place if first['loc'] else 'the body'}: {told}"
         case HTTPException():
@@ -222,7 +221,7 @@ class CompletionBody(TextBody):
 
     prompt: str = Field(min_length=1)
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+    def encode(self, tokenizer: Tokenizer, asked: TextOptions) -> tuple[list[int], Spans]:
         """Token ids of the prompt as plain text, and the earlier answers in it: none."""
         return tokenizer.encode(self.prompt), ()
 
@@ -233,9 +232,9 @@ class LiveBody(CompletionBody):
     stream: Literal[True] = True
     beside: bool = False
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+    def encode(self, tokenizer: Tokenizer, asked: TextOptions) -> tuple[list[int], Spans]:
         """Token ids of the prompt, encoded as on the command line."""
-        return prompt_ids(tokenizer, self.prompt, options), ()
+        return asked.encode(tokenizer, self.prompt), ()
 
 
 class ChatBody(TextBody):
@@ -248,7 +247,7 @@ class ChatBody(TextBody):
         """The text of all messages."""
         return "".join(message.text for message in self.messages)
 
-    def encode(self, tokenizer: Tokenizer, options: Namespace) -> tuple[list[int], Spans]:
+    def encode(self, tokenizer: Tokenizer, asked: TextOptions) -> tuple[list[int], Spans]:
         """Token ids of the messages, and the positions of the answers in them.
 
         Where they begin with no system message, the command line's stands before them.
@@ -256,9 +255,9 @@ class ChatBody(TextBody):
         if tokenizer.chat_template is None:
             raise HTTPException(400, "this model has no chat template: use /v1/completions")
         messages = [{"role": each.role, "content": each.text} for each in self.messages]
-        if options.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": options.system})
-        return conversation(tokenizer, messages, told_schema(options))
+        if asked.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": asked.system})
+        return conversation(tokenizer, messages, asked.schema)
 
 
 class ParsedRequest(NamedTuple):
@@ -300,13 +299,13 @@ class RequestReader:
         size = len(body.prompt.encode())
         if size > self.most_bytes:
             raise too_long(f"{size} bytes", command_line.config, command_line.context)
-        ids, answers = body.encode(command_line.tokenizer, options)
-        check_prompt(ids, command_line.config, Path(command_line.name), command_line.context)
+        wanted = body.max_completion_tokens or body.max_tokens
         # as many of them as the context has room for
-        options.max_new_tokens = (
-            body.max_completion_tokens or body.max_tokens or options.max_new_tokens
-        )
-        return ParsedRequest(body, ids, answers, command_line.text_options(options, MASK_SECONDS))
+        options.max_new_tokens = wanted or options.max_new_tokens
+        asked = command_line.text_options(options, MASK_SECONDS)
+        ids, answers = body.encode(command_line.tokenizer, asked)
+        check_prompt(ids, command_line.config, Path(command_line.name), command_line.context)
+        return ParsedRequest(body, ids, answers, asked)
 
     def options_of(self, body: TextBody) -> Namespace:
         """The command line's options, with those of a request in their place; those of drafting

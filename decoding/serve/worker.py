@@ -71,21 +71,17 @@ class Worker:
         self.scheduler = Scheduler(session.model, session.request.capacity, slots)
         self.jobs: list[Job] = []  # in order of arrival
         self.arrived = threading.Event()
-        request = session.request
-        drafting = session.setting.drafting(request.draft, request.params)
+        asked = session.request.asked._replace(rules=Rules(16))
+        drafts = asked.draft, DraftOptions("none")
+        texts = [session.task([0], asked._replace(draft=draft)) for draft in drafts]
+        drafting = texts[0].drafting
         drafting.preparation.work()  # no client waits for it
         plan = drafting.plan
         widths = {*plan.attention, *plan.mlp} & {*LOW_BITS} if plan else set()
         # of the low-bit copies that requests may ask for
         self.bits = max(widths, default=LOW_BITS[0])
         # A few tokens, so that no client waits for a compiler.
-        plain = session.setting.drafting(DraftOptions("none"), request.params)
-        self.scheduler.write_all(
-            [
-                Task(session.new_text([0], Rules(16)), way, request.params, request.coupling)
-                for way in (drafting, plain)
-            ]
-        )
+        self.scheduler.write_all(texts)
 
     def enqueue(self, job: Job) -> None:
         """Queue a job, in the event loop's thread. Raises HTTPException where it is full."""
@@ -150,7 +146,7 @@ def context_length(command_line: Request, slots: int) -> int:
     free = free_bytes(command_line.device)
     low_bits = LayerPlan.full(config.num_layers).in_bits(max(LOW_BITS))
     draft = command_line.needs()["draft"] or config
-    positions = min(command_line.context, draft.max_positions)
+    positions = min(command_line.capacity, draft.max_positions)
 
     def memory_for(positions: int) -> Memory:
         one = command_line.memory(

@@ -44,7 +44,7 @@ class Terminal:
                 say(in_words(sample) if sample else "nothing is written yet")
             case "/draft":
                 chosen = options | {"draft": argument.strip()}
-                self.session.request.text_options(self.session.options(chosen))  # checks it
+                self.session.asked(chosen)  # checks it
                 self.chat.options = chosen
                 say(f"draft: {chosen['draft']}")
             case "/help":

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from textwrap import shorten
@@ -12,16 +12,12 @@ from rich.console import Console
 
 from cli.command_line import say
 from cli.files import write_text
-from decoding.rounds import Round
 from decoding.run.session import Session, TextStream, visible
-from decoding.run.together import Scheduler
-from decoding.run.writer import Reader, Sample, Task, Writer
+from decoding.run.writer import Reader, Sample, Task
 from decoding.show.moving import render_picture
 from decoding.show.page import Recording, heading, render_page
 from decoding.show.trace import PAUSE, LiveTrace
 from decoding.text import Text
-from decoding.verify import Coupling
-from model import now
 
 
 class Output:
@@ -30,59 +26,37 @@ class Output:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.request = session.request
-        self.drafting = session.setting.drafting(self.request.draft, self.request.params)
         self.file = sys.stderr if self.request.options.json else sys.stdout
-        self.samples: list[Sample] = []
-        self.recordings: list[Recording] = []  # for the page
-        # rounds of the samples that are not written together, with the seconds so far
-        self.timeline: list[tuple[Round, float]] = []
+        prompts = [self.request.ids] * self.request.options.num_samples
+        self.tasks = session.tasks(prompts, self.request.asked)
+        self.samples: list[Sample] = []  # that have been shown
+        self.recordings: list[Recording] = []  # of all tasks, for the page
+        if self.request.options.html:
+            for task in self.tasks:
+                self.recordings.append(Recording(task.params, session.labels))
+                task.readers.append(self.recordings[-1].add)
+                task.observer = self.recordings[-1].observe
 
-    def write(self, writer: Writer, coupling: Coupling) -> Sample:
-        """Write one sample, shown while it is written."""
-        task = self.task(writer.new_text(self.request.rules), coupling)
-        sample = task.sample
-        with self.shown(sample) as show:
-            task.readers.append(show)
-            for round in writer.rounds(task):
-                self.timeline.append((round, sample.seconds))
-        return sample
+    def write(self, tasks: Sequence[Task], write_all: Callable[[Sequence[Task]], float]) -> None:
+        """Write samples at once, by a function that returns the seconds this took.
 
-    def write_together(self, scheduler: Scheduler, couplings: list[Coupling]) -> None:
-        """Write a sample of each coupling at once.
-
-        The first is shown while it is written, the others after it. Raises the first error, when
-        all have ended.
+        The first is shown while it is written, the others after it.
         """
-        request = self.request
-        tasks = [
-            self.task(self.session.new_text(request.ids, request.rules), coupling)
-            for coupling in couplings
-        ]
-        began = now(request.device)
+        first, *others = tasks
         try:
-            with self.shown(tasks[0].sample) as show:
-                tasks[0].readers.append(show)
-                scheduler.write_all(tasks)
-                seconds = now(request.device) - began - scheduler.reading
+            with self.shown(first.sample) as show:
+                first.readers.append(show)
+                seconds = write_all(tasks)
         finally:
-            for task in tasks[1:]:
+            for task in others:
                 if task.loop is None or (task.error and not task.sample.rounds):
                     continue  # it had not begun, or failed before anything was written
                 with self.shown(task.sample, pause=0) as show:
-                    for round in task.sample.rounds:
-                        show(round, task.sample.seconds)
-        speed = sum(sample.statistics.tokens for sample in self.samples) / seconds
-        say(f"{len(self.samples)} texts together: {speed:.1f} tokens/s in all")
-
-    def task(self, text: Text, coupling: Coupling) -> Task:
-        """The task of a sample, recorded for the page if one is asked for."""
-        task = Task(text, self.drafting, self.request.params, coupling)
-        if self.request.options.html:
-            recording = Recording(self.request.params, self.session.labels)
-            self.recordings.append(recording)
-            task.readers.append(recording.add)
-            task.observer = recording.observe
-        return task
+                    for round, at in task.sample.timeline:
+                        show(round, at)
+        if others:
+            tokens = sum(task.sample.statistics.tokens for task in tasks)
+            say(f"{len(tasks)} texts together: {tokens / seconds:.1f} tokens/s in all")
 
     @contextmanager
     def shown(self, sample: Sample, pause: float = PAUSE) -> Iterator[Reader]:
@@ -138,23 +112,22 @@ class Output:
                 print(json.dumps(text | statistics, ensure_ascii=False))
         samples = [each.sample for each in self.recordings if each.sample["rounds"]]
         if samples:
+            first = self.tasks[0]
             facts = heading(
-                request.prompt, request.name, self.drafting, request.params, request.coupling
+                request.prompt, request.name, first.drafting, first.params, first.coupling
             )
             write_text(request.options.html, render_page(facts, samples))
             say(f"the run round by round: {request.options.html}")
 
-    def write_picture(self, writer: Writer) -> None:
-        """Write the first sample's text plainly too, and the moving picture of both. Raises
-        InputError when it cannot be written.
+    def write_picture(self, plain: Sample) -> None:
+        """Write the moving picture of the sample beside the ``plain`` one. Raises InputError when
+        it cannot be written.
         """
         request = self.request
-        text = writer.new_text(request.rules)
-        task = Task(text, writer.plain, request.params, request.coupling)
-        plain = [(round, task.sample.seconds) for round in writer.rounds(task)]
+        drafted = self.tasks[0].sample
         title = f"{request.name}: {shorten(visible(request.prompt), 60, placeholder=' …')}"
         picture = render_picture(
-            title, plain, self.timeline, self.drafting.name, self.session.labels
+            title, plain.timeline, drafted.timeline, drafted.draft, self.session.labels
         )
         write_text(request.options.svg, picture)
         say(f"the run as a moving picture: {request.options.svg}")

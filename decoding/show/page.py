@@ -30,23 +30,24 @@ DIGITS = 6  # of a probability on the page: more than a reader compares, in half
 class Recording:
     """Rounds of one text as the page shows them, with their probabilities.
 
-    ``observe`` is the loop's observer (``decoding.speculate.Observer``); ``add`` takes each round
-    after it, with the seconds of decoding so far.
+    ``observe`` is the loop's observer (``decoding.speculate.Observer``), and only keeps the record;
+    ``add`` reads it, and takes each round with the seconds of decoding so far.
     """
 
     def __init__(self, params: SamplingParams, label: Callable[[int], str]) -> None:
         self.params = params
         self.label = label
         self.sample: dict[str, Any] = {"rounds": [], "finish": "interrupted", "seconds": 0.0}
-        # of the round that ``add`` takes next
-        self.drafter = ""
-        self.details: list[dict[str, Any]] = []
+        self.record: tuple[Draft, Tensor, Tensor, int, Tensor]  # of the round that ``add`` takes
 
-    def observe(
-        self, draft: Draft, logits: Tensor, target_probs: Tensor, accepted: int, token: Tensor
-    ) -> None:
-        """Keep the drafter's name and ``details``: JSON of each drafted token, then of the target's
-        ``token`` (``[]`` int64).
+    def observe(self, *record: Any) -> None:
+        """Keep the record of a round."""
+        self.record = record
+
+    @property
+    def details(self) -> list[dict[str, Any]]:
+        """JSON of each drafted token of the kept record, then of the target's ``token`` (``[]``
+        int64).
 
         ``id``, ``text``  the token and its label
         ``q``  the draft's probability of it; None where nothing was drafted
@@ -60,7 +61,7 @@ class Recording:
         ``accepted``; where a drafted token was rejected, the draft has probabilities of that row
         too. Reads the host.
         """
-        self.drafter = draft.drafter
+        draft, logits, target_probs, accepted, token = self.record
         drafted = draft.probs
         shown = target_probs
         if self.params.temperature == 0:
@@ -68,7 +69,7 @@ class Recording:
             if draft.logits:
                 drafted = torch.softmax(torch.cat(list(draft.logits)).float(), dim=-1)
         count = len(draft.tokens)
-        self.details = [
+        return [
             {
                 "id": each,
                 "text": self.label(each),
@@ -85,7 +86,7 @@ class Recording:
         verdicts = zip(self.details, round.verdicts(), strict=False)
         data = {
             "position": round.position,
-            "drafter": self.drafter,
+            "drafter": self.record[0].drafter,
             "tokens": [{**detail, "verdict": verdict} for detail, (_, verdict) in verdicts],
             "drafted": len(round.drafted),
             "accepted": min(round.accepted, len(round.emitted)),

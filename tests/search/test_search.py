@@ -223,9 +223,9 @@ def test_the_picture_of_a_search_is_in_order_and_shows_the_bits_of_the_plans() -
 
 def test_the_plans_policy_is_the_one_it_was_chosen_with() -> None:
     plan = LayerPlan.full(2)
-    fixed, unset = DraftPlan(plan, 3).new_policy(4), DraftPlan(plan).new_policy(4)
+    fixed, unset = DraftPlan(plan, 3).new_policy(), DraftPlan(plan).new_policy()
     assert isinstance(fixed, FixedLength) and (fixed.gamma, unset.gamma) == (3, 4)
-    policy = DraftPlan(plan, 6, 0.45).new_policy(4)
+    policy = DraftPlan(plan, 6, 0.45).new_policy()
     assert isinstance(policy, AdaptiveExit)
     assert (policy.gamma, policy.threshold, policy.step) == (6, 0.45, 0.0)
 

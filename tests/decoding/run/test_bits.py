@@ -166,41 +166,31 @@ def test_lowbit_drafts_in_four_bits_or_in_those_asked_for(
 
 
 @pytest.mark.parametrize(("kernels", "head"), [((4,), 4), ((4, 8), 8), ((), 8)])
-def test_a_low_bit_drafts_head_has_bits_with_a_kernel_in_the_memory_estimate_too(
+def test_a_low_bit_drafts_head_has_bits_with_a_kernel(
     kernels: tuple[int, ...],
     head: int,
     model: Decoder,
     tokenizer: Tokenizer,
 ) -> None:
-    """A GPU has a kernel for four bits only. The estimate is of the plan of ``plan_for``."""
+    """A GPU has a kernel for four bits only."""
     model.fast_bits = kernels
     setting = Setting(FOLDER, model, tokenizer, GREEDY, 64)
     for kind in ("lowbit", "auto") if kernels else ("lowbit",):
         assert setting.drafting(DraftOptions(kind), GREEDY).plan.head == head
-    assert plan_for(DraftOptions("lowbit"), FOLDER, model.num_layers, kernels).plan.head == head
 
 
-def test_auto_leaves_out_low_bits_whose_copies_do_not_fit(
+def test_auto_takes_four_bits_and_a_plan_only_if_their_copies_fit(
     tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1)
-    setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
-    drafting = setting.drafting(DraftOptions("auto"), GREEDY)
-    drafting.preparation.work()
-    assert drafting.plan is None and not model.low_bits
-
-
-def test_auto_takes_a_plan_only_if_its_copies_fit_beside_those_of_four_bits(
-    tmp_path: Path, model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    low_bits = plan_for(DraftOptions("lowbit"), tmp_path, model.num_layers, model.fast_bits)
+    low_bits = plan_for(DraftOptions("lowbit"), tmp_path, model.num_layers)
     plan = LayerPlan.full(model.num_layers).in_bits(8)
     write_plan(tmp_path / "plan.json", DraftPlan(plan, 3), "", {})
     setting = Setting(tmp_path, model, tokenizer, GREEDY, 64)
     four_bits = memory.low_bit_bytes(model.config, low_bits.plan)
     eight_bits = memory.low_bit_bytes(model.config, plan)
     rounding = 6 * model.config.vocab_size * model.config.hidden_size
-    for free, ways in [(eight_bits + rounding + 1, 2), (four_bits + eight_bits + rounding + 1, 3)]:
+    eight = eight_bits + rounding + 1
+    for free, ways in [(1, 1), (eight, 2), (four_bits + eight, 3)]:
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         drafting = auto(DraftOptions("auto"), setting)
         assert len(drafting.name.split("; ")) == ways
@@ -222,9 +212,7 @@ def test_a_models_folder_may_be_read_only_and_stays_as_it_is(
 def test_the_first_slope_grows_with_the_bytes_that_a_draft_reads(model: Decoder) -> None:
     full = LayerPlan.full(model.num_layers)
     plans = {"4": full.in_bits(4), "8": full.in_bits(8), "16": full}
-    known, *drafted = first_slopes(
-        model, {name: DraftPlan(plan) for name, plan in plans.items()}
-    ).values()
+    known, *drafted = first_slopes(model, plans).values()
     assert drafted == sorted(drafted) and drafted[-1] == pytest.approx(1 + known)
     assert VERIFY_SLOPE < known < 0.15
 

@@ -9,12 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import generate
 from decoding.run.options import merge_options
-from decoding.run.prompt import MOST_ANSWERS, Segment, conversation, reusable, segments_of
+from decoding.run.prompt import MOST_ANSWERS, Segment, conversation, segments_of, steps
 from decoding.run.session import ContextFull, Session
 from model import InputError
 from tests.calls import recorded
@@ -57,7 +55,8 @@ def test_a_call_or_ctrl_c_ends_a_stream_and_the_session_goes_on(session: Session
 
 
 def test_another_draft_comes_without_the_session_s_options_of_drafting(session: Session) -> None:
-    exits = session.options({"draft": "exit", "exit_layer": 3, "gamma": 2})
+    of_exit = {"draft": "exit", "exit_layer": 3, "gamma": 2}
+    exits = merge_options(session.request.options, of_exit)
     given = merge_options(exits, {"draft": "lookup"})
     assert given.exit_layer is None and given.gamma is None
     assert merge_options(exits, {"draft": "exit"}).exit_layer == 3
@@ -99,10 +98,9 @@ def test_an_option_of_a_wrong_type_or_value_is_named(
         assert said in refusal(call, prompt, **wrong)
 
 
-def test_prompts_and_turns_of_a_wrong_form_are_refused(session: Session) -> None:
-    for prompts in (None, 3, "abc"):
-        assert "prompts must be a list of strings" in refusal(session.write_all, prompts)
-    assert "turns must be at least 1" in refusal(session.chat().forget, -1)
+@pytest.mark.parametrize("prompts", [None, 3, "abc"])
+def test_prompts_that_are_no_list_are_refused(session: Session, prompts: Any) -> None:
+    assert "prompts must be a list of strings" in refusal(session.write_all, prompts)
 
 
 @pytest.mark.parametrize("prompt", ["", "  ", None, 3, ["Hello"], b"Hello"], ids=repr)
@@ -115,11 +113,12 @@ def test_a_prompt_that_is_no_text_is_refused(session: Session, prompt: Any) -> N
 
 
 def test_an_answer_is_read_by_steps_from_the_token_before_it_on() -> None:
-    first = [Segment(0, 4, False), Segment(4, 9, True)]
-    more = [Segment(9, 13, False), Segment(13, 16, True), Segment(16, 19, False)]
-    assert segments_of(9, ()) == [Segment(0, 8, False)]
-    assert segments_of(9, [(5, 9)]) == first
-    assert segments_of(20, [(5, 9), (14, 16)]) == first + more
+    ids = range(20)
+    first = [Segment(ids[:4], False), *steps(ids[4:9])]
+    more = [Segment(ids[9:13], False), *steps(ids[13:16]), Segment(ids[16:19], False)]
+    assert segments_of(ids[:9], ()) == [Segment(ids[:8], False)]
+    assert segments_of(ids[:10], [(5, 9)]) == first
+    assert segments_of(ids, [(5, 9), (14, 16)]) == first + more
 
 
 def test_a_conversation_of_many_answers_is_rendered_a_limited_number_of_times() -> None:
@@ -128,26 +127,6 @@ def test_a_conversation_of_many_answers_is_rendered_a_limited_number_of_times() 
     calls: list[str] = []
     _, answers = conversation(tokenizer, [{"role": "assistant", "content": ""}] * 4000)
     assert len(calls) == 1 + 2 * MOST_ANSWERS and not answers
-
-
-@given(st.data())
-@settings(derandomize=True, deadline=None)
-def test_what_is_kept_was_read_as_it_would_be_read_anew(data: st.DataObject) -> None:
-    """Every kept token is equal, and every kept prefill is kept whole."""
-    spans = st.lists(st.integers(1, 12), max_size=4).map(
-        lambda cuts: list(zip(sorted(set(cuts))[::2], sorted(set(cuts))[1::2], strict=False))
-    )
-    texts = st.lists(st.integers(0, 1), min_size=13, max_size=14)
-    one, other = data.draw(texts), data.draw(texts)
-    held, wanted = segments_of(13, data.draw(spans)), segments_of(13, data.draw(spans))
-    kept = reusable(one, held, other, wanted)
-    assert one[:kept] == other[:kept]
-    for segment in wanted:
-        begin, end = segment.begin, min(segment.end, kept)
-        if begin < end:
-            (same,) = [each for each in held if each.begin == begin]
-            assert same.by_steps == segment.by_steps
-            assert segment.by_steps or same.end == segment.end == end
 
 
 def entries(chat: Any) -> list[torch.Tensor]:
@@ -240,7 +219,8 @@ def test_a_full_context_is_said_and_oldest_turns_can_be_forgotten(session: Sessi
     assert len(chat.messages) == 4
     chat.forget()
     assert [each["content"] for each in chat.messages if each["role"] == "user"] == ["Again"]
-    chat.forget(5)
+    for _ in range(2):
+        chat.forget()
     assert chat.messages == []
 
 

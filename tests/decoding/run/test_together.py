@@ -107,18 +107,19 @@ def outcome(text: Text, error: BaseException | None = None) -> Outcome:
 def alone(model: Decoder, wish: Wish) -> Outcome:
     writer = Writer(model, CAPACITY, LETTERS.__getitem__)
     writer.begin(wish.prompt)
-    text, rounds = writer.new_text(wish.rules), count(1)
+    task, rounds = wish.task(model), count(1)
 
     def read(*round: object) -> None:
         if next(rounds) == wish.leaves:
             raise KeyboardInterrupt
 
+    task.readers.append(read)
     try:
         with suppress(KeyboardInterrupt):
-            writer.write(text, wish.drafting(model), wish.params, wish.drawn, readers=[read])
+            writer.write_all([task])
     except InputError as error:
-        return outcome(text, error)
-    return outcome(text)
+        return outcome(task.text, error)
+    return outcome(task.text)
 
 
 def together(model: Decoder, wishes: Sequence[Wish], places: int) -> list[Outcome]:
@@ -385,7 +386,7 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(
     assert not scheduler.active and not scheduler.waiting
 
 
-def test_readers_and_the_observer_take_no_time_of_the_text(
+def test_readers_take_no_time_of_the_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = Writer(MODELS["float64"], 20)
@@ -397,15 +398,10 @@ def test_readers_and_the_observer_take_no_time_of_the_text(
         nonlocal seconds
         seconds += 1
 
-    sample = writer.write(
-        writer.new_text(Rules(6)),
-        writer.plain,
-        SamplingParams(),
-        Coupling("race", 0),
-        readers=[take_time],
-        observer=take_time,
-    )
-    assert (len(sample.rounds), seconds, sample.seconds) == (6, 12.0, 0.0)
+    text, greedy = writer.new_text(Rules(6)), SamplingParams()
+    task = Task(text, writer.plain, greedy, Coupling("race", 0), [take_time])
+    assert writer.write_all([task]) == task.sample.seconds == 0.0
+    assert (len(task.sample.rounds), seconds) == (6, 6.0)
 
 
 def test_what_readers_take_is_no_decoding_time() -> None:

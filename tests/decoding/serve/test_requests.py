@@ -74,12 +74,13 @@ def test_any_fields_are_a_request_or_a_refusal(
     if sound:
         body = {**body, **({"messages": [MESSAGE]} if kind is ChatBody else {"prompt": "the hen"})}
     try:
-        _, ids, _, (draft, _, rules, _) = read(reader, kind, **body)
+        _, ids, _, asked = read(reader, kind, **body)
     except (InputError, ValidationError, HTTPException) as error:
         status, told = refusal(error)
         assert status in (400, 404) and "\n" not in told["error"]["message"]
         return
-    assert 0 < len(ids) < 64 and rules.max_new_tokens >= 1
+    draft = asked.draft
+    assert 0 < len(ids) < 64 and asked.rules.max_new_tokens >= 1
     assert draft.kind in DRAFTERS and draft.plan is draft.draft_model is None
     assert (draft.gamma or 0) <= MAX_GAMMA
 
