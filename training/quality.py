@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     for name in options.model:
         asked = [*WRITING, "--model", name, f"--temperature={options.temperature}"]
         session = Session(Request(make_parser().parse_args(asked)))
-        stories = [sample.text.written for sample in session.write_all(requests)]
+        stories = [sample.text for sample in session.write_all(requests)]
         rows.append(
             {
                 "model": name,

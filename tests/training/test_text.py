@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.folders import LLAMA, VOCAB_SIZE, write_folder
 from tests.refusal import refusal
+from training import quality
 from training.quality import bits_per_byte, main
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.load import load_model
@@ -179,3 +180,15 @@ def test_text_without_a_held_out_document_is_refused(
     folder = write_folder(tmp_path / "model", LLAMA)
     assert main(["--model", str(folder), "--data", str(text)]) == 2
     assert "none of the documents is held out: give more text" in capsys.readouterr().err
+
+
+def test_a_model_has_a_row_of_its_text_and_its_stories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "STORIES", 2)
+    text = tmp_path / "a text.jsonl"
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
+    folder = write_folder(tmp_path / "a model", LLAMA)
+    assert main(["--model", str(folder), "--data", str(text)]) == 0
+    said = capsys.readouterr().out
+    assert "held-out documents, 2 stories" in said and "bits per byte" in said
