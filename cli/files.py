@@ -61,8 +61,6 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 def check_place(path: Path) -> None:
     """Raises InputError for a path where no file can be written, such as a folder."""
-    if not path.name:
-        raise InputError("the name of a file to write is empty or '.': give the name of a file")
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is a folder or a device: name another file")
     if not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK)):

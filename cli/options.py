@@ -18,21 +18,6 @@ TEMPERATURE = {"type": float, "default": 0.0, "metavar": "T", "help": "0: greedy
 Groups = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
-class DefaultsFormatter(
-    argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-):
-    """Help with the default of each option that has one and does not tell it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if (
-            action.default is False
-            or action.default in (None, "", [])
-            or "default" in (action.help or "")
-        ):
-            return action.help
-        return super()._get_help_string(action)
-
-
 class OneLineParser(argparse.ArgumentParser):
     """Argument parser with errors of one line."""
 
@@ -41,12 +26,17 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parser_of(groups: Groups, **texts: str) -> OneLineParser:
-    """Parser with the options of all groups; ``texts`` go to ``ArgumentParser``."""
-    parser = OneLineParser(formatter_class=DefaultsFormatter, **texts)
+    """Parser with the options of all groups; ``texts`` go to ``ArgumentParser``. The help of an
+    option ends with its default, if it has one and does not tell it.
+    """
+    parser = OneLineParser(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
     for title, options in groups.items():
         group = parser.add_argument_group(title) if title else parser
         for name, settings in options.items():
-            group.add_argument(name, **settings)
+            option = group.add_argument(name, **settings)
+            has_default = option.default is not False and option.default not in (None, "", [])
+            if has_default and "default" not in option.help:
+                option.help += " (default: %(default)s)"
     return parser
 
 

@@ -53,14 +53,15 @@ COLUMN = 2
 
 def sheet(height: float, left: float, right: float, top: float) -> Axes:
     """Axes without a frame; the height of the figure is in inches, the rest in units of tiles."""
-    settings = {
-        "frame_on": False,
-        "xticks": [],
-        "yticks": [],
-        "xlim": (left, right),
-        "ylim": (0, top),
-    }
-    return Figure(figsize=(7.5, height)).subplots(subplot_kw=settings)
+    return Figure(figsize=(7.5, height)).subplots(
+        subplot_kw={
+            "frame_on": False,
+            "xticks": [],
+            "yticks": [],
+            "xlim": (left, right),
+            "ylim": (0, top),
+        }
+    )
 
 
 def tiles(
@@ -77,24 +78,23 @@ def tiles(
     return x
 
 
-def explained(figure: Figure, colours: dict[str, str]) -> Figure:
-    """The figure with the names of its colours below it."""
+def explained(axes: Axes, colours: dict[str, str]) -> Figure:
+    """The figure of these axes with the names of its colours below it."""
     patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
-    return figure
+    axes.figure.legend(handles=patches, loc="outside lower left", ncols=len(patches))
+    return axes.figure
 
 
 def rules() -> Figure:
     """The ratio rule as areas: accepted and rejected parts of q, accepted and residual parts of
     p.
     """
-    figure = Figure(figsize=(7.5, 3.4))
     both = np.minimum(P, Q)
     sides = (
         ("drafted: q", Q, PALE_RED, P, "p"),
         ("written: p", P, BLUE, Q, "q"),
     )
-    grid = figure.subplots(1, 2, sharey=True)
+    grid = Figure(figsize=(7.5, 3.4)).subplots(1, 2, sharey=True)
     for axes, (title, own, colour, other, name) in zip(grid, sides, strict=True):
         axes.bar(TOKENS, both, 0.7, color=GREEN)
         axes.bar(TOKENS, own - both, 0.7, both, color=colour)
@@ -103,7 +103,7 @@ def rules() -> Figure:
             axes.text(at + 0.44, height, name, va="center", color=MUTED)
         axes.set(ylim=(0, 0.9), xlim=(-0.6, 2.7), title=title)
     colours = {"accepted: min(p, q)": GREEN, "rejected: the rest of q": PALE_RED}
-    return explained(figure, colours | {"residual: max(0, p − q)": BLUE})
+    return explained(axes, colours | {"residual: max(0, p − q)": BLUE})
 
 
 def timeline() -> Figure:
@@ -117,15 +117,14 @@ def timeline() -> Figure:
         end = tiles(axes, 0, y, parts, name)
         axes.text(end + 0.1, y + 0.44, f"{end:.1f} steps", va="center", color=MUTED)
     colours = {"a pass of the target": BLUE, "draft step, accepted": GREEN}
-    return explained(axes.figure, colours | {"draft step, rejected": PALE_RED})
+    return explained(axes, colours | {"draft step, rejected": PALE_RED})
 
 
 def speedup() -> Figure:
     """Speed-up against acceptance for three costs of a draft step: thick lines at the best draft
     length, thin ones at four tokens.
     """
-    figure = Figure(figsize=(7.5, 4.2))
-    axes = figure.subplots()
+    axes = Figure(figsize=(7.5, 4.2)).subplots()
     rates = np.linspace(0, 1, 101)
     colours = {0: "#2c6fae", 0.25: "#2f7d5b", 0.5: RED}
     for cost, colour in colours.items():
@@ -139,32 +138,35 @@ def speedup() -> Figure:
     axes.axhline(1, color=MUTED, linestyle="dotted")
     axes.text(0.99, 0.98, "plain decoding", ha="right", va="top", color=MUTED)
     axes.set(xlabel="acceptance α", ylabel="speed-up", xlim=(0, 1), ylim=(0.5, 3.5))
-    return explained(figure, {f"c = {cost:g}": colour for cost, colour in colours.items()})
+    return explained(axes, {f"c = {cost:g}": colour for cost, colour in colours.items()})
 
 
 def border() -> Figure:
     """Acceptance from which on an early exit is faster than a draft by all layers in four bits, in
     the shape of Llama-3.2-1B: a line per acceptance of the four-bit draft.
     """
-    figure = Figure(figsize=(7.5, 3.6))
-    grid = figure.subplots(1, 2, sharey=True)
+    grid = Figure(figsize=(7.5, 3.6)).subplots(1, 2, sharey=True)
     layers = np.arange(1, LAYERS)
     rates = np.linspace(0, 1, 201)
     verify = [1 + ROW_COST * drafted for drafted in range(LONGEST + 1)]
     titles = {"exit in 16 bits": 1.0, "exit in four bits too": FOUR_BITS}
+    colours = {0.8: "#2c6fae", 0.9: "#2f7d5b", 0.95: RED}
     for axes, (title, share) in zip(grid, titles.items(), strict=True):
         costs = share * (HEAD_SHARE + (1 - HEAD_SHARE) * layers / LAYERS)
-        for rate, colour in zip((0.8, 0.9, 0.95), ("#2c6fae", "#2f7d5b", RED), strict=True):
-            goal = best_speedup(rate, CostTable(FOUR_BITS, verify))
-            tables = [CostTable(cost, verify) for cost in costs]
-            speeds = np.array([[best_speedup(each, table) for each in rates] for table in tables])
-            needed = np.where(speeds[:, -1] >= goal, rates[(speeds >= goal).argmax(1)], np.nan)
-            axes.plot(layers, needed, color=colour, label=f"four bits at {rate:g}")
-        axes.set(title=title, xlabel=f"exit after layer, of {LAYERS}")
-        axes.set(xlim=(0, LAYERS), ylim=(0.4, 1), xticks=range(0, LAYERS + 1, 4))
+        speeds = [[best_speedup(rate, CostTable(c, verify)) for rate in rates] for c in costs]
+        for four_bits, colour in colours.items():
+            goal = best_speedup(four_bits, CostTable(FOUR_BITS, verify))
+            needed = [np.interp(goal, each, rates, right=np.nan) for each in speeds]
+            axes.plot(layers, needed, color=colour)
+        axes.set(
+            title=title,
+            xlabel=f"exit after layer, of {LAYERS}",
+            xlim=(0, LAYERS),
+            ylim=(0.4, 1),
+            xticks=range(0, LAYERS + 1, 4),
+        )
     grid[0].set_ylabel("acceptance from which it is faster")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
-    return figure
+    return explained(axes, {f"four bits at {rate:g}": colour for rate, colour in colours.items()})
 
 
 def cache() -> Figure:
@@ -184,13 +186,12 @@ def cache() -> Figure:
         tiles(axes, 0, y, parts, f"{name}  …")
         axes.vlines(len(held.rstrip("f")), y - 0.1, y + 1, RED, linewidth=2.5)
     colours = {"the target's": BLUE, "the draft's": AMBER, "forgotten": RULE, "length": RED}
-    return explained(axes.figure, colours)
+    return explained(axes, colours)
 
 
 def race() -> Figure:
     """Exponentials E of three tokens, E/p and E/q, for two draws of E."""
-    figure = Figure(figsize=(7.5, 3.6))
-    grid = figure.subplots(2, 3)
+    grid = Figure(figsize=(7.5, 3.6)).subplots(2, 3)
     outcomes = ("b and b: accepted", "a and b: b is rejected, a is written")
     columns = (("E", 1, 1.4), ("E/p: the target's race", P, 4), ("E/q: the draft's race", Q, 13))
     for row, draw, outcome in zip(grid, RACES, outcomes, strict=True):
@@ -202,7 +203,7 @@ def race() -> Figure:
             axes.set(xlim=(0, end), xticks=[], title=title if axes in grid[0] else "")
             axes.invert_yaxis()
         row[1].set_xlabel(outcome)
-    return explained(figure, {"the least, which wins": BLUE})
+    return explained(axes, {"the least, which wins": BLUE})
 
 
 def states() -> np.ndarray:
@@ -234,11 +235,14 @@ def programme() -> Figure:
             continue
         ways = {depth + 1: DARK_GREEN, 0: RED} if depth < GAMMA else {0: INK}
         for deeper, colour in ways.items():
-            style = {"arrowstyle": "->", "color": colour, "linewidth": 1.6}
-            end = (2 * at + 2, 1.8 * deeper + 1.3)
-            axes.annotate("", end, (2 * at + 1, y + 0.45), arrowprops=style)
+            axes.annotate(
+                "",
+                xy=(2 * at + 2, 1.8 * deeper + 1.3),
+                xytext=(2 * at + 1, y + 0.45),
+                arrowprops={"arrowstyle": "->", "color": colour, "linewidth": 1.6},
+            )
     arrows = {"accepted": DARK_GREEN, "rejected: the target's token": RED, "full: the bonus": INK}
-    return explained(axes.figure, arrows)
+    return explained(axes, arrows)
 
 
 def tile() -> Figure:
@@ -253,11 +257,10 @@ def tile() -> Figure:
         tiles(axes, 1.2, y, [("Σ", 1, GREEN)] * ROWS)
         read = [BLUE if column == COLUMN else RULE for column in range(COLUMNS)]
         tiles(axes, 8, y, [("", 0.8, colour) for colour in read], f"row {row}")
-        first = row * COLUMNS
-        before, now = ROWS * COLUMN, ROWS * (COLUMN + 1)
-        places = range(first, first + COLUMNS)
+        # the turn in which each vector of the next block is prefetched
+        turns = [at // ROWS for at in range(row * COLUMNS, (row + 1) * COLUMNS)]
         colours = [
-            DARK_GREEN if before <= at < now else GREEN if at < now else RULE for at in places
+            DARK_GREEN if turn == COLUMN else GREEN if turn < COLUMN else RULE for turn in turns
         ]
         tiles(axes, 15.8, y, [("", 0.8, colour) for colour in colours])
     for x, title in ((0, "16 sums, in registers"), (8, "this block"), (15.8, "the next block")):
@@ -267,7 +270,7 @@ def tile() -> Figure:
         "prefetched in it": DARK_GREEN,
         "prefetched before": GREEN,
     }
-    return explained(axes.figure, colours)
+    return explained(axes, colours)
 
 
 def auto() -> Figure:
@@ -279,7 +282,7 @@ def auto() -> Figure:
             (text, 2 + 1.1 * len(text), VERDICTS[verdict]) for text, verdict in round["tokens"]
         ]
         tiles(axes, 0, row, parts, f"{round['draft']} ")
-    return explained(axes.figure, VERDICTS)
+    return explained(axes, VERDICTS)
 
 
 PICTURES = (rules, timeline, speedup, border, cache, race, programme, tile, auto)

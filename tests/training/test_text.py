@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.folders import LLAMA, VOCAB_SIZE, write_folder
 from tests.refusal import refusal
+from training import quality
 from training.quality import bits_per_byte, main
 from training.text import Rows, read_documents, rows_of, train_tokenizer
 from weights.load import load_model
@@ -87,7 +88,10 @@ def test_a_learnt_tokenizer_codes_any_text_and_transformers_agrees(learnt: Path,
 
 def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: Path) -> None:
     tokenizer = Tokenizer(learnt)
-    train, held_out = (rows.tokens.tolist() for rows in rows_of(DOCUMENTS, tokenizer, 9))
+    train, held_out = (
+        [*windows[:, 0].tolist(), *windows[-1, 1:].tolist()]
+        for windows in (rows.windows for rows in rows_of(DOCUMENTS, tokenizer, 9))
+    )
     assert len(held_out) > 0
 
     def documents(ids: list[int]) -> list[tuple[int, ...]]:
@@ -101,7 +105,7 @@ def test_every_document_is_trained_on_or_held_out_and_ends_with_an_end(learnt: P
 
 
 def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_one() -> None:
-    ids = np.array([5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2], dtype=np.uint16)
+    ids = np.array([5, 6, 2, 7, 8, 9, 10, 11, 12, 13, 2, 14, 2, 15, 16, 17, 2], dtype=np.int32)
     rows = Rows(ids, 2, 4).pick(400, torch.Generator().manual_seed(0))
     assert rows.shape == (400, 4) and rows.dtype == torch.int64
     begins = {
@@ -117,10 +121,10 @@ def test_a_row_begins_with_a_document_or_a_whole_number_of_rows_into_a_longer_on
 
 
 def test_rows_of_a_text_without_ends_follow_one_another() -> None:
-    rows = Rows(np.arange(40, dtype=np.uint16), None, 9).pick(200, torch.Generator().manual_seed(0))
+    rows = Rows(np.arange(40, dtype=np.int32), None, 9).pick(200, torch.Generator().manual_seed(0))
     assert set(rows[:, 0].tolist()) == {0, 8, 16, 24}
     assert torch.equal(rows - rows[:, :1], torch.arange(9).expand(200, 9))
-    assert Rows(np.arange(40, dtype=np.uint16), None, 9).pick(1, torch.Generator()).shape == (1, 9)
+    assert Rows(np.arange(40, dtype=np.int32), None, 9).pick(1, torch.Generator()).shape == (1, 9)
 
 
 @pytest.mark.parametrize(
@@ -176,3 +180,15 @@ def test_text_without_a_held_out_document_is_refused(
     folder = write_folder(tmp_path / "model", LLAMA)
     assert main(["--model", str(folder), "--data", str(text)]) == 2
     assert "none of the documents is held out: give more text" in capsys.readouterr().err
+
+
+def test_a_model_has_a_row_of_its_text_and_its_stories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "STORIES", 2)
+    text = tmp_path / "a text.jsonl"
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
+    folder = write_folder(tmp_path / "a model", LLAMA)
+    assert main(["--model", str(folder), "--data", str(text)]) == 0
+    said = capsys.readouterr().out
+    assert "held-out documents, 2 stories" in said and "bits per byte" in said
