@@ -407,14 +407,16 @@ def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
 
 
 def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edited dot product is compiled again, though the file of the step is unchanged."""
-    sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
+    """An edited dot product or constant is compiled again, though no file of a step is changed."""
+    sources = [Path(shutil.copy(source, tmp_path)) for source in kernels.SOURCES]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
     folder = kernels.kernel_folder(sources)
     assert folder.is_dir() and folder.parent == tmp_path / "kept"
     assert kernels.kernel_folder(sources) == folder
-    (sources / "dot.py").write_text("# edited")
-    assert kernels.kernel_folder(sources) != folder
+    for edited in ("dot.py", "quantise.py"):
+        before = kernels.kernel_folder(sources)
+        (tmp_path / edited).write_text("# edited")
+        assert kernels.kernel_folder(sources) != before
 
 
 def declared(number: int) -> Callable[[int], int]:

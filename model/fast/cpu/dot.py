@@ -69,12 +69,12 @@ from model.fast.cpu.kernels import (
     store,
     turns,
 )
+from model.quantise import GROUP
 
 BF16, F16, F32, INT4, INT8 = range(5)  # kinds of numbers
 LOW_BITS = {4: INT4, 8: INT8}
 NUMBER_BYTES = (2, 2, 4)  # of BF16, F16 and F32
 NUMBER_TYPES = (I16, I16, FLOAT)  # of LLVM
-GROUP = 32  # inputs per scale; weights too, in four bits
 
 # processor and instruction sets that Numba compiles for
 TRIPLE, _, FEATURES = cpu_target.target_context.codegen().magic_tuple()

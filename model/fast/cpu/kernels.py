@@ -1,6 +1,6 @@
 """Compiling and keeping of functions, arrays by address, and instructions that Numba lacks.
 
-Compiled code is kept in a folder whose name is a hash of the files here, so stale code never runs:
+Compiled code is kept in a folder whose name is a hash of its ``SOURCES``, so stale code never runs:
 Numba's cache alone notices a change in the file of a function, but not in the files of the
 functions that it calls. The settings of Numba here, and one class that is replaced, hold for the
 whole process.
@@ -13,7 +13,7 @@ function.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, partialmethod, wraps
@@ -28,6 +28,7 @@ from numba.core import caching, cgutils
 from numba.core.typing import Signature
 from numba.extending import intrinsic
 
+from model import quantise
 from model.places import cache_folder, version
 
 LANES = 16
@@ -63,10 +64,14 @@ class KernelFile(caching.IndexDataCacheFile):
             super().save(key, data)
 
 
-def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
+# files whose functions and constants are compiled
+SOURCES = [*Path(__file__).parent.glob("*.py"), Path(quantise.__file__)]
+
+
+def kernel_folder(sources: Iterable[Path] = SOURCES) -> Path:
     """Folder for compiled code of these sources; below NUMBA_CACHE_DIR if that is set."""
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels")
-    folder /= version(sources.glob("*.py"))
+    folder /= version(sources)
     with suppress(OSError):  # read-only: every process compiles
         folder.mkdir(parents=True, exist_ok=True)
     return folder

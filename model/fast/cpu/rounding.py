@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from torch import Tensor
 
-from model.fast.cpu.dot import BF16, F16, F32, GROUP, NUMBER_BYTES, narrow, read, widen
+from model.fast.cpu.dot import BF16, F16, F32, NUMBER_BYTES, narrow, read, widen
 from model.fast.cpu.kernels import (
     FLOAT,
     FLOATS,
@@ -34,7 +34,7 @@ from model.fast.cpu.kernels import (
     turns,
 )
 from model.fast.cpu.team import compiled_task, on_all_threads, run
-from model.quantise import CUTS, FITS, LEVELS, shares_of
+from model.quantise import CUTS, FITS, GROUP, LEVELS, shares_of
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 PIECE = 1 << 21  # weights rounded at a time: a millisecond or two
