@@ -79,7 +79,7 @@ FAMILIES = {
         "llama",
         {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     ),
-    "mistral": Family("llama", {"max_position_embeddings": 131072, "sliding_window": 4096}),
+    "mistral": Family("llama", WINDOWS | {"max_position_embeddings": 131072}),
     "ministral": Family("llama", WINDOWS | {"max_position_embeddings": 131072}),
     "qwen2": Family("llama", QWEN, biased="qkv"),
     "qwen3": Family("llama", QWEN | {"attention_bias": False, "head_dim": 128}, head_norms=True),
@@ -99,12 +99,6 @@ FAMILIES = {
         head_norms=True,
         two_ropes=True,
     ),
-}
-# Families that are often asked for, and why none of the blocks computes them.
-OTHERS = {
-    "gemma3": "it reads images; of Gemma 3 the text models of 270M and 1B run",
-    "phi3": "it stores q, k and v as one matrix",
-    "olmo2": "it has norms over all heads of q and k at once",
 }
 
 
@@ -164,12 +158,7 @@ def parse_config(source: Any) -> ModelConfig:
         raise InputError(
             "config.json: the checkpoint is quantised: use the original one, in plain float weights"
         )
-    name = source.get("model_type")
-    if isinstance(name, str) and name in OTHERS:
-        raise InputError(f"config.json: model_type {name!r} is not supported: {OTHERS[name]}")
-    if name == "mistral" and "layer_types" in source:  # as transformers loads such a file
-        name = "ministral"
-    family = FAMILIES[_one_of("model_type", name, FAMILIES)]
+    family = FAMILIES[_one_of("model_type", source.get("model_type"), FAMILIES)]
     key, activation = ACTIVATIONS[family.block]
     _one_of(key, source.get(key) or activation, [activation])
     _one_of("is_causal", source.get("is_causal", True), [True])

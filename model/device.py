@@ -24,8 +24,6 @@ def launch(function: Callable[..., Tensor], rows: Tensor, *more: Any) -> Tensor:
 
 def now(device: torch.device) -> float:
     """Seconds of a clock, read when the device has finished all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type in ("cuda", "mps"):
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from model.plan import FULL, LOW_BITS
 
 GROUP = 32  # weights that share scale and zero, in four bits
+LEVELS = 15  # the largest code, in four bits
 CUTS = (0.0, 1.0)  # steps cut off at each end of a group's range, per candidate
 FITS = 2  # least-squares fits per candidate
 CHUNK = 1 << 22  # weights rounded at a time, in float32
@@ -49,13 +50,12 @@ class Quantised:
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    bits: int
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Weights of these codes, ``[out, in]``."""
         scale = self.scale.float()
         zero = self.zero.float()
-        if self.bits != 8:
+        if scale.shape[1] > 1:
             scale, zero = (
                 each.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]] for each in (scale, zero)
             )
@@ -70,28 +70,27 @@ def weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
     return reduce(torch.add, (values * shares).unbind(-1))
 
 
-def codes_of(weight: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
-    """Codes 0 to ``levels`` of weights ``[..., 32]``, as floats; scale and zero are ``[...]``."""
+def codes_of(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Codes 0 to 15 of weights ``[..., 32]``, as floats; scale and zero are ``[...]``."""
     inverse = torch.where(scale > 0, 1 / scale, 0)  # if all weights are equal, every code is 0
-    return ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, levels)
+    return ((weight - zero[..., None]) * inverse[..., None] + 0.5).floor_().clamp_(0, LEVELS)
 
 
-def round_groups(weight: Tensor, shares: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_groups(weight: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes ``[rows, groups, 32]`` of weights of this shape, and scale and zero ``[rows, groups]``,
     of the least weighted error; ``shares`` ``[groups, 32]`` sum to 1 per group.
     """
-    levels = 2**bits - 1
     mean = weighted_sum(weight, shares)
     low, high = torch.aminmax(weight, dim=-1)
     found = []
     for cut in CUTS:
-        scale = (high - low) * ((1 - 2 * cut / levels) / levels)
-        zero = (low + high - levels * scale) / 2
+        scale = (high - low) * ((1 - 2 * cut / LEVELS) / LEVELS)
+        zero = (low + high - LEVELS * scale) / 2
         for _ in range(FITS + 1):
             # Rounded first, so that the codes compensate for it.
             scale = scale.bfloat16().float()
             zero = zero.bfloat16().float()
-            codes = codes_of(weight, scale, zero, levels)
+            codes = codes_of(weight, scale, zero)
             error = (codes * scale[..., None] + zero[..., None] - weight).square_()
             found.append(torch.stack((weighted_sum(error, shares), scale, zero)))
             # A line through the points (code, weight): scale is its slope, zero its height at code
@@ -105,7 +104,7 @@ def round_groups(weight: Tensor, shares: Tensor, bits: int) -> tuple[Tensor, Ten
     best = errors.argmin(0, keepdim=True)
     scale = scales.gather(0, best)[0]
     zero = zeros.gather(0, best)[0]
-    return codes_of(weight, scale, zero, levels).to(torch.uint8), scale, zero
+    return codes_of(weight, scale, zero).to(torch.uint8), scale, zero
 
 
 def shares_of(importance: Tensor | None, columns: int, device: torch.device) -> Tensor:
@@ -134,16 +133,15 @@ def quantise(weight: Tensor, bits: int, importance: Tensor | None = None) -> Qua
     if bits == 8:
         scale = torch.linalg.vector_norm(weight.float(), math.inf, 1, keepdim=True) / 127
         codes = torch.where(scale > 0, weight / scale, 0).round().clamp(-127, 127)
-        return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale), bits)
+        return Quantised(codes.to(torch.int8), scale, torch.zeros_like(scale))
     shares = shares_of(importance, columns, weight.device)
     found = []
     for part in weight.split(max(1, CHUNK // columns)):
         part = F.pad(part.float(), (0, -columns % GROUP), mode="replicate")
-        found.append(round_groups(part.unflatten(1, (-1, GROUP)), shares, bits))
+        found.append(round_groups(part.unflatten(1, (-1, GROUP)), shares))
     codes, scale, zero = map(torch.cat, zip(*found, strict=True))
-    return Quantised(
-        codes.flatten(1)[:, :columns].contiguous(), scale.bfloat16(), zero.bfloat16(), bits
-    )
+    codes = codes.flatten(1)[:, :columns].contiguous()
+    return Quantised(codes, scale.bfloat16(), zero.bfloat16())
 
 
 def round_inputs(x: Tensor) -> Tensor:

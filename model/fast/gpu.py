@@ -216,22 +216,15 @@ class StaticStep:
         return self.logits[:, :count].clone()  # a later replay writes to the same memory
 
 
-@dataclass(eq=False)
-class StaticCache:
-    """Tensors of a cache, and the steps that were made for them, by plan. One text uses them at a
-    time, until its own cache, which has the same tensors, is gone.
-    """
-
-    cache: KVCache
-    steps: dict[LayerPlan, StaticStep]
-
-
 class StaticDecoder(PreparedDecoder):
     """``Decoder`` with static steps for a single text. Prompts are the decoder's.
 
     With ``compiled`` its steps are compiled and captured, which needs CUDA. If a step fails (no
     compiler, an old GPU, no memory), in the middle of a text too, it and later ones are the
     readable blocks'; ``trouble`` says why.
+
+    Steps are made for the tensors of a *static cache*. One text uses these at a time, until its own
+    cache, which has the same tensors, is gone.
     """
 
     def __init__(self, model: Decoder, compiled: bool = True) -> None:
@@ -241,8 +234,8 @@ class StaticDecoder(PreparedDecoder):
         self.why_rows_vary = None
         self.run = compile_function(run_block) if compiled else run_block
         self.captures = compiled
-        self.caches: list[StaticCache] = []
-        self.used: WeakKeyDictionary[KVCache, StaticCache] = WeakKeyDictionary()  # by text's cache
+        self.steps: dict[KVCache, dict[LayerPlan, StaticStep]] = {}  # by static cache and plan
+        self.used: WeakKeyDictionary[KVCache, KVCache] = WeakKeyDictionary()  # by a text's cache
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """``Decoder.new_cache``; for a single text it takes the tensors and the steps of a static
@@ -251,24 +244,25 @@ class StaticDecoder(PreparedDecoder):
         if batch > 1 or self.trouble:
             return self.model.new_cache(capacity, batch)
         static = self._free_cache(capacity)
-        for entries in (*static.cache.keys, *static.cache.values):
+        for entries in (*static.keys, *static.values):
             # a step also reads invalid ones, with a mask, and 0 times NaN would be NaN
             entries.zero_()
-        cache = copy.copy(static.cache)
+        cache = copy.copy(static)
         cache.capacity = capacity
         cache.lengths = [0] * self.num_layers
         self.used[cache] = static
         return cache
 
-    def _free_cache(self, capacity: int) -> StaticCache:
+    def _free_cache(self, capacity: int) -> KVCache:
         """Static cache that is long enough and not used, made where there is none."""
-        used = list(self.used.values())
-        for static in self.caches:
-            if static not in used and static.cache.capacity >= capacity + ROWS:
+        used = set(self.used.values())
+        for static in self.steps:
+            if static not in used and static.capacity >= capacity + ROWS:
                 return static
+        self.steps = {static: self.steps[static] for static in used}  # too small ones are freed
         with torch.inference_mode(False):
-            static = StaticCache(self.model.new_cache(static_capacity(capacity)), {})
-        self.caches = [*used, static]  # those that are too small are freed
+            static = self.model.new_cache(static_capacity(capacity))
+        self.steps[static] = {}
         return static
 
     def __call__(
@@ -304,12 +298,13 @@ class StaticDecoder(PreparedDecoder):
         static = self.used.get(cache)
         if static is None or self.trouble:
             return None
-        if plan not in static.steps:
+        steps = self.steps[static]
+        if plan not in steps:
             try:
-                static.steps[plan] = self._new_step(static.cache, plan)
+                steps[plan] = self._new_step(static, plan)
             except Exception as error:  # of compilers, drivers, allocators
                 self._give_up(error)
-        return static.steps.get(plan)
+        return steps.get(plan)
 
     def _new_step(self, cache: KVCache, plan: LayerPlan) -> StaticStep:
         """Static step of a plan that has passed ``_check``. It runs on the first positions of the

@@ -181,7 +181,7 @@ def fake_rounded(product: nn.Linear | nn.Embedding, bits: int) -> Quantised:
     rows, columns = product.weight.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8, device="cuda")
     scale = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16, device="cuda")
-    return Quantised(codes, scale, scale, bits)
+    return Quantised(codes, scale, scale)
 
 
 def compile_functions(vocab: int, dtype: torch.dtype, compiled: Callable[..., Any]) -> None:

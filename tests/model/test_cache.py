@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from model import KVCache, LayerPlan
+from model import LayerPlan
 from model.fast import accelerate
 from model.fast.gpu import StaticDecoder
 from tests.configs import FAMILIES, small
@@ -28,11 +28,6 @@ from tests.oracle import VOCAB, configs, plans
 
 CAPACITY = 32
 tokens_to_add = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
-
-
-def held(cache: KVCache, length: int) -> list[Tensor]:
-    """Copy of all entries before position ``length``."""
-    return [tensor[:, :, :length].clone() for tensor in [*cache.keys, *cache.values]]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -72,21 +67,6 @@ class CacheMachine(RuleBasedStateMachine):
         torch.testing.assert_close(
             self.run(tokens, start), self.fresh()[:, start:], rtol=0, atol=1e-9
         )
-
-    @precondition(lambda self: len(self.text) <= CAPACITY - 6)
-    @rule(data=st.data(), drafted=tokens_to_add)
-    def draft_and_reject(self, data, drafted):
-        """The cache and the bits of the next logits are those without the draft."""
-        plan, length = data.draw(plans(self.model.num_layers)), len(self.text)
-        expected, before = self.run([1], length), held(self.cache, length)
-        self.cache.truncate(length)
-        for step, token in enumerate(drafted):
-            self.run([token], length + step, plan)
-        self.cache.truncate(length)
-        assert self.cache.lengths == [length] * self.model.num_layers
-        assert all(map(torch.equal, before, held(self.cache, length)))
-        assert torch.equal(self.run([1], length), expected)
-        self.cache.truncate(length)
 
     @precondition(lambda self: self.text and len(self.text) <= CAPACITY - 6)
     @rule(data=st.data(), drafted=tokens_to_add)

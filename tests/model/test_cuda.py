@@ -169,7 +169,8 @@ def test_captured_steps_give_the_readable_logits_in_every_plan_and_count(
         )
         assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
     assert static.trouble is None and static.why_rows_vary is None
-    assert all(step.replay is not None for each in static.caches for step in each.steps.values())
+    replays = [step.replay for steps in static.steps.values() for step in steps.values()]
+    assert all(replays)
 
 
 @pytest.mark.parametrize(("family", "size"), SHAPES)

@@ -95,10 +95,10 @@ def test_a_static_cache_is_used_again_with_its_steps_and_without_its_entries() -
         assert model.used[other] is not first, "a static cache serves one text at a time"
         del cache
         again = model.new_cache(30)
-        assert model.used[again] is first and len(first.steps) == 1
+        assert model.used[again] is first and len(model.steps[first]) == 1
         assert again.lengths == [0] * model.num_layers
         assert not any(each.any() for each in (*again.keys, *again.values))
-        assert (again.capacity, first.cache.capacity) == (30, static_capacity(30))
+        assert (again.capacity, first.capacity) == (30, static_capacity(30))
         assert model.new_cache(8, batch=3).keys[0].shape[:1] == (3,)
 
 
@@ -110,7 +110,7 @@ def test_caches_have_at_most_eight_sizes_and_a_whole_context_is_not_doubled(
     monkeypatch.setattr(model.model, "new_cache", lambda size: sizes.add(size) or make(1))
     for capacity in (*range(1, 131_072, 997), 131_072):
         model.new_cache(capacity)
-        model.caches.clear()
+        model.steps.clear()
         assert max(sizes) >= capacity + ROWS
     assert len(sizes) <= 8 and max(sizes) < 1.01 * 131_072
 

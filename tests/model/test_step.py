@@ -335,10 +335,10 @@ def test_every_form_of_a_dot_product_gives_the_same_bits_in_any_tile(
 
 
 @numba.njit
-def rounded_inputs(x: np.ndarray, signed: bool) -> np.ndarray:
+def rounded_inputs(x: np.ndarray) -> np.ndarray:
     found = np.zeros((len(x), 4 * x.shape[1] + 128), np.uint8)
     for row in range(len(x)):
-        elements.round_to_int8(x[row], found[row].ctypes.data, signed)
+        elements.round_to_int8(x[row], found[row].ctypes.data)
     return found
 
 
@@ -350,7 +350,7 @@ def test_low_bits_are_multiplied_by_rounded_inputs(special: None, bits: int, kin
             x, weight = random_matrix(7, columns), random_matrix(count, columns)
             rounded, width = quantise(weight, bits), -(-columns // 32) * 32
             _, operand = ended(pack(weight, bits, None))
-            inputs = rounded_inputs(x.numpy(), bits == 8)
+            inputs = rounded_inputs(x.numpy())
             low = multiply(operand.data_ptr(), 0, inputs, width, count)
             exact = round_inputs(x).double() @ rounded.dequantised(torch.float32).double().T
             np.testing.assert_allclose(low, exact, atol=0.02 * exact.abs().max().item())
@@ -364,34 +364,36 @@ def of_each(function: Callable[[float], float], x: np.ndarray) -> np.ndarray:
     return numba.vectorize(lambda number: function(number))(x)
 
 
-@pytest.mark.parametrize(
-    ("function", "dtype"),
-    [(elements.bfloat16_bits, torch.bfloat16), (elements.float16_bits, torch.float16)],
-    ids=["bfloat16", "float16"],
-)
-def test_narrow_numbers_are_rounded_as_torch_rounds_them(
-    function: Callable[[float], int], dtype: torch.dtype
-) -> None:
+def converted(convert: Callable[..., None], kind: int, row: np.ndarray, out: np.ndarray) -> None:
+    """Fill ``out`` with the numbers of ``row``, by an instruction of ``dot``."""
+
+    @numba.njit
+    def run(row, out):
+        convert(kind, row.ctypes.data, len(row), out.ctypes.data)
+        return row[0] + out[0]  # keeps both until they are read
+
+    run(row, out)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(dot.BF16, torch.bfloat16), (dot.F16, torch.float16)])
+def test_narrow_numbers_are_rounded_as_torch_rounds_them(kind: int, dtype: torch.dtype) -> None:
     """For every exponent, ties, subnormal numbers, infinity and NaN."""
     x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     x[:100_000] &= np.uint32(0xFFFFF000)  # ties of float16
     x[:50_000] &= np.uint32(0xFFFF8000)  # and of bfloat16
     extremes = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 65519, 65520, 6e-8, 2.9e-8])
     x = np.concatenate([x.view(np.float32), extremes])
-    right, bits = torch.from_numpy(x).to(dtype), of_each(function, x).astype(np.uint16)
-    found, is_nan = torch.from_numpy(bits.view(np.int16)).view(dtype), right.isnan()
+    found = torch.empty(len(x), dtype=dtype)
+    converted(dot.narrow_row, kind, x, found.view(torch.int16).numpy())
+    right = torch.from_numpy(x).to(dtype)
+    is_nan = right.isnan()
     assert torch.equal(found.isnan(), is_nan)
     assert torch.equal(found[~is_nan].view(torch.int16), right[~is_nan].view(torch.int16))
 
 
 def test_float16_numbers_are_widened_exactly() -> None:
-    @numba.njit
-    def run(halves, wide):
-        dot.widen_row(dot.F16, halves.ctypes.data, len(halves), wide.ctypes.data)
-        return wide[0] + halves[0]  # keeps both until they are read
-
     halves, wide = np.arange(2**16, dtype=np.uint16), np.empty(2**16, np.float32)
-    run(halves, wide)
+    converted(dot.widen_row, dot.F16, halves, wide)
     assert np.array_equal(wide, halves.view(np.float16).astype(np.float32), equal_nan=True)
 
 
@@ -405,14 +407,16 @@ def test_exponential_and_tangent_have_the_precision_of_float32() -> None:
 
 
 def test_kernels_are_kept_by_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edited dot product is compiled again, though the file of the step is unchanged."""
-    sources = Path(shutil.copytree(Path(dot.__file__).parent, tmp_path / "cpu"))
+    """An edited dot product or constant is compiled again, though no file of a step is changed."""
+    sources = [Path(shutil.copy(source, tmp_path)) for source in kernels.SOURCES]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
     folder = kernels.kernel_folder(sources)
     assert folder.is_dir() and folder.parent == tmp_path / "kept"
     assert kernels.kernel_folder(sources) == folder
-    (sources / "dot.py").write_text("# edited")
-    assert kernels.kernel_folder(sources) != folder
+    for edited in ("dot.py", "quantise.py"):
+        before = kernels.kernel_folder(sources)
+        (tmp_path / edited).write_text("# edited")
+        assert kernels.kernel_folder(sources) != before
 
 
 def declared(number: int) -> Callable[[int], int]:
@@ -472,6 +476,13 @@ def test_where_numba_is_missing_or_cannot_run_the_readable_blocks_run_and_a_line
     assert len(said) == 3 and "NUMBA_DISABLE_JIT" in said[0] and "must be > 0" in said[2]
     assert "without numba: import of numba" in said[1]
     assert model.why_rows_vary and "\n" not in model.why_rows_vary
+
+
+def test_a_processor_that_cannot_convert_float16_computes_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("model.fast.cpu.decoder.CONVERTS_FLOAT16", False)
+    assert accelerate(random_model("llama", torch.float16)).kind == dot.F32
 
 
 def test_in_float64_the_readable_blocks_run() -> None:

@@ -123,7 +123,7 @@ def test_a_cache_made_while_costs_were_measured_serves_texts(
     setting = setting_of(model)
     draft = drafting_under(setting, DraftPlan(LayerPlan.early_exit(model.num_layers, 1), 2))
     measure_costs(setting, [(1, 2, 3)], [draft], longest=2)
-    assert not model.new_cache(8).keys[0].is_inference() and len(model.caches) <= 2
+    assert not model.new_cache(8).keys[0].is_inference() and len(model.steps) <= 2
     writer = Writer(model, 12)
     writer.begin([1, 2, 3])
     text = writer.new_text(Rules(5))

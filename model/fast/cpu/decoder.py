@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model import FULL, Decoder, KVCache, LayerPlan
 from model.fast import PreparedDecoder
-from model.fast.cpu.dot import BLOCK_ROWS, LOW_BITS
+from model.fast.cpu.dot import BLOCK_ROWS, CONVERTS_FLOAT16, LOW_BITS
 from model.fast.cpu.kernels import KERNELS, LANES
 from model.fast.cpu.rounding import KINDS, pack
 from model.fast.cpu.step import MATRICES, Batch, O, Weights, run_step, step
@@ -33,6 +33,8 @@ class FastDecoder(PreparedDecoder):
     The bits of a position's logits and cache entries do not depend on the other rows of the step,
     of this text or of others. (``prefill``, in long chunks, does not promise this.) Low-bit copies
     are made when a plan first needs them, or before, one by one: ``missing_copies``, ``make_copy``.
+    On a processor that cannot convert float16, such as Intel's before 2012, a model in float16
+    becomes one in float32.
     """
 
     fast_bits = tuple(LOW_BITS)
@@ -43,6 +45,8 @@ class FastDecoder(PreparedDecoder):
     def __init__(self, model: Decoder) -> None:
         if not run_step.signatures and not any(KERNELS.glob("*.nbc")):
             print("compiling the decoding step for this machine, once: about 15 s", file=sys.stderr)
+        if model.dtype == torch.float16 and not CONVERTS_FLOAT16:
+            model.float()
         super().__init__(model)
         model.attend = attend_by_flash
         self.kind = KINDS[model.dtype]
@@ -178,7 +182,6 @@ class FastDecoder(PreparedDecoder):
             bias = self.biases.setdefault(product, product.bias.float()).data_ptr()
         rows = BLOCK_ROWS if bits == FULL else 1  # of ``weight`` in a block
         return (  # in the order of the record
-            kind,
             input_task(kind),
             product_task(kind),
             weight.data_ptr(),

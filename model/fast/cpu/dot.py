@@ -26,7 +26,7 @@ group of 32 columns. Both lie in memory as follows, with the bytes of each part.
 
     weights, 4 bits   | 256 codes | 32 scales | 32 zeros | next group ...       bfloat16 numbers
     weights, 8 bits   | 512 codes | next group ... | 64 scales of the rows      float32 numbers
-    inputs            | 32 codes per group | 4 scale per group | 4 total per group
+    inputs            | 32 codes per group | 4 scale | 4 total | 4 correction, each per group
 
     64 codes of weights     row 0           row 1                 row 15
     (vector v)            | c c c c       | c c c c       | ... | c c c c       |
@@ -34,8 +34,10 @@ group of 32 columns. Both lie in memory as follows, with the bytes of each part.
     4 bits, lower halves    4v ... 4v + 3   the same              the same
     4 bits, upper halves    16 + 4v ...     the same              the same
 
-Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector of weights.
-``decoder.packed`` writes the weights, ``elements.round_to_int8`` the inputs.
+Four neighbouring codes of inputs, repeated for all 16 rows, meet such a vector of weights. A total
+is the sum of a group's codes times its scale, in float32; a correction is the sum times -128, in
+int32, for weights that are stored plus 128. ``rounding.pack`` writes the weights,
+``elements.round_to_int8`` the inputs.
 """
 
 from collections.abc import Callable
@@ -54,6 +56,7 @@ from model.fast.cpu.kernels import (
     I64,
     INTS,
     LANES,
+    SHORTS,
     Sum,
     Value,
     add_lanes,
@@ -66,15 +69,16 @@ from model.fast.cpu.kernels import (
     store,
     turns,
 )
+from model.quantise import GROUP
 
 BF16, F16, F32, INT4, INT8 = range(5)  # kinds of numbers
 LOW_BITS = {4: INT4, 8: INT8}
 NUMBER_BYTES = (2, 2, 4)  # of BF16, F16 and F32
 NUMBER_TYPES = (I16, I16, FLOAT)  # of LLVM
-GROUP = 32  # inputs per scale; weights too, in four bits
 
-# instruction sets that Numba compiles for
-FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
+# processor and instruction sets that Numba compiles for
+TRIPLE, _, FEATURES = cpu_target.target_context.codegen().magic_tuple()
+CONVERTS_FLOAT16 = "+f16c" in FEATURES or TRIPLE.startswith(("aarch64", "arm64"))
 HAS_VDPBF16PS = "+avx512bf16" in FEATURES
 HAS_VPDPBUSD = "+avx512vnni" in FEATURES
 
@@ -96,21 +100,30 @@ class BFloat(ir.Type):
 
 
 BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
+HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 def widen(kind: int, values: Value) -> Value:
-    """Exact float32 of 16 weights, by integers: not every processor converts float16."""
+    """Exact float32 of 16 numbers of this kind."""
     if kind == F32:
         return values
-    bits = Value(values.builder, values.builder.zext(values.raw, INTS))
-    if kind == BF16:
-        return (bits << 16).bitcast(FLOATS)
-    magnitude = (bits & 0x7FFF) << 13
-    sign = (bits & 0x8000) << 16
-    # The exponents' biases differ by 112; the largest exponent is that of infinity and NaN in both.
-    number = (magnitude.bitcast(FLOATS) * 2.0**112).bitcast(INTS)
-    is_finite = magnitude < magnitude.constant(0x0F800000)
-    return (is_finite.select(number, magnitude | 0x7F800000) | sign).bitcast(FLOATS)
+    if kind == F16:
+        return values.cast(HALVES).cast(FLOATS, "fpext")
+    return (values.cast(INTS, "zext") << 16).cast(FLOATS)
+
+
+def narrow(kind: int, values: Value) -> Value:
+    """Float32 numbers rounded to this kind, ties to even. NaN and infinity stay, so that non-finite
+    numbers are still found.
+    """
+    if kind == F32:
+        return values
+    if kind == F16:
+        return values.cast(HALVES, "fptrunc").cast(SHORTS)
+    bits = values.cast(INTS)
+    is_nan = bits.constant(0x7F800000) < (bits & 0x7FFFFFFF)
+    rounded = is_nan.select(bits | 0x400000, bits + 0x7FFF + (bits >> 16 & 1))
+    return (rounded >> 16).cast(SHORTS, "trunc")
 
 
 def fused_multiply_add(total: Value, a: Value, b: Value) -> Value:
@@ -122,15 +135,13 @@ def add_pairs(total: Value, a: Value, b: Value) -> Value:
     """Instruction vdpbf16ps: adds to each of 16 lanes the products of two neighbouring bfloat16
     numbers of 32.
     """
-    return total.call(
-        "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, a.bitcast(BFLOATS), b.bitcast(BFLOATS)
-    )
+    return total.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, a.cast(BFLOATS), b.cast(BFLOATS))
 
 
 def add_bytes(total: Value, codes: Value, x: Value) -> Value:
     """Instruction vpdpbusd: adds to 16 int32 lanes four products of codes and inputs each."""
     if HAS_VPDPBUSD:
-        codes, x = (each.bitcast(ir.VectorType(I8, 4 * LANES)) for each in (codes, x))
+        codes, x = (each.cast(ir.VectorType(I8, 4 * LANES)) for each in (codes, x))
         return total.call("llvm.x86.avx512.vpdpbusd.512", INTS, codes, x)
     for byte in range(4):
         total += ((codes >> 8 * byte) & 255) * (x << 24 - 8 * byte).combine("ashr", 24)
@@ -204,8 +215,8 @@ def multiply_codes(kind: int, w: Value, inputs: list[Value], columns: Value) -> 
     with turns(groups) as group:
         at = w + group * group_bytes
         scales = [x + columns + group * 4 for x in inputs]
-        totals = [broadcast(load(scale + groups * 4, I32)) for scale in scales]
-        products = [total if kind == INT8 else total.constant(0) for total in totals]
+        corrections = [broadcast(load(scale + groups * 8, I32)) for scale in scales]
+        products = [each if kind == INT8 else each.constant(0) for each in corrections]
         for vector in range(vectors):
             codes = load(at + 4 * LANES * vector, INTS)
             parts = [codes] if kind == INT8 else [codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F]
@@ -216,15 +227,15 @@ def multiply_codes(kind: int, w: Value, inputs: list[Value], columns: Value) -> 
                     for total, x in zip(products, inputs, strict=True)
                 ]
         if kind == INT4:
-            halves = ir.VectorType(I16, LANES)
-            step = widen(BF16, load(at + codes_bytes, halves))
-            zero = widen(BF16, load(at + (codes_bytes + 2 * LANES), halves))
+            step = widen(BF16, load(at + codes_bytes, SHORTS))
+            zero = widen(BF16, load(at + (codes_bytes + 2 * LANES), SHORTS))
         for number, total in enumerate(sums):
-            values = Value(w.builder, w.builder.sitofp(products[number].raw, FLOATS))
+            values = products[number].cast(FLOATS, "sitofp")
             scale = broadcast(load(scales[number], FLOAT))
             if kind == INT4:
                 scale *= step
-                total.add(fused_multiply_add, zero, totals[number].bitcast(FLOATS))
+                of_inputs = broadcast(load(scales[number] + groups * 4, FLOAT))
+                total.add(fused_multiply_add, zero, of_inputs)
             total.add(fused_multiply_add, values, scale)
     if kind == INT4:
         return [total.value for total in sums]
@@ -366,11 +377,29 @@ def add_numbers(builder: ir.IRBuilder, power: int, place: Value, count: Value) -
 
 @instruction(types.void(*[types.int64] * 4))
 def widen_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
-    """Numbers of a row of this kind as float32."""
+    """Store the numbers of a row of this kind as float32."""
 
-    def store_vector(kind: int, first: Value, left: Value | None) -> None:
+    def widen_vector(kind: int, first: Value, left: Value | None) -> None:
         store(out + first * 4, read(kind, row, first, left), left)
 
+    in_kind(kind, columns, widen_vector)
+
+
+@instruction(types.void(*[types.int64] * 4))
+def narrow_row(builder: ir.IRBuilder, kind: Value, row: Value, columns: Value, out: Value) -> None:
+    """Store a row of float32 numbers rounded to this kind."""
+
+    def narrow_vector(kind: int, first: Value, left: Value | None) -> None:
+        store(out + first * NUMBER_BYTES[kind], narrow(kind, read(F32, row, first, left)), left)
+
+    in_kind(kind, columns, narrow_vector)
+
+
+def in_kind(
+    kind: Value, columns: Value, append: Callable[[int, Value, Value | None], None]
+) -> None:
+    """Loop over vectors of ``columns`` (``in_blocks``) for a kind that is known when it runs."""
     for each in (BF16, F16, F32):
-        with builder.if_then(builder.icmp_signed("==", kind.raw, kind.constant(each).raw)):
-            in_blocks(columns, LANES, partial(store_vector, each))
+        is_each = kind.builder.icmp_signed("==", kind.raw, kind.constant(each).raw)
+        with kind.builder.if_then(is_each):
+            in_blocks(columns, LANES, partial(append, each))

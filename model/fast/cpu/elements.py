@@ -1,15 +1,13 @@
-"""Element-wise functions, norms and rounding of a step, as loops that vectorise.
+"""Element-wise functions, norms and rounding to int8 of a step, as loops that vectorise.
 
-Numbers are float32. Inputs of products and cache entries are rounded to the model's dtype by
-integer operations on their bits, ties to even. NaN and infinity stay, so that non-finite numbers
-are still found. Nothing here is compiled with fast-math, so the bits are the same on every
+Numbers are float32. Nothing here is compiled with fast-math, so the bits are the same on every
 processor.
 """
 
 import numpy as np
 from numba import uint32
 
-from model.fast.cpu.dot import BF16, F32, GROUP, add_numbers
+from model.fast.cpu.dot import GROUP, add_numbers
 from model.fast.cpu.kernels import address, array_at, compiled
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -19,33 +17,6 @@ ROUNDER = np.float32(1.5 * 2**23)  # float32 numbers of this size have no fracti
 # negative infinity in an order of integers: negative numbers have all bits but the sign flipped
 LOWEST = np.int32(-0x7F800001)
 LARGEST_EXPONENT = np.float32(88.0)
-
-
-@compiled()
-def bfloat16_bits(number: float) -> int:
-    """Bits of ``number`` rounded to bfloat16, as uint32."""
-    bits = np.float32(number).view(np.uint32)
-    rounded = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
-    is_nan = (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000)
-    return (bits >> uint32(16)) | uint32(64) if is_nan else rounded
-
-
-@compiled()
-def float16_bits(number: float) -> int:
-    """Bits of ``number`` rounded to float16, as uint32."""
-    bits = np.float32(number).view(np.uint32)
-    sign = (bits >> uint32(16)) & uint32(0x8000)
-    magnitude = bits & uint32(0x7FFFFFFF)
-    # below 2⁻¹⁴ float16 has multiples of 2⁻²⁴, as float32 has from .5 to 1
-    if magnitude < uint32(0x38800000):
-        shifted = np.uint32(magnitude).view(np.float32) + np.float32(0.5)
-        return sign | (np.float32(shifted).view(np.uint32) - uint32(0x3F000000))
-    rounded = (
-        magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1)) - uint32(0x38000000)
-    ) >> uint32(13)
-    if magnitude > uint32(0x7F800000):
-        return sign | uint32(0x7E00)
-    return sign | (rounded if rounded < uint32(0x7C00) else uint32(0x7C00))
 
 
 @compiled()
@@ -72,20 +43,6 @@ def exponential(x: float) -> float:
 def hyperbolic_tangent(x: float) -> float:
     """Hyperbolic tangent, with an absolute error of 2⁻²²."""
     return np.float32(1) - np.float32(2) / (exponential(x + x) + np.float32(1))
-
-
-@compiled()
-def store_rounded(kind: int, numbers: np.ndarray, place: int) -> None:
-    """Store numbers at an address, rounded to the dtype of this kind of weights."""
-    floats = array_at(place, len(numbers), np.float32)
-    halves = array_at(place, len(numbers), np.uint16)
-    for index in range(len(numbers)):
-        if kind == F32:
-            floats[index] = numbers[index]
-        else:
-            halves[index] = (
-                bfloat16_bits(numbers[index]) if kind == BF16 else float16_bits(numbers[index])
-            )
 
 
 @compiled()
@@ -157,12 +114,9 @@ def soft_cap(numbers: np.ndarray, cap: float) -> None:
 
 
 @compiled()
-def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
-    """Round one row of inputs to int8 with a scale and a total per group, at an address, in the
-    layout drawn in ``dot``.
-
-    A total is the sum of the group's codes, in float32 times its scale or, for weights whose codes
-    are stored ``plus_128``, in int32 times -128.
+def round_to_int8(x: np.ndarray, place: int) -> None:
+    """Round one row of inputs to int8, with three numbers per group, at an address, in the layout
+    drawn in ``dot``.
     """
     columns = len(x)
     groups = (columns + GROUP - 1) // GROUP
@@ -170,7 +124,7 @@ def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
     codes = array_at(place, padded, np.int8)
     scales = array_at(place + padded, groups, np.float32)
     totals = array_at(place + padded + 4 * groups, groups, np.float32)
-    corrections = array_at(place + padded + 4 * groups, groups, np.int32)
+    corrections = array_at(place + padded + 8 * groups, groups, np.int32)
     numbers = np.zeros(padded, np.float32)
     bits = numbers.view(np.uint32)
     numbers[:columns] = x
@@ -187,7 +141,5 @@ def round_to_int8(x: np.ndarray, place: int, is_plus_128: bool) -> None:
             codes[index] = code
             total_code += code
         scales[group] = scale
-        if is_plus_128:
-            corrections[group] = -128 * total_code
-        else:
-            totals[group] = scale * np.float32(total_code)
+        totals[group] = scale * np.float32(total_code)
+        corrections[group] = -128 * total_code

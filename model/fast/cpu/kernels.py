@@ -1,6 +1,6 @@
 """Compiling and keeping of functions, arrays by address, and instructions that Numba lacks.
 
-Compiled code is kept in a folder whose name is a hash of the files here, so stale code never runs:
+Compiled code is kept in a folder whose name is a hash of its ``SOURCES``, so stale code never runs:
 Numba's cache alone notices a change in the file of a function, but not in the files of the
 functions that it calls. The settings of Numba here, and one class that is replaced, hold for the
 whole process.
@@ -13,7 +13,7 @@ function.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, partialmethod, wraps
@@ -28,11 +28,13 @@ from numba.core import caching, cgutils
 from numba.core.typing import Signature
 from numba.extending import intrinsic
 
+from model import quantise
 from model.places import cache_folder, version
 
 LANES = 16
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 FLOAT = ir.FloatType()
+SHORTS = ir.VectorType(I16, LANES)
 INTS = ir.VectorType(I32, LANES)
 FLOATS = ir.VectorType(FLOAT, LANES)
 
@@ -51,22 +53,25 @@ class KernelFile(caching.IndexDataCacheFile):
     """Kept code of a function: if damaged compiled again, in a read-only folder not kept."""
 
     def load(self, key: Any) -> Any:
-        try:
+        with suppress(Exception):  # unpickling damaged bytes may raise anything
             return super().load(key)
-        except Exception:  # unpickling damaged bytes may raise anything
-            with suppress(OSError):
-                self.flush()  # else the damaged index would also stop ``save``
-            return None
+        with suppress(OSError):
+            self.flush()  # else the damaged index would also stop ``save``
+        return None
 
     def save(self, key: Any, data: Any) -> None:
         with suppress(OSError):
             super().save(key, data)
 
 
-def kernel_folder(sources: Path = Path(__file__).parent) -> Path:
+# files whose functions and constants are compiled
+SOURCES = [*Path(__file__).parent.glob("*.py"), Path(quantise.__file__)]
+
+
+def kernel_folder(sources: Iterable[Path] = SOURCES) -> Path:
     """Folder for compiled code of these sources; below NUMBA_CACHE_DIR if that is set."""
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "kernels")
-    folder /= version(sources.glob("*.py"))
+    folder /= version(sources)
     with suppress(OSError):  # read-only: every process compiles
         folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -128,9 +133,9 @@ class Value:
         """Value ``a`` where this one is true, else ``b``."""
         return Value(self.builder, self.builder.select(self.raw, a.raw, b.raw))
 
-    def bitcast(self, kind: ir.Type) -> Value:
-        """Same bits as another type."""
-        return Value(self.builder, self.builder.bitcast(self.raw, kind))
+    def cast(self, kind: ir.Type, operation: str = "bitcast") -> Value:
+        """Result of a builder's conversion to another type: by default the same bits."""
+        return Value(self.builder, getattr(self.builder, operation)(self.raw, kind))
 
     def shuffle(self, lanes: list[int], other: Value | None = None) -> Value:
         """Vector of these lanes, counted on in ``other``."""
@@ -230,20 +235,25 @@ def load(address: Value, kind: ir.Type, count: Value | None = None) -> Value:
     place = pointer(address, kind)
     if count is None:
         return Value(place.builder, place.builder.load(place.raw, align=1))
-    name = f"llvm.masked.load.v{kind.count}{'f32' if kind.element == FLOAT else 'i16'}.p0"
     mask = first_lanes(kind.count, count)
-    return place.call(name, kind, ir.Constant(I32, 1), mask, ir.Constant(kind, None))
+    nothing = ir.Constant(kind, None)
+    return place.call(masked("load", kind), kind, ir.Constant(I32, 1), mask, nothing)
 
 
 def store(address: Value, value: Value, count: Value | None = None) -> None:
-    """Store a float32 number or vector at an address; with ``count``, only its first lanes."""
-    place = pointer(address, value.raw.type)
+    """Store a number or vector at any address; with ``count``, only its first lanes."""
+    kind = value.raw.type
+    place = pointer(address, kind)
     if count is None:
         place.builder.store(value.raw, place.raw, align=1)
         return
-    lanes = value.raw.type.count
-    name = f"llvm.masked.store.v{lanes}f32.p0"
-    value.call(name, ir.VoidType(), place, ir.Constant(I32, 1), first_lanes(lanes, count))
+    mask = first_lanes(kind.count, count)
+    value.call(masked("store", kind), ir.VoidType(), place, ir.Constant(I32, 1), mask)
+
+
+def masked(operation: str, kind: ir.VectorType) -> str:
+    """Name of LLVM's masked load or store of a vector of float32 or int16."""
+    return f"llvm.masked.{operation}.v{kind.count}{'f32' if kind.element == FLOAT else 'i16'}.p0"
 
 
 def prefetch(address: Value) -> None:

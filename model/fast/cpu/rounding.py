@@ -5,7 +5,7 @@ A block of 16 rows is rounded at a time, a row per lane, group by group of 32 co
 weights are read once, and stay in the first cache while its grids are tried.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import cache
 
 import numpy as np
@@ -16,11 +16,10 @@ from numba import types
 from numba.core import cgutils
 from torch import Tensor
 
-from model.fast.cpu.dot import BF16, F16, F32, GROUP, NUMBER_BYTES, read
+from model.fast.cpu.dot import BF16, F16, F32, NUMBER_BYTES, narrow, read, widen
 from model.fast.cpu.kernels import (
     FLOAT,
     FLOATS,
-    I16,
     I64,
     INTS,
     LANES,
@@ -35,12 +34,11 @@ from model.fast.cpu.kernels import (
     turns,
 )
 from model.fast.cpu.team import compiled_task, on_all_threads, run
-from model.quantise import CUTS, FITS, shares_of
+from model.quantise import CUTS, FITS, GROUP, LEVELS, shares_of
 
 KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 PIECE = 1 << 21  # weights rounded at a time: a millisecond or two
 VECTOR = 4 * LANES  # bytes
-LEVELS = 15.0  # the largest code in four bits
 
 # Arguments of ``packing_task``.
 PACKING = np.dtype(
@@ -60,12 +58,6 @@ def multiply_then_add(total: Value, a: Value, b: Value) -> Value:
     return total + a * b
 
 
-def bfloat16_bits(x: Value) -> Value:
-    """Bits of finite numbers rounded to bfloat16, ties to even, in int32 lanes."""
-    bits = x.bitcast(INTS)
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
 def columns_of(kind: int, rows: list[Value], first: Value) -> list[Value]:
     """The 32 columns from ``first`` on of 16 rows of weights, each a vector with a lane per row."""
     low = [place for lane in range(LANES // 2) for place in (lane, lane + LANES)]
@@ -82,83 +74,65 @@ def columns_of(kind: int, rows: list[Value], first: Value) -> list[Value]:
 
 def bytes_of(codes: list[Value]) -> Value:
     """Four codes of each lane as the bytes of an int32, the first in the lowest."""
-    first, *more = (Value(code.builder, code.builder.fptosi(code.raw, INTS)) for code in codes)
+    first, *more = (code.cast(INTS, "fptosi") for code in codes)
     for number, code in enumerate(more, start=1):
         first |= code << 8 * number
     return first
 
 
-class Grid:
-    """Rounding of one group of 16 rows in four bits: see ``model.quantise``, whose order of
-    operations it has.
+def code_of(weight: Value, scale: Value, zero: Value) -> Value:
+    """Code of a weight in four bits, as float32."""
+    least = scale.constant(0.0)
+    inverse = (least < scale).select(scale.constant(1.0).combine("div", scale), least)
+    code = on_lanes("floor", (weight - zero) * inverse + 0.5)
+    return on_lanes("minnum", on_lanes("maxnum", code, least), code.constant(LEVELS))
 
-    ``weights`` is the address of its 32 columns, a vector each, ``shares`` that of 32 numbers.
+
+def fit(weights: Value, shares: Value, scale: Value, zero: Value) -> list[Value]:
+    """Weighted means over a group of the squared error, the code, its square, and code times
+    weight: see ``best_grid``.
     """
+    sums = [Sum(scale.builder) for _ in range(4)]
+    with turns(weights.constant(GROUP)) as column:
+        share = broadcast(load(shares + column * 4, FLOAT))
+        weight = load(weights + column * VECTOR, FLOATS)
+        code = code_of(weight, scale, zero)
+        off = code * scale + zero - weight
+        for total, value in zip(sums, (off * off, code, code * code, code * weight), strict=True):
+            total.add(multiply_then_add, value, share)
+    return [total.value for total in sums]
 
-    def __init__(self, weights: Value, shares: Value) -> None:
-        self.weights = weights
-        self.shares = shares
 
-    def code(self, weight: Value, inverse: Value, zero: Value) -> Value:
-        """Code of a weight, as float32."""
-        code = on_lanes("floor", (weight - zero) * inverse + 0.5)
-        return on_lanes(
-            "minnum", on_lanes("maxnum", code, code.constant(0.0)), code.constant(LEVELS)
-        )
+def best_grid(columns: list[Value], weights: Value, shares: Value) -> tuple[Value, Value]:
+    """Scale and zero of a group of 16 rows with the least weighted error of the candidates, in the
+    order of operations of ``model.quantise.round_groups``.
 
-    def inverse(self, scale: Value) -> Value:
-        """1 / scale, or 0 where it is not above 0."""
-        zero = scale.constant(0.0)
-        return (zero < scale).select(scale.constant(1.0).combine("div", scale), zero)
-
-    def means(self, count: int, values: Callable[[Value], tuple[Value, ...]]) -> list[Value]:
-        """Weighted means over the group of ``count`` values of each weight."""
-        sums = [Sum(self.weights.builder) for _ in range(count)]
-        with turns(self.weights.constant(GROUP)) as column:
-            share = broadcast(load(self.shares + column * 4, FLOAT))
-            weight = load(self.weights + column * VECTOR, FLOATS)
-            for total, each in zip(sums, values(weight), strict=True):
-                total.add(multiply_then_add, each, share)
-        return [total.value for total in sums]
-
-    def fit(self, scale: Value, zero: Value) -> list[Value]:
-        """Weighted means of the squared error, the code, its square, and code times weight."""
-        inverse = self.inverse(scale)
-
-        def values(weight: Value) -> tuple[Value, ...]:
-            code = self.code(weight, inverse, zero)
-            off = code * scale + zero - weight
-            return off * off, code, code * code, code * weight
-
-        return self.means(4, values)
-
-    def best(self, columns: list[Value]) -> tuple[Value, Value]:
-        """Scale and zero with the least weighted error of the candidates, in bfloat16's bits."""
-        (mean,) = self.means(1, lambda weight: (weight,))
-        low = high = columns[0]
-        for column in columns[1:]:
-            low = on_lanes("minnum", low, column)
-            high = on_lanes("maxnum", high, column)
-        best = []
-        for cut in CUTS:
-            scale = (high - low) * ((1 - 2 * cut / LEVELS) / LEVELS)
-            zero = (low + high - scale * LEVELS) * 0.5
-            for _ in range(FITS + 1):
-                rounded = [bfloat16_bits(each) for each in (scale, zero)]
-                scale, zero = ((each << 16).bitcast(FLOATS) for each in rounded)
-                error, mean_code, mean_square, mean_product = self.fit(scale, zero)
-                found = [error, *rounded]
-                is_better = error < best[0] if best else None
-                best = (
-                    [is_better.select(*pair) for pair in zip(found, best, strict=True)]
-                    if best
-                    else found
-                )
-                spread = mean_square - mean_code * mean_code
-                slope = (mean_product - mean_code * mean).combine("div", spread)
-                scale = (spread.constant(0.0) < spread).select(slope, scale)
-                zero = mean - scale * mean_code
-        return best[1], best[2]
+    ``columns`` are its weights, which are also stored at ``weights``; at ``shares`` are 32 numbers.
+    """
+    low = high = columns[0]
+    mean = low.constant(0.0)
+    for number, column in enumerate(columns):
+        low = on_lanes("minnum", low, column)
+        high = on_lanes("maxnum", high, column)
+        mean += column * broadcast(load(shares + 4 * number, FLOAT))
+    best: list[Value] = []  # error, scale and zero
+    for cut in CUTS:
+        scale = (high - low) * ((1 - 2 * cut / LEVELS) / LEVELS)
+        zero = (low + high - scale * LEVELS) * 0.5
+        for _ in range(FITS + 1):
+            scale = widen(BF16, narrow(BF16, scale))
+            zero = widen(BF16, narrow(BF16, zero))
+            error, mean_code, mean_square, mean_product = fit(weights, shares, scale, zero)
+            found = [error, scale, zero]
+            if best:
+                is_better = error < best[0]
+                found = [is_better.select(*pair) for pair in zip(found, best, strict=True)]
+            best = found
+            spread = mean_square - mean_code * mean_code
+            slope = (mean_product - mean_code * mean).combine("div", spread)
+            scale = (spread.constant(0.0) < spread).select(slope, scale)
+            zero = mean - scale * mean_code
+    return best[1], best[2]
 
 
 @instruction(types.void(*[types.int64] * 6), constants=1)
@@ -175,26 +149,19 @@ def pack_four_bits(
     rows = [w + stride * number for number in range(LANES)]
     buffer = cgutils.alloca_once(builder, FLOATS, GROUP)
     place = Value(builder, builder.ptrtoint(buffer, I64))
-    halves = ir.VectorType(I16, LANES)
     with turns(groups) as group:
         columns = columns_of(kind, rows, group * GROUP)
         for number, column in enumerate(columns):
             store(place + VECTOR * number, column)
-        grid = Grid(place, shares + group * (4 * GROUP))
-        scale, zero = grid.best(columns)
-        step, offset = ((each << 16).bitcast(FLOATS) for each in (scale, zero))
-        inverse = grid.inverse(step)
-        codes = [grid.code(column, inverse, offset) for column in columns]
+        scale, zero = best_grid(columns, place, shares + group * (4 * GROUP))
+        codes = [code_of(column, scale, zero) for column in columns]
         at = out + group * (GROUP // 8 * VECTOR + 4 * LANES)
         for vector in range(GROUP // 8):
-            low, high = (
-                bytes_of(codes[first : first + 4])
-                for first in (4 * vector, 4 * vector + GROUP // 2)
-            )
+            low = bytes_of(codes[4 * vector : 4 * vector + 4])
+            high = bytes_of(codes[4 * vector + GROUP // 2 : 4 * vector + GROUP // 2 + 4])
             store(at + vector * VECTOR, low | high << 4)
         for number, each in enumerate((scale, zero)):
-            bits = Value(builder, builder.trunc(each.raw, halves))
-            store(at + (GROUP // 8 * VECTOR + 2 * LANES * number), bits)
+            store(at + (GROUP // 8 * VECTOR + 2 * LANES * number), narrow(BF16, each))
 
 
 @instruction(types.void(*[types.int64] * 5), constants=1)
@@ -256,9 +223,7 @@ def pack(weight: Tensor, bits: int, importance: Tensor | None) -> Generator[None
     for first in range(0, blocks, least):
         part = weight[first * LANES : (first + least) * LANES]
         if columns % GROUP:
-            part = F.pad(
-                part.float(), (0, -columns % GROUP), mode="replicate" if bits == 4 else "constant"
-            )
+            part = F.pad(part.float(), (0, -columns % GROUP), mode="replicate")
         part = F.pad(part, (0, 0, 0, -len(part) % LANES)) if len(part) % LANES else part
         kind = KINDS[part.dtype]
         arguments = (  # in the order of the record

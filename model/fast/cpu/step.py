@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from model.fast.cpu import elements, team
-from model.fast.cpu.dot import GROUP, NUMBER_BYTES, widen_row
+from model.fast.cpu.dot import GROUP, NUMBER_BYTES, narrow_row, widen_row
 from model.fast.cpu.kernels import address, compiled
 from model.fast.cpu.tasks import CHUNK
 
@@ -200,7 +200,7 @@ def attention(
                 which, group = divmod(head - heads, kv_heads)
                 first = batch.entries[row, layer, which] + group * batch.head_bytes[row]
                 place = first + position * entry_bytes
-            elements.store_rounded(weights.kind, numbers, place)
+            narrow_row(weights.kind, address(numbers), size, place)
     attended = attend_to_cache(board, weights, layer, queries, batch)
     return project(board, matrices[O : O + 1], attended)
 

@@ -19,6 +19,7 @@ from model.fast.cpu.dot import (
     add_numbers,
     add_rows,
     dot,
+    narrow_row,
     widen_row,
 )
 from model.fast.cpu.kernels import LANES, address, array_at
@@ -27,8 +28,7 @@ from model.fast.cpu.team import compiled_task
 # A matrix of weights. Its blocks have ``BLOCK_ROWS`` rows, or 16 in low bits.
 MATRIX = np.dtype(
     [
-        ("kind", np.int64),  # of numbers: see ``dot``
-        ("input_task", np.int64),  # addresses of the tasks of this kind
+        ("input_task", np.int64),  # addresses of the tasks of its kind of numbers: see ``dot``
         ("product_task", np.int64),
         ("weights", np.int64),  # address
         ("block_bytes", np.int64),
@@ -84,17 +84,17 @@ def input_task(kind: int) -> int:
         given = array_at(arguments, 1, PROJECTION)[0]
         columns = given.columns
         for number in range(first, end):
-            row = array_at(given.x + number * columns * 4, columns, np.float32)
+            row = given.x + number * columns * 4
             place = given.inputs + number * given.inputs_stride
             if x_kind == INT8:
-                elements.round_to_int8(row, place, kind == INT8)
+                elements.round_to_int8(array_at(row, columns, np.float32), place)
             elif x_kind == kind:
-                elements.store_rounded(kind, row, place)
+                narrow_row(kind, row, columns, place)
             else:
                 # Rounded in the upper half of the place, then widened to float32 in both halves:
                 # the stores of a block end before the next block's numbers begin.
                 rounded = place + 2 * columns
-                elements.store_rounded(kind, row, rounded)
+                narrow_row(kind, row, columns, rounded)
                 widen_row(kind, rounded, columns, place)
 
     return compiled_task(inputs, kind)

@@ -19,13 +19,12 @@ from numba import cfunc, types
 
 from model.fast.cpu.kernels import I64, Value, address, compiled, instruction, pointer
 
-# Words of the board, those that all threads write on cache lines of their own. CLAIMS counts the
-# regions so far in its upper bits, and the pieces that nobody has claimed in its lower bits.
-# At ARGUMENTS begin the arguments of a task, a word each.
-CLAIMS = 0
-DONE = 8
+# Words of the board, those that all threads write on cache lines of their own. UNCLAIMED is the
+# number of pieces that nobody has claimed, 0 or less if there is none. At ARGUMENTS begin the
+# arguments of a task, a word each.
+UNCLAIMED = 0
+DONE = 8  # by helpers
 TASK, PIECES, LEAST, HELPERS, ARGUMENTS = range(16, 21)
-REGION = 1 << 26  # more than the pieces of a region: a piece of a head is a row or more
 SHARES = 2  # a thread claims this part of an equal share of the pieces that nobody has claimed
 AWAKE = 2000  # looks for work before a thread lets other programs run between two of them
 PATIENCE = 6000  # looks for work before a helper sleeps
@@ -68,19 +67,14 @@ def atomic_load(builder: ir.IRBuilder, place: Value) -> Value:
     return Value(builder, builder.load_atomic(pointer(place, I64).raw, "seq_cst", 8))
 
 
-@instruction(types.int64(types.int64, types.int64))
-def atomic_add(builder: ir.IRBuilder, place: Value, number: Value) -> Value:
-    """Add to the word at an address, after all that precedes."""
-    word = pointer(place, I64).raw
-    return Value(builder, builder.atomic_rmw("add", word, number.raw, "seq_cst"))
+@instruction(types.int64(types.unicode_type, types.int64, types.int64), constants=1)
+def atomic(builder: ir.IRBuilder, operation: str, place: Value, number: Value) -> Value:
+    """Word at an address before ``operation`` by a number, LLVM's ``add`` or ``xchg``: an exchange.
 
-
-@instruction(types.boolean(types.int64, types.int64, types.int64))
-def compare_and_swap(builder: ir.IRBuilder, place: Value, old: Value, new: Value) -> Value:
-    """Whether the word at an address was ``old``, and is now ``new``."""
+    It comes after all that precedes, and before all that follows.
+    """
     word = pointer(place, I64).raw
-    found = builder.cmpxchg(word, old.raw, new.raw, "seq_cst", "seq_cst")
-    return Value(builder, builder.extract_value(found, 1))
+    return Value(builder, builder.atomic_rmw(operation, word, number.raw, "seq_cst"))
 
 
 @instruction(types.void(*[types.int64] * 4))
@@ -95,19 +89,18 @@ def work(board: np.ndarray) -> int:
     """Claim pieces until none is left, and do them: their number."""
     place = address(board)
     done = 0
-    while True:
-        claims = atomic_load(place)
-        task = board[TASK]
-        pieces = board[PIECES]
-        least = board[LEAST]
-        left = claims % REGION
-        if left == 0:
-            return done
-        taken = min(left, max(least, left // (SHARES * (board[HELPERS] + 1))))
-        # Nobody has claimed a piece in between, so all that was read is of the claims' region.
-        if compare_and_swap(place, claims, claims - taken):
-            call(task, place + 8 * ARGUMENTS, pieces - left, pieces - left + taken)
+    unclaimed = atomic_load(place + 8 * UNCLAIMED)
+    while unclaimed > 0:
+        share = max(board[LEAST], unclaimed // (SHARES * (board[HELPERS] + 1)))
+        left = atomic("add", place + 8 * UNCLAIMED, -share)
+        if left > 0:
+            # The board stays as it is until all claimed pieces are done, so it is read only now.
+            first = board[PIECES] - left
+            taken = min(share, left)
+            call(board[TASK], place + 8 * ARGUMENTS, first, first + taken)
             done += taken
+        unclaimed = left - share
+    return done
 
 
 @compiled(cache=True, no_cpython_wrapper=False)
@@ -122,7 +115,7 @@ def run(board: np.ndarray, task: int, pieces: int, least: int, arguments: tuple[
     board[PIECES] = pieces
     board[LEAST] = least
     board[DONE] = 0
-    atomic_add(place + 8 * CLAIMS, REGION + pieces)
+    atomic("xchg", place + 8 * UNCLAIMED, pieces)
     by_helpers = pieces - work(board)
     looks = 0
     while atomic_load(place + 8 * DONE) < by_helpers:
@@ -139,6 +132,6 @@ def help_with(board: np.ndarray) -> None:
         done = work(board)
         looks = 0 if done else looks + 1
         if done:
-            atomic_add(address(board) + 8 * DONE, done)
+            atomic("add", address(board) + 8 * DONE, done)
         elif looks > AWAKE:
             let_others_run()
