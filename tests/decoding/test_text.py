@@ -122,7 +122,7 @@ def test_a_retraction_leaves_the_text_as_if_never_written(
     appended = before + emitted
     left = appended[: len(appended) - len(retracted)]
     new = text_after(left, Rules(100))
-    assert (text.tokens, text.data, text.ends) == (new.tokens, new.data, new.ends)
+    assert (text.tokens, text.data, text.begins) == (new.tokens, new.data, new.begins)
     assert appended == [*left, *retracted]
 
 
