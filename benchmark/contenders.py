@@ -64,17 +64,12 @@ class Bench:
         """Cost table of lookup and of each draft that one model makes, measured at its first
         use.
         """
-        drafts = {
-            name: way
-            for name, way in self.drafts.items()
-            if name not in WITHOUT_ADAPTIVE and not name.endswith(ADAPTIVE)
-        }
-        lengths = [way.new_policy().gamma for way in drafts.values()]
-        longest = max([LONGEST_VERIFICATION - 1, *lengths])
+        drafts = {name: way for name, way in self.drafts.items() if name + ADAPTIVE in self.drafts}
         prompts = [ids for _, ids in self.prompts]
+        longest = LONGEST_VERIFICATION - 1
         verify, steps = measure_costs(self.setting, prompts, list(drafts.values()), longest)
-        costs = {"lookup": 0.0, **dict(zip(drafts, steps, strict=True))}
-        return {name: CostTable(step, verify) for name, step in costs.items()}
+        costs = zip(("lookup", *drafts), (0.0, *steps), strict=True)
+        return {name: CostTable(step, verify) for name, step in costs}
 
 
 def decode(
@@ -156,20 +151,26 @@ def transformers_contenders(options: argparse.Namespace, setting: Setting) -> di
     return found
 
 
-def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
-    """Contender: plain decoding of llama.cpp from a GGUF file, with torch's number of threads."""
+def load_llama_cpp(file: str, positions: int, device: torch.device) -> Any:
+    """llama.cpp with the model of a GGUF file, with torch's number of threads."""
     import llama_cpp
 
     threads = torch.get_num_threads()
-    theirs = llama_cpp.Llama(
-        options.against["llama.cpp"],
-        n_ctx=max(setting.positions, *LENGTHS),
-        n_gpu_layers=0 if setting.model.device.type == "cpu" else -1,
+    say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
+    return llama_cpp.Llama(
+        file,
+        n_ctx=positions,
+        n_gpu_layers=0 if device.type == "cpu" else -1,
         n_threads=threads,
         n_threads_batch=threads,
         verbose=False,
     )
-    say(f"llama.cpp: {llama_cpp.llama_print_system_info().decode().strip(' |')}")
+
+
+def llama_cpp_contenders(options: argparse.Namespace, setting: Setting) -> dict[str, Contender]:
+    """Contender: plain decoding of llama.cpp from a GGUF file."""
+    file = options.against["llama.cpp"]
+    theirs = load_llama_cpp(file, max(setting.positions, *LENGTHS), setting.model.device)
 
     def write(prompt: list[int], count: int) -> Written:
         theirs.reset()  # otherwise the same prompt again needs no prefill

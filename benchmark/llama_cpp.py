@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
+from benchmark.contenders import load_llama_cpp
 from benchmark.sections import timed
 from cli.table import Row
 from model import Decoder, InputError, ModelConfig
@@ -62,22 +63,11 @@ def write_gguf(model: Decoder, path: Path) -> None:
 
 
 def llama_cpp_costs(model: Decoder, prompt: int) -> Row:
-    """llama.cpp's time of a step, and until the first token after a prompt, on torch's number of
-    threads.
-    """
-    import llama_cpp
-
-    threads = torch.get_num_threads()
+    """llama.cpp's time of a step, and until the first token after a prompt."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "shape.gguf")
         write_gguf(model, path)
-        theirs = llama_cpp.Llama(
-            str(path),
-            n_ctx=prompt + REPEATS,
-            n_threads=threads,
-            n_threads_batch=threads,
-            verbose=False,
-        )
+        theirs = load_llama_cpp(str(path), prompt + REPEATS, model.device)
         theirs.eval([0] * POSITION)
         step = partial(theirs.eval, [0])
         seconds = [timed(step, model.device)[1] for _ in range(REPEATS)]

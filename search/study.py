@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, track
@@ -196,6 +197,7 @@ def optimise(
     again; a random neighbour of it comes next. Each further process may finish one trial more.
     """
     known = predictions_of(study)
+    offered = {name: CategoricalDistribution(choices) for name, choices in space.items()}
     columns = (
         "trying plans",
         BarColumn(),
@@ -207,9 +209,7 @@ def optimise(
         best = max((prediction.speedup for prediction in known.values()), default=0.0)
         bar = progress.add_task("", total=trials, completed=len(finished(study)), best=best)
         while len(finished(study)) < trials:
-            trial = study.ask()
-            for name, choices in space.items():
-                trial.suggest_categorical(name, choices)
+            trial = study.ask(offered)
             plan = plan_of(trial.params)
             if plan in known:
                 rng = random.Random(trial.number)

@@ -132,10 +132,6 @@ def pulls(text: Text, rounds: list[list[int]]) -> list[str]:
     return [stream.pull() for round in rounds if any(text.extend(round))]
 
 
-def test_half_a_character_waits_for_its_other_half() -> None:
-    assert pulls(text_after([0], Rules(4)), [[6], [7], [8], [9]]) == ["", "é", "", "🦊"]
-
-
 def test_an_interrupted_stream_shows_what_it_held_back() -> None:
     text = text_after([0], Rules(9, stop_strings=["ba"]))
     stream = TextStream(text)
