@@ -23,7 +23,6 @@ from search.costs import CostTable, measure_costs
 from weights.load import model_folder
 
 ADAPTIVE = ", adaptive"  # suffix of a draft's name: under Draft & Verify's adaptive exit
-WITHOUT_ADAPTIVE = ("lookup", "auto")  # drafts that no single model makes
 LENGTHS = (64, 256, 1024, 2048, 4096, 8192)  # of prompts of which the first token is timed
 LONGEST_VERIFICATION = 16  # tokens
 PACKAGES = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # by library
@@ -88,22 +87,21 @@ def find_drafts(options: argparse.Namespace, setting: Setting) -> dict[str, Draf
     the adaptive exit.
     """
     layers = setting.model.num_layers
-    ways = {"lookup": DraftOptions("lookup")}
-    for layer in options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0}):
-        ways[f"exit {layer}"] = DraftOptions("exit", exit_layer=layer)
+    exits = options.exit_layer or sorted({layers // 2, layers * 4 // 5} - {0})
+    by_model = {f"exit {layer}": DraftOptions("exit", exit_layer=layer) for layer in exits}
     if setting.model.fast_bits:
-        ways["low bits"] = DraftOptions("lowbit")
+        by_model["low bits"] = DraftOptions("lowbit")
     if (setting.folder / "plan.json").exists():
-        ways["plan.json"] = DraftOptions("skip")
+        by_model["plan.json"] = DraftOptions("skip")
     if options.draft_model:
-        ways["model"] = DraftOptions("model", draft_model=options.draft_model)
+        by_model["model"] = DraftOptions("model", draft_model=options.draft_model)
+    ways = {"lookup": DraftOptions("lookup")}
+    for name, way in by_model.items():
+        ways |= {name: way, name + ADAPTIVE: replace(way, adaptive=True)}
     ways["auto"] = DraftOptions("auto")
-    found = {}
-    for name, way in ways.items():
-        found[name] = setting.drafting(way, setting.params)
-        found[name].preparation.work()
-        if name not in WITHOUT_ADAPTIVE:
-            found[name + ADAPTIVE] = setting.drafting(replace(way, adaptive=True), setting.params)
+    found = {name: setting.drafting(way, setting.params) for name, way in ways.items()}
+    for drafting in found.values():
+        drafting.preparation.work()
     return {name: way for name, way in found.items() if way.new_policy().gamma}  # 0: no draft pays
 
 

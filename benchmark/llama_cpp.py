@@ -20,10 +20,12 @@ REPEATS = 9
 
 def check_llama_cpp(config: ModelConfig, dtype: torch.dtype) -> None:
     """Raises InputError for a shape that is no Llama in bf16, or without llama-cpp-python."""
-    if config.source["model_type"] != "llama" or dtype != torch.bfloat16:
-        raise InputError("--against llama.cpp takes shapes of Llama in bf16")
-    if find_spec("llama_cpp") is None:
-        raise InputError("--against llama.cpp needs pip install llama-cpp-python")
+    is_llama = config.source["model_type"] == "llama" and dtype == torch.bfloat16
+    if not is_llama or find_spec("llama_cpp") is None:
+        raise InputError(
+            "--against llama.cpp takes shapes of Llama in bf16, and needs pip install"
+            " llama-cpp-python"
+        )
 
 
 def write_gguf(model: Decoder, path: Path) -> None:

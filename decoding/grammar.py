@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import llguidance
@@ -153,7 +154,9 @@ class GrammarConstraint:
         self.prompt_length = prompt_length
         self.matcher = grammar.pristine.deep_copy()
         self.consumed: tuple[int, ...] = ()
-        self.mask_after = lru_cache(KEPT_MASKS)(self._compute)
+        # by a weak reference, so that the masks are freed with their text
+        compute = partial(GrammarConstraint._compute, weakref.proxy(self))
+        self.mask_after = lru_cache(KEPT_MASKS)(compute)
         self.seconds = 0.0
         self.trouble: str | None = None  # the reason why the last mask allows nothing
 

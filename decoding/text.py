@@ -42,8 +42,9 @@ class Rules:
 
     It ends after ``max_new_tokens``, with any of ``eos_ids``, before a stop string, or where the
     model's context is full. ``banned`` words are matched as substrings of the UTF-8 bytes,
-    case-sensitively, also across tokens. The output is one of ``grammar``'s, if it is not cut.
-    Raises InputError for a budget below 1, an empty string, and a grammar without ``eos_ids``.
+    case-sensitively, also across tokens. The output is one of ``grammar``'s, if it is not cut; its
+    end-of-text tokens must be among ``eos_ids``. Raises InputError for a budget below 1 and an
+    empty string.
     """
 
     max_new_tokens: int
@@ -54,8 +55,6 @@ class Rules:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if self.grammar and not self.eos_ids:
-            raise InputError("a grammar needs an end-of-text token: a text ends where it ends")
         if self.max_new_tokens < 1:
             raise InputError(f"max-new-tokens must be at least 1, found {self.max_new_tokens}")
         if any(

@@ -150,9 +150,9 @@ def measure_costs(
 def at_full_length(draft: Drafting) -> Drafting:
     """The draft without an early end, which still reads each confidence where its policy does."""
     policy = draft.new_policy()
-    if policy.reads_draft_confidence:
-        return replace(draft, new_policy=partial(AdaptiveExit, 0.0, policy.gamma, step=0.0))
-    return replace(draft, new_policy=partial(FixedLength, policy.gamma))
+    reading = partial(AdaptiveExit, 0.0, step=0.0)
+    of_length = reading if policy.reads_draft_confidence else FixedLength
+    return replace(draft, new_policy=partial(of_length, policy.gamma))
 
 
 def write_timed(

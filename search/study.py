@@ -80,9 +80,9 @@ def open_study(
 ) -> optuna.Study:
     """Study in the journal ``path``; a new one has no trials.
 
-    ``identity`` is a JSON object of model, prompts, sampling parameters, bits and version. Raises
-    InputError when there are trials but not to ``resume``, or of another identity, and when the
-    file is no journal.
+    ``identity`` is a JSON object of model, sampling parameters, bits, version, and "prompts": the
+    number of tokens to write after each, and the prompts. Raises InputError when there are trials
+    but not to ``resume``, or of another identity, and when the file is no journal.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # the log would break the progress bar
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -4,6 +4,7 @@ masks are those of the language, enumerated without the library.
 
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -223,6 +224,15 @@ def test_a_mask_does_not_depend_on_the_texts_asked_for_before(name: str) -> None
         text = [*text, random.choice(following)] if following and len(text) < 6 else [0]
 
 
+def test_the_masks_are_freed_with_their_text() -> None:
+    """At once: a server has many texts, and a mask as many bytes as the vocabulary has tokens."""
+    constraint = grammar("no end")(0)
+    mask = weakref.ref(constraint([]))
+    assert mask() is not None
+    del constraint
+    assert mask() is None
+
+
 # ---- forced tokens ----
 
 
@@ -326,7 +336,6 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind: Any, source: str, message:
 
 def test_a_grammar_needs_an_end_of_text_token() -> None:
     assert "end-of-text" in refusal(Vocabulary, TOKENS, frozenset(), encode)
-    assert "end-of-text" in refusal(Rules, 3, grammar=grammar("one string"))
 
 
 def test_a_tokenizer_that_changes_bytes_changes_no_mask() -> None:
