@@ -226,7 +226,7 @@ class BreakEven(Policy):
         self.past.spend(cost - (1 + self.SHARE) * written)
         self._learn_rates(round.emitted, guessed, accepted)
         self._learn_slopes(guessed, forced)
-        # of the next round, unless its drafters are asked
+        # the next round has none, unless its drafters are asked
         self.offers = ()
         self.taken = None
 
